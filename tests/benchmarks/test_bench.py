@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from benchmarks import losses
+from benchmarks import lora, losses
 from benchmarks.contract import Result, json_line
 from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
@@ -18,7 +18,9 @@ from benchmarks.modes import MODES, TARGET, figures_of, ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, shares
 from rollweave.cli.bench import format_figure
 from rollweave.record.report.data import read_run
+from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
+from rollweave.record.trace import TRAINER, Trace
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.sections import PUBLISHED_LOSSES, Correction
 from tests.record.report.synthetic import STEP_S, write_run
@@ -119,6 +121,21 @@ def test_variants_of_losses_are_configurations() -> None:
     }
     assert {each.loss for each in chosen.values()} == set(PUBLISHED_LOSSES)
     assert {each.correction for each in chosen.values()} == set(get_args(Correction))
+
+
+def test_variants_of_adapters_have_the_same_scale() -> None:
+    path = example(losses.CONFIG)
+    chosen = [load(path, [*losses.COMMON, *settings]).lora for settings in lora.VARIANTS.values()]
+    assert [each and each.scale for each in chosen] == [None, 2.0, 2.0, 2.0]
+
+
+def test_the_trace_has_the_bytes_of_each_version(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    trace = Trace(run.trace)
+    for version in (0, 1):
+        trace.span(TRAINER, "trainer", f"publish v{version}", 0.0, 1.0, nbytes=40 + version)
+    trace.close()
+    assert lora.published_bytes(run) == [40, 41]
 
 
 def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(

@@ -458,6 +458,15 @@ class TestModelPath:
         refused = self.examine(tmp_path, model, vllm, "model.implementation=native")
         assert ("model", "sliding-window") in [(n, d.split()[1]) for n, d in refused]
 
+    def test_checks_that_the_model_has_the_layers_of_the_adapters(
+        self, tmp_path: Path, model: Path
+    ) -> None:
+        assert self.examine(tmp_path, model, "lora.rank=2") == []
+        ((name, detail),) = self.examine(tmp_path, model, "lora.targets=['q_proj', 'wq']")
+        assert name == "lora.targets"
+        assert detail.startswith("must name linear layers of the model (q_proj, k_proj, v_proj")
+        assert ", got 'wq'" in detail
+
     def test_refuses_a_missing_checkpoint(self, tmp_path: Path) -> None:
         ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")
         assert name == "model"

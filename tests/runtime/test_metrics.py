@@ -59,6 +59,26 @@ def part(number: int, env: str, *trajectories: Trajectory) -> tuple[TrainStep, B
     )
 
 
+def test_an_engine_that_strays_from_the_trainer_is_warned_of_once(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    metrics = Metrics(file, clock=lambda: 1.0, state=State, progress=Silent(), max_gap=1e-3)
+    # wide, wide, not measured, agreeing, wide
+    for gap in (0.5, 0.4, None, 0.0, 0.25):
+        values = {"logprob_gap/e1": 0.0} | ({} if gap is None else {"logprob_gap/e0": gap})
+        command, batch, trained = part(0, "lake", trajectory("a", 1.0, version=3))
+        metrics.trained(
+            msgspec.structs.replace(command, parts=1),
+            batch,
+            msgspec.structs.replace(trained, values=values),
+        )
+    metrics.close()
+    read = [json.loads(line) for line in file.read_text().splitlines()]
+    warnings = [line for line in read if line["kind"] == "warning"]
+    assert [line["component"] for line in warnings] == ["e0", "e0"]
+    assert "by 0.5 on average at step 3" in warnings[0]["message"]
+    assert "by 0.25 on average" in warnings[1]["message"]
+
+
 def test_weights_of_a_lost_lineage_count_as_stale_as_later_ones(
     tmp_path: Path,
 ) -> None:

@@ -62,6 +62,7 @@ def make_config(
     steps: int = 10,
     trainer: dict[str, Any] | None = None,
     own: dict[str, dict[str, Any]] | None = None,
+    lora: dict[str, Any] | None = None,
     **algorithm: Any,
 ) -> RunConfig:
     """Build a configuration; `own` has the algorithms of further task domains."""
@@ -78,6 +79,7 @@ def make_config(
             "rollout": {"mode": "sync"} if settings.get("colocated") else {},
             "trainer": settings,
             "algorithm": algorithm,
+            "lora": lora,
         }
     )
 

@@ -31,6 +31,7 @@ BENCHES = {
     "models": "models:bench_models",
     "modes": "modes:bench_modes",
     "losses": "losses:bench_losses",
+    "lora": "lora:bench_lora",
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
     "faults": "sim.faults:bench_faults",
@@ -51,7 +52,7 @@ BENCHES = {
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
 NAMES = tuple(BENCHES)
-SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "losses", "fidelity", "faults")
+SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "losses", "lora", "fidelity", "faults")
 """Names of benchmarks that repeat a run with several seeds."""
 
 

@@ -97,7 +97,8 @@ def evaluation_config(
     shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
     evaluation = EvalConfig(every=0, final_episodes=count, temperature=warmth)
     updates = {"run": section, "model": shape, "eval": evaluation, "warmup": WarmupConfig()}
-    return trained.model_copy(update=updates)
+    # adapters are part of the exported weights
+    return trained.model_copy(update={**updates, "lora": None})
 
 
 def half_width(rate: float, count: int) -> float:

@@ -61,7 +61,8 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     section = trained.run.model_copy(
         update={"name": service_name, "dir": str(run.path.parent), "sinks": ()}
     )
-    return trained.model_copy(update={"model": model, "run": section})
+    # adapters are part of the exported weights
+    return trained.model_copy(update={"model": model, "run": section, "lora": None})
 
 
 class _Terminal:

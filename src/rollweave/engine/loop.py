@@ -68,7 +68,6 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import read_tensors
-from rollweave.weights.staging import on_device
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 
 NO_WEIGHTS = -2
@@ -350,7 +349,7 @@ class EngineLoop:
             model.check(tensors)
             if released:
                 self._runner.reclaim()
-            staged = on_device(tensors, model.device)
+            staged = model.incoming(tensors)
         except (WeightsError, OSError, ValueError, torch.OutOfMemoryError) as error:
             if released:
                 self._runner.release()

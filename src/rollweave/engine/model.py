@@ -4,7 +4,8 @@ sequences' tokens at once over the paged cache.
 Weights are stored in the layout of the computation: query, key and value in one matrix,
 gate and up in one, all transposed; the rotary halves of query and key are interleaved,
 so that rotation is one complex product (attention is invariant to a permutation of
-both). `load` takes tensors under their transformers names and shapes.
+both). `load` takes tensors under their transformers names and shapes. A model with a base
+takes adapters instead, and adds them to the weights of the base (`weights/adapters.py`).
 """
 
 import math
@@ -16,7 +17,9 @@ from torch.nn.functional import silu
 
 from rollweave.engine.attention import TILE_ROWS, Attention, AttentionPlan
 from rollweave.schema.errors import WeightsError
+from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.staging import on_device
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -151,7 +154,7 @@ class DecoderWeights:
 
 class Decoder:
     """The model. It is not thread-safe: only its owner's loop calls it, except for
-    `check` and `allocate`, which any thread may call.
+    `check`, `incoming` and `allocate`, which any thread may call.
     """
 
     def __init__(
@@ -164,6 +167,8 @@ class Decoder:
         released: bool = False,
     ) -> None:
         self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
+        self.base: AdapterBase | None = None
+        """If set, new versions are adapters of it."""
         self.weights = self._without_memory() if released else self.allocate()
         self._eps = torch.tensor(shape.eps, device=device)
         self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)
@@ -175,14 +180,28 @@ class Decoder:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise WeightsError unless `tensors` are exactly this model's parameters by
-        name and shape, in floating point.
+        name and shape, in floating point, or adapters of the base if there is one.
         """
+        if self.base is not None:
+            self.base.check(tensors)
+            return
         self.shape.check({name: tensor.shape for name, tensor in tensors.items()})
         for name in self.shape.tensors():
             if tensors[name].dtype not in FLOATS:
                 raise WeightsError(
                     f"{name} must be float32, bfloat16 or float16, got {tensors[name].dtype}"
                 )
+
+    def incoming(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the parameters on the device, one after the other, each valid until the
+        next. `tensors` must have passed `check`.
+
+        The call itself allocates memory for the largest one. Raises
+        torch.OutOfMemoryError.
+        """
+        if self.base is not None:
+            return self.base.with_adapters(tensors, self.device)
+        return on_device(tensors, self.device)
 
     def allocate(self) -> DecoderWeights:
         """Allocate memory for one more version of the parameters.

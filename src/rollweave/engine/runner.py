@@ -16,6 +16,7 @@ from rollweave.engine.planner.batching import Entry, StepPlan
 from rollweave.io.device import device_named, give_back_memory
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import EngineSpec
+from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 
@@ -44,10 +45,13 @@ class Runner:
             tiles=spec.deterministic,
             released=spec.released,
         )
-        if not spec.released:
+        if not spec.released or spec.lora_scale is not None:
             tensors = dict(read_tensors_of(directory))
             self.model.check(tensors)
-            self.model.weights.load(tensors.items())
+            if not spec.released:
+                self.model.weights.load(tensors.items())
+            if spec.lora_scale is not None:
+                self.model.base = AdapterBase(tensors, self.shape, scale=spec.lora_scale)
         self.pool = PagedPool(
             self.shape,
             blocks=spec.kv_tokens // spec.block_tokens,

@@ -20,7 +20,6 @@ from rollweave.schema.serving import EngineReply, Staged, StageFailed
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.memory import available_bytes
 from rollweave.weights.publication import read_tensors
-from rollweave.weights.staging import on_device
 
 SPARE_BYTES = 64 << 20
 """Minimum bytes of the host's memory that remain free beside a second copy."""
@@ -140,7 +139,7 @@ class WeightStaging:
             if missing > 0:
                 raise WeightsError(f"a second copy of the weights lacks {missing} bytes of memory")
             weights = model.allocate()
-            weights.load(_until(cancelled, on_device(tensors, model.device)))
+            weights.load(_until(cancelled, model.incoming(tensors)))
         return weights
 
     # On the loop's thread.

@@ -16,6 +16,7 @@ import msgspec
 from rollweave.core.bindings import bind_all, bind_workers, crowded, groups_on_gpus, one_machine
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
+from rollweave.core.policy.gaps import max_gap
 from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.envs.rules import named
 from rollweave.envs.tasks import TaskSource
@@ -183,6 +184,7 @@ class _Start:
                 state=lambda: core.state,
                 progress=self._progress,
                 sinks=sinks,
+                max_gap=max_gap(config.model.dtype, config.published_dtype),
             )
             stack.callback(metrics.close)
             trace = Trace(run.trace)

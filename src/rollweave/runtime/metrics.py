@@ -9,6 +9,7 @@ is cut off. Sinks only mirror lines.
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollweave.core.policy.gaps import GAP, wide_gaps
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
@@ -61,7 +63,9 @@ class Silent:
 class Metrics:
     """Writes lines of metrics.
 
-    `state` returns the core's state, which has counters and idle times.
+    `state` returns the core's state, which has counters and idle times. An engine whose
+    log-probs differ from the trainer's by more than `max_gap` on average is warned of,
+    once until they agree again.
     """
 
     def __init__(
@@ -72,10 +76,13 @@ class Metrics:
         state: Callable[[], State],
         progress: Progress,
         sinks: Sequence[Sink] = (),
+        max_gap: float = math.inf,
     ) -> None:
         """Append to `path`. Raises DiskError, as do all methods that write a line."""
         self._file = AppendFile(path, keep=_whole_lines(path))
         self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
+        self._max_gap = max_gap
+        self._warned_of: set[str] = set()
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
         self._before = CounterSnapshot.of(state(), clock())
         self._engines: Mapping[EngineId, EngineStats] = {}
@@ -114,6 +121,19 @@ class Metrics:
         self._before = counted
         self._write(line)
         self._mirror(command.step, line)
+        self._compare_engines(command.step, line["trainer"])
+
+    def _compare_engines(self, step: int, values: Mapping[str, float]) -> None:
+        wide = wide_gaps(values, self._max_gap)
+        for engine in wide.keys() - self._warned_of:
+            text = (
+                f"its log-probs differ from the trainer's by {wide[engine]:.2g} on average at "
+                f"step {step}, and rounding explains {self._max_gap:g}: it may compute with other "
+                "weights than it was given"
+            )
+            self.warned(Warn(component=engine, message=text))
+        measured = {name.removeprefix(GAP) for name in values if name.startswith(GAP)}
+        self._warned_of = (self._warned_of - measured) | wide.keys()
 
     def evaluated(self, command: RecordEvaluation) -> None:
         """Write an evaluation's line."""

@@ -533,7 +533,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     before it is ready. If `released`, it begins without memory for weights and KV, as
     after `Suspend.release`, and measures nothing. `kv_host` is the address on which it
     exports KV over TCP. With `server`, an inference server computes instead of our
-    engine.
+    engine. With `lora_scale`, new versions are adapters of `model`, whose output is
+    multiplied by it.
     """
 
     id: EngineId
@@ -553,3 +554,4 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     released: bool = False
     kv_host: str = "127.0.0.1"
     server: ServerSpec | None = None
+    lora_scale: float | None = None

@@ -28,9 +28,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollweave.io.disk import file_digest
+from rollweave.schema.config.sections import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.files import PARTIAL, new_directory
+from rollweave.weights.adapters import A, B, layer_of
+from rollweave.weights.checkpoint import read_rows_of, read_sizes
 from rollweave.weights.publication import bytes_of
 from rollweave.weights.trainer_checkpoint import (
     DIGESTS,
@@ -54,6 +57,7 @@ SHARDED = ("model", "optimizer", "reference", "critic", "critic_optimizer")
 """The parts whose tensors are sharded over the ranks."""
 
 EXPORT = "hf"
+ADAPTER = "adapter"
 EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Number formats of an export, as safetensors names them."""
 
@@ -99,6 +103,16 @@ class Checkpoint:
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
 
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """The adapters of a checkpoint whose model is a base model with these `stored`
+    tensors.
+    """
+
+    lora: LoraConfig
+    stored: StoredTensors
+
+
 def save(
     path: Path,
     checkpoint: Checkpoint,
@@ -106,9 +120,13 @@ def save(
     ranks: RankGroup = ALONE,
     export_from: Path | None = None,
     export_dtype: torch.dtype,
+    adapted: Adapted | None = None,
 ) -> None:
     """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a
     Hugging Face checkpoint to `path/hf`. All `ranks` call it.
+
+    The tensors of `adapted` are adapters, which are exported alone, too, to
+    `path/adapter`.
 
     Raises OSError, for example if no space is left, and keeps the former content of
     `path`. With several ranks, all of them raise `TrainerError` instead if one fails.
@@ -123,7 +141,7 @@ def save(
         if checkpoint.constants:
             _save_tensors(checkpoint.constants, directory / file_of("constants"))
         if export_from is not None:
-            export(directory, source=export_from, dtype=export_dtype)
+            export(directory, source=export_from, dtype=export_dtype, adapted=adapted)
         for file in sorted(file for file in directory.rglob("*") if file.is_file()):
             name = str(file.relative_to(directory))
             if name not in digests:
@@ -239,9 +257,12 @@ def _verify(path: Path, ranks: RankGroup) -> int:
         raise TrainerError(f"checkpoint {path} is incomplete or invalid: {error}") from error
 
 
-def export(checkpoint: Path, *, source: Path, dtype: torch.dtype) -> None:
+def export(
+    checkpoint: Path, *, source: Path, dtype: torch.dtype, adapted: Adapted | None = None
+) -> None:
     """Write a Hugging Face checkpoint into directory `checkpoint` from the files of its
-    model: config and tokenizer from `source`, weights in `dtype`.
+    model: config and tokenizer from `source`, weights in `dtype`. Adapters are merged
+    into the weights of `source`.
 
     One tensor at a time is in memory.
     """
@@ -256,10 +277,65 @@ def export(checkpoint: Path, *, source: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(source / name, path / name)
     files = files_of("model", [file.name for file in checkpoint.iterdir()])
     with SavedTensors(checkpoint / name for name in files) as model:
+        if adapted is not None:
+            adapters = {name: model.read(name) for name in model.shards}
+            _export_merged(adapters, adapted, source, path / MODEL, dtype=dtype)
+            _export_adapters(adapters, adapted, source, checkpoint / ADAPTER)
+            return
         stored = stored_in(checkpoint, model)
         sizes = {name: view.size for name, view in stored.views.items()}
         constants = read_constants(checkpoint)
         _stream_tensors(sizes, read_stored(checkpoint, model), constants, path / MODEL, dtype=dtype)
+
+
+def _export_merged(
+    adapters: Mapping[str, torch.Tensor],
+    adapted: Adapted,
+    source: Path,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write the weights of `source` with these adapters, as `dtype`, to one file."""
+    views, kept = adapted.stored.views, adapted.stored.constants
+    sizes = {name: size for name, size in read_sizes(source).items() if name in views}
+    constants = dict(read_rows_of(source, {name: slice(None) for name in kept}))
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in read_rows_of(source, {name: slice(None) for name in sizes}):
+            layer = views[name].parameter.removesuffix(".weight")
+            if layer + A in adapters:
+                a, b = adapters[layer + A], adapters[layer + B]
+                added = views[name].of(torch.mm(b, a))
+                tensor = tensor.float().add(added, alpha=adapted.lora.scale)
+            yield name, tensor
+
+    _stream_tensors(sizes, tensors(), constants, path, dtype=dtype)
+
+
+def _export_adapters(
+    adapters: Mapping[str, torch.Tensor], adapted: Adapted, source: Path, path: Path
+) -> None:
+    """Write adapters as peft does."""
+    path.mkdir(parents=True, exist_ok=True)
+    lora = adapted.lora
+    layers = {layer_of(name) or "" for name in adapters}
+    named = {layer.rpartition(".")[2] for layer in layers}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(named if ALL_LINEAR in lora.targets else lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    tensors = {f"base_model.model.{name}": tensor for name, tensor in adapters.items()}
+    _save_tensors(tensors, path / "adapter_model.safetensors")
 
 
 def _stream_tensors(

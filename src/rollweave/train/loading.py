@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from rollweave.train.distributed import ALONE, RankGroup
+from rollweave.train.lora import NewAdapters
 from rollweave.train.model import Model, load_model
 from rollweave.train.transformers_model import TransformersModel, load_transformers_model
 from rollweave.weights.checkpoint import has_native_shape
@@ -29,12 +30,16 @@ def load_trained_model(
     dtype: str,
     device: torch.device,
     ranks: RankGroup = ALONE,
+    adapters: NewAdapters | None = None,
 ) -> TrainedModel:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is that of the computation.
+    in float32; `dtype` is that of the computation. With `adapters`, these are trained
+    alone.
 
     Raises `TrainerError`, which names what is not supported or missing.
     """
     if (implementation or implementation_of(path)) == "transformers":
-        return load_transformers_model(path, dtype=dtype, device=device, ranks=ranks)
-    return load_model(path, dtype=dtype, device=device, ranks=ranks)
+        return load_transformers_model(
+            path, dtype=dtype, device=device, ranks=ranks, adapters=adapters
+        )
+    return load_model(path, dtype=dtype, device=device, ranks=ranks, adapters=adapters)

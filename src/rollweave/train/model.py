@@ -28,7 +28,9 @@ from rollweave.train.distributed import (
     shard_model,
 )
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
+from rollweave.train.lora import AdaptedLinear, NewAdapters
 from rollweave.train.packing import Packed, to_grid
+from rollweave.weights.adapters import layer_of
 from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_shape, read_sizes
 from rollweave.weights.views import StoredTensors
 
@@ -261,7 +263,9 @@ class Model(nn.Module):
     @property
     def stored(self) -> StoredTensors:
         """The tensors of the model's checkpoint."""
-        return StoredTensors.identical({name: p.shape for name, p in self.named_parameters()})
+        return StoredTensors.identical(
+            {name: p.shape for name, p in self.named_parameters() if layer_of(name) is None}
+        )
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the checkpoint that training does not change."""
@@ -353,18 +357,32 @@ def scores_of(
 M = TypeVar("M", bound=Model)
 
 
-def load_model(path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE) -> Model:
+def load_model(
+    path: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    ranks: RankGroup = ALONE,
+    adapters: NewAdapters | None = None,
+) -> Model:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is that of the computation.
+    in float32; `dtype` is that of the computation. With `adapters`, these are trained
+    alone.
 
     Raises `TrainerError` for an unsupported architecture, and for tensors that are
     missing or have the wrong shape.
     """
-    return load_as(Model, path, dtype=dtype, device=device, ranks=ranks)
+    return load_as(Model, path, dtype=dtype, device=device, ranks=ranks, adapters=adapters)
 
 
 def load_as(
-    kind: type[M], path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE
+    kind: type[M],
+    path: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    ranks: RankGroup = ALONE,
+    adapters: NewAdapters | None = None,
 ) -> M:
     """Like `load_model`; parameters that only `kind` has are left empty, and those that
     it has not are not read.
@@ -380,6 +398,11 @@ def load_as(
         raise TrainerError(f"{path}: {error}") from error
     with torch.device("meta"):
         model = kind(shape, getattr(torch, dtype))
+    if adapters is not None:
+        try:
+            adapters.attach(model, head=model.lm_head)
+        except ConfigError as error:
+            raise TrainerError(str(error)) from error
     shard_model(model, list(model.model.layers), ranks, device=device)
     model.to_empty(device=device)
     model.tie()
@@ -395,6 +418,8 @@ def load_as(
                 local_tensor(parameters[name]).copy_(tensor)
     except ConfigError as error:
         raise TrainerError(f"{path}: {error}") from error
+    if adapters is not None:
+        adapters.initialize(model, ranks)
     return model
 
 
@@ -409,13 +434,25 @@ def _fused_linear(
         for layer, order in layers
     ]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    if layers[0][0].bias is None:
-        return functional.linear(x, weight.to(x.dtype))
-    biases = [
-        layer.bias if order is None else layer.bias.index_select(0, order)
-        for layer, order in layers
-    ]
-    return functional.linear(x, weight.to(x.dtype), torch.cat(biases).to(x.dtype))
+    bias = None
+    if layers[0][0].bias is not None:
+        biases = [
+            layer.bias if order is None else layer.bias.index_select(0, order)
+            for layer, order in layers
+        ]
+        bias = torch.cat(biases).to(x.dtype)
+    out = functional.linear(x, weight.to(x.dtype), bias)
+    if not any(isinstance(layer, AdaptedLinear) for layer, _ in layers):
+        return out
+    return out + torch.cat([_adapter(layer, x, order) for layer, order in layers], -1)
+
+
+def _adapter(layer: nn.Linear, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Return what a layer's adapter adds to its outputs: 0 if it has none."""
+    if not isinstance(layer, AdaptedLinear):
+        return x.new_zeros(len(x), layer.out_features)
+    added = layer.adapter(x)
+    return added if order is None else added.index_select(-1, order)
 
 
 @functools.cache

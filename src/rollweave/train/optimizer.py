@@ -22,6 +22,7 @@ from rollweave.train.distributed import (
     local_tensor,
     placed_like,
 )
+from rollweave.train.weights import trained_parameters
 
 BETAS = (0.9, 0.95)
 """AdamW's decay rates of the first and the second moment."""
@@ -66,9 +67,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def new_optimizer(
     model: nn.Module, *, lr: float, weight_decay: float, offload: bool = False
 ) -> torch.optim.AdamW:
-    """Return AdamW, with its moments in the host's memory if `offload`."""
+    """Return AdamW of the trained parameters, with its moments in the host's memory if
+    `offload`.
+    """
     kind = OffloadedAdamW if offload else torch.optim.AdamW
-    return kind(model.parameters(), lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
+    parameters = trained_parameters(model).values()
+    return kind(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
 
 
 def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
@@ -93,7 +97,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
     Gradients that are not finite are left unchanged.
     """
-    parameters = list(model.parameters())
+    parameters = list(trained_parameters(model).values())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if is_sharded(norm):
         norm = norm.full_tensor()
@@ -112,7 +116,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Snapshot":
-        parameters = list(model.parameters())
+        parameters = list(trained_parameters(model).values())
         return cls(
             weights=[_copy(parameter) for parameter in parameters],
             moments=[
@@ -124,7 +128,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for parameter, weight, moments in zip(
-            model.parameters(), self.weights, self.moments, strict=True
+            trained_parameters(model).values(), self.weights, self.moments, strict=True
         ):
             local_tensor(parameter).copy_(weight)
             if not moments:
@@ -140,7 +144,7 @@ def optimizer_tensors(
     `<moment>.<parameter>` and `step.<parameter>`, on the CPU.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model).items():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
             tensors[f"{key}.{name}"] = host_copy(value, ranks, like=parameter)
@@ -154,7 +158,7 @@ def load_optimizer_tensors(
 
     A parameter without tensors loses its current state.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model).items():
         optimizer.state.pop(parameter, None)
         if f"step.{name}" in tensors:
             state = {key: tensors[f"{key}.{name}"] for key in MOMENTS}

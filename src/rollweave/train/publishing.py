@@ -20,6 +20,7 @@ from rollweave.schema.errors import RollweaveError, TrainerError
 from rollweave.schema.training import Publish
 from rollweave.schema.weights import TensorMeta, WeightManifest
 from rollweave.train.distributed import RankGroup, local_tensor, rows_of
+from rollweave.train.weights import trained_parameters
 from rollweave.weights.memory import Ranges, combined_digest
 from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
 from rollweave.weights.staging import Staging
@@ -45,11 +46,11 @@ class WeightPublisher:
         device: torch.device,
         directory: Path,
     ) -> None:
-        """`stored` are the tensors to publish; without it, each parameter is one. The
-        first rank publishes `constants`, in their own number formats.
+        """`stored` are the tensors to publish; without it, each trained parameter is one.
+        The first rank publishes `constants`, in their own number formats.
         """
         self._constants = dict(constants or {})
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, torch.Tensor] = dict(trained_parameters(model))
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._views = (stored or StoredTensors.identical(shapes)).views
         self._ranks = ranks

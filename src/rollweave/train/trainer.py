@@ -45,6 +45,7 @@ from rollweave.train import checkpoint
 from rollweave.train.critic import Critic
 from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks
 from rollweave.train.loading import load_trained_model
+from rollweave.train.lora import NewAdapters
 from rollweave.train.optimizer import (
     Snapshot,
     load_optimizer_tensors,
@@ -63,6 +64,7 @@ from rollweave.train.weights import (
     load_named_tensors,
     named_tensors,
     swapped_weights,
+    trained_parameters,
 )
 
 EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
@@ -98,11 +100,12 @@ class Trainer:
             dtype=config.model.dtype,
             device=torch.device("cpu") if alone else device,
             ranks=ranks,
+            adapters=None if config.lora is None else NewAdapters(config.lora, config.run.seed),
         )
         self._model.recompute_activations("activations" in config.trainer.save_memory)
         if config.algorithm.kl and config.algorithm.kl_direction == "forward":
             self._model.output_weights()
-        self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self._parameters = sum(each.numel() for each in trained_parameters(self._model).values())
         trainer = config.trainer
         self._optimizer = new_optimizer(
             self._model,
@@ -118,8 +121,8 @@ class Trainer:
         self._publisher = WeightPublisher(
             self._model,
             self._ranks,
-            stored=self._model.stored,
-            constants=self._model.constants(),
+            stored=self._model.stored if config.lora is None else None,
+            constants=self._model.constants() if config.lora is None else None,
             dtype=published,
             device=device,
             directory=run_dir / "weights",
@@ -355,11 +358,19 @@ class Trainer:
             optimizer=optimizer_tensors(self._model, self._optimizer, self._ranks),
             rng=_rng_state(),
             reference=self._named_reference(),
-            stored=self._model.stored,
-            constants={name: t.cpu() for name, t in self._model.constants().items()},
+            stored=self._model.stored if self._config.lora is None else None,
+            constants=self._constants(),
             critic=None if self._critic is None else self._critic.tensors(),
             critic_optimizer=None if self._critic is None else self._critic.optimizer_tensors(),
         )
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors of the model's checkpoint that training does not
+        change, unless all but the adapters are such tensors.
+        """
+        if self._config.lora is not None:
+            return {}
+        return {name: tensor.cpu() for name, tensor in self._model.constants().items()}
 
     def write(self, on_done: Callable[[TrainerReply], None]) -> None:
         """Write the copy on another thread, which then calls `on_done` on the first
@@ -395,7 +406,7 @@ class Trainer:
 
     def _write(self, command: Save, state: checkpoint.Checkpoint) -> str:
         """Write a checkpoint, and return the error, or "" on success."""
-        source = self._model_dir if command.export else None
+        lora, source = self._config.lora, self._model_dir if command.export else None
         try:
             checkpoint.save(
                 Path(command.path),
@@ -403,6 +414,7 @@ class Trainer:
                 ranks=self._ranks,
                 export_from=source,
                 export_dtype=self._dtype,
+                adapted=None if lora is None else checkpoint.Adapted(lora, self._model.stored),
             )
         except EXPECTED as problem:
             return _error_text(problem)

@@ -32,6 +32,7 @@ from rollweave.train.distributed import (
     own_rows,
     shard_model,
 )
+from rollweave.train.lora import NewAdapters
 from rollweave.train.model import MAX_LOGITS, Reference, Scores, scores_in_parts, scores_of
 from rollweave.train.packed_attention import IMPLEMENTATION, packed_rows, register
 from rollweave.train.packing import Example, Packed, pack
@@ -254,10 +255,16 @@ class _Unloaded:
 
 
 def load_transformers_model(
-    path: Path, *, dtype: str, device: torch.device, ranks: RankGroup = ALONE
+    path: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    ranks: RankGroup = ALONE,
+    adapters: NewAdapters | None = None,
 ) -> TransformersModel:
     """Read a Hugging Face checkpoint directory, sharded over `ranks`. Weights are kept
-    in float32; `dtype` is that of the computation.
+    in float32; `dtype` is that of the computation. With `adapters`, these are trained
+    alone.
 
     A rank reads its own rows only. Raises `TrainerError` for what is not supported, and
     for tensors that are missing or have the wrong shape.
@@ -268,6 +275,8 @@ def load_transformers_model(
         model = TransformersModel(causal, stored, getattr(torch, dtype))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         parts = _parts(stored, shapes, ranks)
+        if adapters is not None:
+            adapters.attach(model, head=causal.get_output_embeddings())
         tied = _shared_parameters(model)
         shard_model(model, _layers(causal), ranks, device=device)
         model.to_empty(device=device)
@@ -276,6 +285,8 @@ def load_transformers_model(
                 setattr(module, name, getattr(*first))
         _compute_buffers(causal)
         _read_weights(model, path, stored, parts)
+        if adapters is not None:
+            adapters.initialize(model, ranks)
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
     _probe(model)

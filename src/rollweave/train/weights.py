@@ -1,4 +1,7 @@
-"""The model's weights as values: read them, replace them, or swap them temporarily."""
+"""The trained weights as values: read them, replace them, or swap them temporarily.
+
+They are the whole model, or its adapters; frozen weights never change.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,17 +13,24 @@ from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import RankGroup, host_copy, local_tensor, placed_like
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+
 def clone_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Copy every parameter (of this rank's shard), in the order of
-    `model.parameters()`, on its device.
+    """Copy every trained parameter (of this rank's shard), in the order of
+    `trained_parameters`, on its device.
     """
-    return [local_tensor(parameter).clone() for parameter in model.parameters()]
+    return [local_tensor(parameter).clone() for parameter in trained_parameters(model).values()]
 
 
 @torch.no_grad()
 def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
     """Restore copies from `clone_parameters`."""
-    for parameter, value in zip(model.parameters(), values, strict=True):
+    for parameter, value in zip(trained_parameters(model).values(), values, strict=True):
         local_tensor(parameter).copy_(value)
 
 
@@ -28,7 +38,7 @@ def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
 def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
     """Run with other weights.
 
-    Costs a copy of the model for the duration, instead of a second model permanently.
+    Costs a copy of the trained weights for the duration, instead of a second model permanently.
     """
     own = clone_parameters(model)
     load_clones(model, values)
@@ -39,12 +49,12 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
 
 
 def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters (of this rank's shards) by transformers' names, on
+    """Return copies of the trained parameters (of this rank's shards) by transformers' names, on
     the CPU; a tied head appears once, as the embedding.
     """
     return {
         name: host_copy(parameter, ranks, like=parameter)
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained_parameters(model).items()
     }
 
 
@@ -54,7 +64,7 @@ def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
     Raises `TrainerError` if names or shapes differ, before anything is changed.
     """
-    parameters = dict(model.named_parameters())
+    parameters = trained_parameters(model)
     if tensors.keys() != parameters.keys():
         raise TrainerError(
             f"weights of another model: {sorted(tensors.keys() ^ parameters.keys())[:3]} differ"

@@ -6,6 +6,7 @@ same weights.
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollweave.engine.clients.client import EngineClient
@@ -33,6 +35,7 @@ from rollweave.schema.serving import (
     ServerSpec,
 )
 from rollweave.schema.weights import WeightManifest
+from rollweave.weights.adapters import A, B, linear_layers
 from rollweave.weights.checkpoint import read_shape, read_tensors_of
 from rollweave.weights.publication import Publication, publish
 from tests.support.engines import VLLM_START_S, environment, needs_vllm, vllm_checkpoint, vllm_spec
@@ -41,6 +44,7 @@ from tests.support.processes import alive, descendants
 pytestmark = list(needs_vllm)
 
 EXACT = 1e-4
+SCALE = 2.0
 PROMPT = (3, 1, 4, 1, 5)
 
 
@@ -72,6 +76,24 @@ class Weights:
         tensors.pop(without, None)
         self._open.append(
             publish(tensors, version=number, weights_id=number, directory=self._directory)
+        )
+        return self._open[-1].manifest
+
+    def adapters(self, number: int) -> WeightManifest:
+        """Publish random adapters of checkpoint 0 which make it checkpoint `number`."""
+        generator = torch.Generator().manual_seed(number)
+        base, path = dict(read_tensors_of(self.model)), self._directory / str(number)
+        adapters = {}
+        for layer in linear_layers(read_shape(self.model)):
+            out, columns = base[f"{layer}.weight"].shape
+            a = torch.randn(4, columns, generator=generator) / columns**0.5
+            b = 0.3 * torch.randn(out, 4, generator=generator)
+            adapters |= {layer + A: a, layer + B: b}
+            base[f"{layer}.weight"] = base[f"{layer}.weight"] + SCALE * b @ a
+        shutil.copytree(self.model, path)
+        save_file(base, path / "model.safetensors", metadata={"format": "pt"})
+        self._open.append(
+            publish(adapters, version=number, weights_id=number, directory=self._directory)
         )
         return self._open[-1].manifest
 
@@ -135,21 +157,26 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights(tmp_path_factory.mktemp("weights"))
 
 
-def spec_of(weights: Weights, vllm: ServerSpec) -> EngineSpec:
+def spec_of(weights: Weights, vllm: ServerSpec, lora_scale: float | None = None) -> EngineSpec:
     return EngineSpec(
-        id=EngineId("e0"), model=str(weights.model), max_slots=16, kv_tokens=16384, server=vllm
+        id=EngineId("e0"),
+        model=str(weights.model),
+        max_slots=16,
+        kv_tokens=16384,
+        server=vllm,
+        lora_scale=lora_scale,
     )
 
 
 @asynccontextmanager
 async def started(
-    weights: Weights, tmp_path: Path, vllm: ServerSpec
+    weights: Weights, tmp_path: Path, vllm: ServerSpec, lora_scale: float | None = None
 ) -> AsyncIterator[tuple[EngineClient, int]]:
     """Start an engine, and yield it with the id of its process."""
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     link = in_process(
-        spec_of(weights, vllm),
+        spec_of(weights, vllm, lora_scale),
         module="rollweave.runtime.entrypoints.server_engine",
         log=tmp_path / "e0.log",
         env=environment(),
@@ -224,6 +251,21 @@ async def test_updates_are_exact_and_refused_ones_leave_the_old_weights(
         assert (await aborted).tokens == ()
         engine.resume()
         await agrees(engine, weights, 3)
+
+
+async def test_adapters_are_added_to_the_first_weights(weights: Weights, tmp_path: Path) -> None:
+    async with started(weights, tmp_path, vllm_spec(), SCALE) as (engine, _):
+        await agrees(engine, weights, 0)
+        await engine.load(weights.adapters(5))
+        await agrees(engine, weights, 5)
+        manifest = weights.adapters(6)
+        await engine.stage(manifest)
+        await engine.load(manifest)
+        await agrees(engine, weights, 6)
+        whole = weights.published(0)
+        with pytest.raises(WeightsError, match="tensors must be those of adapters"):
+            await engine.load(whole)
+        await agrees(engine, weights, 6)
 
 
 async def requests_in_flight_continue_under_new_weights(

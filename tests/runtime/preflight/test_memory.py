@@ -26,7 +26,8 @@ from rollweave.runtime.preflight.memory import (
 )
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.config.sections import LoraConfig, ScratchModel
+from rollweave.train.lora import NewAdapters
 from rollweave.train.model import MAX_LOGITS, Model
 from rollweave.train.packing import Example, pack
 from rollweave.train.passes import CACHE_TOKENS
@@ -99,6 +100,25 @@ def test_a_reference_and_a_copy_to_undo_a_batch_need_memory_only_if_used() -> No
     assert rank("algorithm.kl=0.1")["reference"] == 2 * rank()["weights"]
     for knob in ("epochs", "minibatches"):
         assert rank(f"trainer.{knob}=2")["copy of the state"] == 3 * rank()["weights"]
+
+
+def test_adapters_have_gradients_and_moments_and_the_model_has_none() -> None:
+    whole, few, many = rank(), rank("lora.rank=2"), rank("lora.rank=4")
+    of_adapters = few["gradients"]
+    with torch.device("meta"):
+        model = Model(SMALL, torch.float32)
+    NewAdapters(LoraConfig(rank=2), seed=0).attach(model, head=model.lm_head)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert of_adapters == MASTER_BYTES * sum(each.numel() for each in trained)
+    assert few["weights"] == whole["weights"] + of_adapters
+    assert few["optimizer"] == 2 * of_adapters
+    assert few["copy for a checkpoint"] == 3 * of_adapters
+    assert few["published weights"] == PUBLICATIONS * of_adapters
+    assert many["gradients"] == 2 * of_adapters
+    assert rank("lora.targets=q_proj")["gradients"] < of_adapters
+    assert rank("lora.rank=2", "algorithm.kl=0.1")["reference"] == 2 * of_adapters
+    assert few["activations"] < many["activations"]
+    assert engine("lora.rank=2") == engine()
 
 
 def test_each_engine_needs_weights_and_kv() -> None:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, assert_never
 import msgspec
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.control import Control, RefusedError
 from rollweave.engine.servers.process import ServerProcess
 from rollweave.engine.servers.published import HeldWeights, published
@@ -115,8 +116,10 @@ class ServerEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_order: asyncio.Queue[Controlling] = asyncio.Queue()
         self._staged: HeldWeights | None = None
+        self._staged_from: WeightManifest | None = None
         self._staging: asyncio.Task[None] | None = None
         self._live: set[str] = set()
+        self._adapters: AdapterMerger | None = None
         self._suspended = False
         self._version, self._label = spec.version, "default"
         self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
@@ -165,6 +168,8 @@ class ServerEngine:
         spec, settings, kind = self._spec, self._settings, self._kind
         self._shape = shape
         self._dialect = kind.speak(spec, shape)
+        if spec.lora_scale is not None:
+            self._adapters = AdapterMerger(Path(spec.model), shape, scale=spec.lora_scale)
         where = HttpSpec(
             name=self._name,
             url=self._server.url,
@@ -311,6 +316,7 @@ class ServerEngine:
         key = {"version": manifest.version, "weights_id": manifest.weights_id}
         try:
             self._staged = await asyncio.to_thread(self._hold, manifest)
+            self._staged_from = manifest
         except WeightsError as error:
             self._reply(StageFailed(**key, error=str(error)))
         else:
@@ -326,9 +332,10 @@ class ServerEngine:
             await asyncio.wait([self._staging])
         started = time.monotonic()
         try:
-            if self._staged is None or self._staged.manifest != manifest:
+            if self._staged is None or self._staged_from != manifest:
                 self._drop_staged()
                 self._staged = await asyncio.to_thread(self._hold, manifest)
+                self._staged_from = manifest
             await self._swap(self._staged)
         except WeightsError as error:
             self._reply(LoadFailed(version=manifest.version, error=str(error)))
@@ -357,7 +364,11 @@ class ServerEngine:
         self._reply(Loaded(version=version, load_s=load_s, recompute_tokens=0))
 
     def _hold(self, manifest: WeightManifest) -> HeldWeights:
-        return self._kind.hold(manifest, self._shape, self._folder)
+        """Verify a version and keep it; adapters are first added to the model's weights."""
+        if self._adapters is None:
+            return self._kind.hold(manifest, self._shape, self._folder)
+        with self._adapters.merged(manifest, self._folder) as weights:
+            return self._kind.hold(weights.manifest, self._shape, self._folder)
 
     async def _swap(self, held: HeldWeights) -> None:
         """Make the server serve these weights.

@@ -3,6 +3,7 @@ started by `runtime/links/trainer.py`.
 """
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -16,10 +17,14 @@ from rollweave.runtime.roles.worker import Worker
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TRAINER_THREADS
 from rollweave.schema.errors import TrainerError
-from rollweave.schema.training import TrainerReady
-from rollweave.train.distributed import ALONE
+from rollweave.schema.training import Save, Saved, TrainerReady
+from rollweave.train.checkpoint import EXPORT
+from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.scratch import build_checkpoint
 from rollweave.train.trainer import Trainer
+
+RANDOM, WARM = "random", "warm"
+"""Directories beside the model, while the base of adapters is made."""
 
 MODEL_S = 120.0
 """Maximum time for rank 0 to build a model from scratch, in seconds, before the other
@@ -30,33 +35,60 @@ ranks fail.
 def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
     """Build the trainer for the rank of `worker`.
 
-    A model from scratch is built first if it does not exist; a fresh run warms it up.
+    A model from scratch is built first if it does not exist; a fresh run warms it up. A
+    base of adapters is warmed up before it gets its name, so that all read the same one.
     """
     config = RunConfig.model_validate_json(spec.config)
     torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
     ranks = worker.join_ranks(config.model.device) if worker.world_size > 1 else ALONE
-    if config.model.scratch is not None and not model_dir.exists():
+    scratch = config.model.scratch
+    if scratch is not None and not model_dir.exists():
+        random_dir = model_dir if config.lora is None else model_dir.with_name(RANDOM)
         if worker.rank == 0:
             build_checkpoint(
-                model_dir,
-                scratch=config.model.scratch,
+                random_dir,
+                scratch=scratch,
                 context=config.max_tokens,
                 head_dim=config.head_dim,
                 words=spec.words,
                 seed=config.run.seed,
             )
         else:
-            _await_model(model_dir)
+            _await_model(random_dir)
+        if config.lora is not None:
+            _make_base(config, random_dir, model_dir, ranks)
     trainer = Trainer(config, model_dir, Path(spec.run_dir), ranks=ranks)
-    if spec.warm_up and config.warmup.steps:
-        source = TaskSource(config)
-        codec = ChatCodec.from_directory(model_dir)
-        trainer.warm_up(
-            tokenize_transcript(codec, messages)
-            for messages in source.transcripts(seed=config.run.seed)
-        )
+    if spec.warm_up and config.warmup.steps and (scratch is None or config.lora is None):
+        _warm_up(trainer, config, model_dir)
     return trainer.ready(), trainer
+
+
+def _warm_up(trainer: Trainer, config: RunConfig, model_dir: Path) -> None:
+    source = TaskSource(config)
+    codec = ChatCodec.from_directory(model_dir)
+    trainer.warm_up(
+        tokenize_transcript(codec, messages)
+        for messages in source.transcripts(seed=config.run.seed)
+    )
+
+
+def _make_base(config: RunConfig, random_dir: Path, model_dir: Path, ranks: RankGroup) -> None:
+    """Warm up all weights of a model from scratch, as the base of its adapters."""
+    whole = config.model_copy(update={"lora": None})
+    trainer = Trainer(whole, random_dir, model_dir.parent, ranks=ranks)
+    if config.warmup.steps:
+        _warm_up(trainer, whole, random_dir)
+    warm = model_dir.with_name(WARM)
+    reply = trainer.handle(Save(path=str(warm), export=True))
+    if not isinstance(reply, Saved):
+        raise TrainerError(f"the model cannot be saved: {getattr(reply, 'error', reply)}")
+    if ranks.is_first:
+        (warm / EXPORT).rename(model_dir)
+        shutil.rmtree(warm)
+        shutil.rmtree(random_dir)
+    else:
+        _await_model(model_dir)
 
 
 def _await_model(model_dir: Path) -> None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
+from rollweave.weights.adapters import adapter_sizes, linear_layers, targeted_layers
 from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20
@@ -97,18 +98,33 @@ def scratch_shape(
 
 
 def parameters(shape: ModelShape) -> int:
-    """Return the number of trained parameters."""
+    """Return the number of the model's weights."""
     return sum(_size(dimensions) for dimensions in shape.tensors().values())
+
+
+def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
+    """Return the number of weights that are trained and published: those of the adapters
+    if there are any.
+    """
+    if config.lora is None:
+        return parameters(shape)
+    layers = targeted_layers(linear_layers(shape), config.lora.targets)
+    return sum(map(_size, adapter_sizes(shape, layers, rank=config.lora.rank)))
 
 
 def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]:
     """Return the uses of memory by one rank of the trainer."""
-    trainer, count = config.trainer, parameters(shape)
-    shard = -(-count // trainer.ranks) * MASTER_BYTES
+    trainer = config.trainer
+    model, shard = (
+        -(-count // trainer.ranks) * MASTER_BYTES
+        for count in (parameters(shape), trained_parameters(config, shape))
+    )
+    if config.lora is not None:
+        model += shard
     offloaded = "optimizer" in trainer.save_memory
     on_gpu = config.model.device == "cuda"
     parts = [
-        Part(what="weights", nbytes=shard, knob="trainer.ranks"),
+        Part(what="weights", nbytes=model, knob="trainer.ranks"),
         Part(what="gradients", nbytes=shard, knob="trainer.ranks"),
         Part(
             what="optimizer",
@@ -172,6 +188,9 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
     ]
     if group.kind == "vllm":
         vllm = Part(what="vLLM", nbytes=VLLM_BYTES, on_device=False, knob="engines.count")
+        if config.lora is not None:
+            merged = parameters(shape) * DTYPE_BYTES[config.published_dtype]
+            parts.append(Part(what="merged weights", nbytes=merged, on_device=False, knob="model"))
         return [*parts, vllm, *_process(config, knob="engines.count")]
     if config.model.device != "cuda":
         if config.model.dtype == "float32" and not group.deterministic:
@@ -234,7 +253,8 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
         # each layer's input, and one layer at a time
         kept += shape.layers * tokens * shape.hidden * width
         shape = dataclasses.replace(shape, layers=1)
-    return kept + saved_bytes(shape, tokens, longest=longest, width=width, on_cpu=on_cpu)
+    kept += saved_bytes(shape, tokens, longest=longest, width=width, on_cpu=on_cpu)
+    return kept + _adapter_bytes(config, shape, tokens)
 
 
 def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_cpu: bool) -> int:
@@ -268,6 +288,14 @@ def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     return tokens * (layers * row + attention) + layers * copied * width
 
 
+def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
+    """Return the bytes that adapters keep for the backward pass: the output of A."""
+    if config.lora is None:
+        return 0
+    layers = targeted_layers(linear_layers(shape), config.lora.targets)
+    return tokens * len(layers) * config.lora.rank * DTYPE_BYTES[config.model.dtype]
+
+
 def gathered_layers(shape: ModelShape) -> int:
     """Return the bytes of the weights and gradients that a rank has in full at a time:
     those of one layer, the weights of the next, and those outside of the layers.
@@ -290,10 +318,10 @@ def batch_tokens(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the disk space of the checkpoints, each with float32 weights and moments,
-    and an export in the model's format.
+    """Return the disk space of the checkpoints, each with trained weights and moments in
+    float32, and an export in the model's format.
     """
-    each = parameters(shape) * (3 * MASTER_BYTES + MASTER_BYTES)
+    each = (3 * trained_parameters(config, shape) + parameters(shape)) * MASTER_BYTES
     return CHECKPOINTS_KEPT * each
 
 
@@ -306,7 +334,7 @@ def trajectory_bytes(config: RunConfig) -> int:
 
 
 def _versions(config: RunConfig, shape: ModelShape) -> Part:
-    each = parameters(shape) * DTYPE_BYTES[config.published_dtype]
+    each = trained_parameters(config, shape) * DTYPE_BYTES[config.published_dtype]
     return Part(
         what="published weights",
         nbytes=PUBLICATIONS * each,

@@ -4,6 +4,7 @@ These checks run before every run. They do not import torch, which takes seconds
 model from scratch on the CPU.
 """
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,13 +33,16 @@ from rollweave.runtime.preflight.memory import (
     checkpoint_bytes,
     parameters,
     scratch_shape,
+    trained_parameters,
     trajectory_bytes,
 )
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
+from rollweave.weights.adapters import linear_layers, targeted_layers
 from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
 
 NAMED = 5
@@ -69,9 +73,13 @@ def examine_model(
     if config.model.implementation == "transformers" or (
         shape is not None and shape.sizes is not None
     ):
-        checks.append(_transformers(config, elsewhere=hosts is not None))
+        checks.append(_transformers(config, shape, elsewhere=hosts is not None))
     if shape is None:
         return checks, None
+    if config.lora is not None:
+        checks.append(_adapters(config, config.lora, shape))
+        if failures(checks):
+            return checks, None
     layout, layout_checks = _layout(config, shape, hosts)
     return [*checks, *layout_checks, *_disk(config, shape, elsewhere=hosts is not None)], layout
 
@@ -191,8 +199,30 @@ def _shape_of(config: RunConfig) -> ModelShape:
     return read_any_shape(directory)
 
 
-def _transformers(config: RunConfig, *, elsewhere: bool) -> Check:
-    """Check that the trainer can compute the model with transformers' code."""
+def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape) -> Check:
+    """Check that the model has the layers that are to have adapters."""
+    try:
+        layers = targeted_layers(linear_layers(shape), lora.targets)
+    except ConfigError as error:
+        return fail("lora.targets", str(error).removeprefix("lora.targets "))
+    share = trained_parameters(config, shape) / parameters(shape)
+    count = f"{trained_parameters(config, shape):,} weights in {len(layers)} layers"
+    return ok("lora", f"{count}, {100 * share:.2g} % of the model")
+
+
+def _layers_with_adapters(config: RunConfig, shape: ModelShape | None) -> list[str]:
+    """Return these layers; none for targets that the model lacks, another problem."""
+    if config.lora is None or shape is None:
+        return []
+    with contextlib.suppress(ConfigError):
+        return targeted_layers(linear_layers(shape), config.lora.targets)
+    return []
+
+
+def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: bool) -> Check:
+    """Check that the trainer can compute the model with transformers' code, and that its
+    layers with adapters have the same names there and in the files.
+    """
     name = "model.implementation"
     if missing_from("transformers"):
         return fail(name, f"transformers is not installed ({how_to_install('transformers')})")
@@ -205,6 +235,14 @@ def _transformers(config: RunConfig, *, elsewhere: bool) -> Check:
         stored = examine(Path(config.model.path))
     except TrainerError as error:
         return fail(name, str(error))
+    for layer in _layers_with_adapters(config, shape):
+        view = stored.views.get(f"{layer}.weight")
+        if view is None or view.parameter != f"{layer}.weight":
+            return fail(
+                "lora",
+                "must be left out for a model whose layers have other names in its files, got "
+                f"{layer}",
+            )
     return ok(name, f"transformers: {len(stored.views):,} tensors")
 
 

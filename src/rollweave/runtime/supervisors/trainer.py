@@ -323,7 +323,14 @@ class TrainerSupervisor:
             self._trainer.lose(trainer, str(error))
             backend.kill()
             return
-        self._trace.span(TRAINER, "trainer", f"publish v{command.version}", started, self._clock())
+        self._trace.span(
+            TRAINER,
+            "trainer",
+            f"publish v{command.version}",
+            started,
+            self._clock(),
+            nbytes=reply.manifest.nbytes,
+        )
         hosts = [trainer.ranks[part.rank].host for part in reply.manifest.parts]
         self._on_published(reply.manifest, command.keep, hosts)
         self._post(

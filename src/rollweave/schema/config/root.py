@@ -28,6 +28,7 @@ from rollweave.schema.config.sections import (
     EvalConfig,
     Fault,
     Faults,
+    LoraConfig,
     ModelConfig,
     ModeName,
     NotNegative,
@@ -64,6 +65,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig | None = None
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig | None = None
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
@@ -166,6 +168,7 @@ class RunConfig(Section):
             self.model.model_dump(exclude={"dtype", "device"}),
         )
         fixed |= {f"model.{field}": (then[field], now[field]) for field in then}
+        fixed["lora"] = (_shown(former.lora), _shown(self.lora))
         if self.model.scratch is not None:
             fixed["engines.kind"] = (former._with_heads, self._with_heads)
         envs = {task.name: task.env for task in self.tasks}
@@ -236,6 +239,8 @@ class RunConfig(Section):
             )
         if self.trainer.colocated:
             self._check_colocated()
+        if self.lora is not None:
+            self._check_lora(self.lora)
         longest = self.max_tokens
         for group in self.engines:
             if longest > group.kv_tokens:
@@ -411,6 +416,13 @@ class RunConfig(Section):
     def _placement(self) -> str:
         return self.ablation.placement or POLICIES[self.rollout.scheduling][1]
 
+    def _check_lora(self, lora: LoraConfig) -> None:
+        if self.has_critic:
+            raise ValueError(
+                "lora must be left out with the estimators gae and gae_turn, whose critic is "
+                f"trained in full, got rank {lora.rank}"
+            )
+
     def _check_colocated(self) -> None:
         """Check that engines and trainer can take turns on the same devices."""
         problem = "trainer.colocated must be false"
@@ -445,6 +457,10 @@ class RunConfig(Section):
                 "engines must be one group without count and degree where [allocation] decides "
                 f"them, got {given}"
             )
+
+
+def _shown(lora: LoraConfig | None) -> dict[str, Any] | None:
+    return None if lora is None else lora.model_dump()
 
 
 def _check_pool(field: str, name: str | None, what: str, known: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import enum
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rollweave.schema.address import Hosts
@@ -42,6 +42,11 @@ def matching(pattern: str, rule: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _listed(given: Any) -> Any:
+    """Return a list of one name for a name alone."""
+    return (given,) if isinstance(given, str) else given
 
 
 class Section(BaseModel):
@@ -576,6 +581,29 @@ class CriticConfig(Section):
         description="λ of generalized advantage estimation: 1 trusts what was observed, 0 the "
         "critic's value of the next state.",
     )
+
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the output head, as peft names them."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, which are trained instead of the model's weights
+    (`docs/LORA.md`).
+    """
+
+    rank: PositiveInt = Field(16, description="Rank of each adapter.")
+    alpha: Positive = Field(32.0, description="An adapter's output is multiplied by alpha / rank.")
+    targets: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)] = Field(
+        (ALL_LINEAR,),
+        description="Linear layers with an adapter: all-linear for all but the output head, or a "
+        'list of names or of their ends, such as ["q_proj", "v_proj"].',
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.alpha / self.rank
 
 
 class WarmupConfig(Section):

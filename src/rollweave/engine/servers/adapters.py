@@ -1,0 +1,63 @@
+"""Weights for an inference server from the adapters that the trainer publishes: the
+process of the engine adds them to those of the model.
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollweave.engine.servers.published import Publication
+from rollweave.schema.errors import ConfigError, WeightsError
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.adapters import AdapterBase
+from rollweave.weights.checkpoint import ModelShape, read_tensors_of
+
+if TYPE_CHECKING:
+    pass
+
+
+class AdapterMerger:
+    """Adds adapters to the weights of a model. Torch, which takes seconds, is imported
+    with the first version.
+    """
+
+    def __init__(self, model: Path, shape: ModelShape, *, scale: float) -> None:
+        self._model, self._shape, self._scale = model, shape, scale
+        self._base: AdapterBase | None = None
+
+    def merged(self, manifest: WeightManifest, folder: Path) -> AbstractContextManager[Publication]:
+        """Publish the weights of a version of adapters from this process, those that they
+        change in their number format. Raises WeightsError.
+        """
+        import torch
+
+        from rollweave.weights.publication import Draft, bytes_of, lay_out, read_tensors
+
+        adapters, base = read_tensors(manifest), self._base or self._read_base()
+        base.check(adapters)
+        formats = base.formats(adapters)
+        sizes = self._shape.tensors()
+        metas = lay_out((name, formats[name], sizes[name]) for name in sizes)
+        draft = Draft(
+            metas, version=manifest.version, weights_id=manifest.weights_id, directory=folder
+        )
+        try:
+            weights = base.with_adapters(adapters, torch.device("cpu"))
+            for meta, (name, tensor) in zip(metas, weights, strict=True):
+                draft.writer.write(meta.offset, bytes_of(tensor.to(formats[name])))
+        except OSError as error:
+            draft.abandon()
+            raise draft.error(error) from error
+        except BaseException:
+            draft.abandon()
+            raise
+        return draft.finish()
+
+    def _read_base(self) -> AdapterBase:
+        try:
+            tensors = dict(read_tensors_of(self._model))
+        except ConfigError as error:
+            raise WeightsError(str(error)) from error
+        self._shape.check({name: tensor.shape for name, tensor in tensors.items()})
+        self._base = AdapterBase(tensors, self._shape, scale=self._scale)
+        return self._base

@@ -1,0 +1,80 @@
+"""Low-rank adapters (LoRA) in the trainer's models: the model's own weights are frozen,
+and the adapters of some linear layers are trained.
+
+Invariants: a model with new adapters computes what it computes without, bit for bit,
+because B begins as 0; parameters of the model keep their names; the names of an
+adapter's parameters are those of peft.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rollweave.schema.config.sections import LoraConfig
+from rollweave.train.distributed import RankGroup, local_tensor, own_rows
+from rollweave.weights.adapters import targeted_layers
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with an adapter."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    scale: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.adapter(x)
+
+    def adapter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the adapter's part of the output."""
+        down = functional.linear(x, self.lora_A.weight.to(x.dtype))
+        return functional.linear(down, self.lora_B.weight.to(down.dtype)) * self.scale
+
+
+@dataclass(frozen=True)
+class NewAdapters:
+    """The adapters that a run begins with. `seed` is the run's."""
+
+    lora: LoraConfig
+    seed: int
+
+    def attach(self, model: nn.Module, *, head: nn.Module | None) -> None:
+        """Give the linear layers of a model on the meta device their adapters, and
+        freeze all else. The output `head` has none.
+
+        Raises ConfigError for a target that the model lacks.
+        """
+        linear = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and module is not head
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for name in targeted_layers(list(linear), self.lora.targets):
+            layer = linear[name]
+            with torch.device("meta"):
+                down = nn.Linear(layer.in_features, self.lora.rank, bias=False)
+                up = nn.Linear(self.lora.rank, layer.out_features, bias=False)
+            layer.__class__ = AdaptedLinear
+            assert isinstance(layer, AdaptedLinear)
+            layer.lora_A, layer.lora_B, layer.scale = down, up, self.lora.scale
+
+    @torch.no_grad()
+    def initialize(self, model: nn.Module, ranks: RankGroup) -> None:
+        """Set the adapters' first values, like peft: A uniform, B 0. They do not depend
+        on the number of ranks.
+        """
+        for name, layer in model.named_modules():
+            if not isinstance(layer, AdaptedLinear):
+                continue
+            generator = torch.Generator().manual_seed(self.seed ^ zlib.crc32(name.encode()))
+            bound = 1 / math.sqrt(layer.in_features)
+            a = torch.empty(self.lora.rank, layer.in_features)
+            a.uniform_(-bound, bound, generator=generator)
+            local_tensor(layer.lora_A.weight).copy_(a[own_rows(self.lora.rank, ranks)])
+            local_tensor(layer.lora_B.weight).zero_()

@@ -1,0 +1,98 @@
+"""The process of an engine with a server puts adapters and the model's weights together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollweave.engine.servers.adapters import AdapterMerger
+from rollweave.engine.servers.published import published
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.serving import LoadCheckpoint
+from rollweave.train import checkpoint
+from rollweave.weights.adapters import A, B, linear_layers
+from rollweave.weights.checkpoint import read_shape, read_tensors_of
+from rollweave.weights.publication import publish, read_tensors
+from tests.train.builders import make_model
+
+SCALE = 0.5
+
+
+def random_adapters(model: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = read_shape(model).tensors()
+    found = {}
+    for layer in linear_layers(read_shape(model)):
+        out, columns = sizes[f"{layer}.weight"]
+        found[layer + A] = torch.randn(2, columns, generator=generator).to(dtype)
+        found[layer + B] = torch.randn(out, 2, generator=generator).to(dtype)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_version_has_all_weights_and_what_changes_has_the_format_of_its_adapters(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = make_model(tmp_path / "m")
+    base, shape = dict(read_tensors_of(model)), read_shape(model)
+    adapters = random_adapters(model, dtype)
+    merging = AdapterMerger(model, shape, scale=SCALE)
+    for number in (1, 2):  # the second does not build on the first
+        with (
+            publish(adapters, version=number, weights_id=number, directory=tmp_path) as given,
+            merging.merged(given.manifest, tmp_path) as made,
+        ):
+            manifest = made.manifest
+            assert (manifest.version, manifest.weights_id) == (number, number)
+            tensors = read_tensors(manifest)
+            shape.check({name: tensor.shape for name, tensor in tensors.items()})
+            for name, tensor in tensors.items():
+                expected = base[name]
+                assert tensor.dtype == (dtype if "_proj" in name else torch.float32)
+                if (layer := name.removesuffix(".weight")) + A in adapters:
+                    a, b = adapters[layer + A].float(), adapters[layer + B].float()
+                    expected = expected + SCALE * (b @ a)
+                torch.testing.assert_close(tensor, expected.to(tensor.dtype), atol=1e-5, rtol=1e-2)
+
+
+def test_a_checkpoint_gives_the_same_weights(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+    adapters, merging = (
+        random_adapters(model, torch.float32),
+        AdapterMerger(model, read_shape(model), scale=SCALE),
+    )
+    saved = checkpoint.Checkpoint(
+        step=3, model=adapters, optimizer={}, rng={"cpu": torch.get_rng_state()}
+    )
+    checkpoint.save(tmp_path / "c", saved, export_dtype=torch.float32)
+    command = LoadCheckpoint(
+        version=3, weights_id=8, directory=str(tmp_path / "c"), dtype="float32"
+    )
+    with (
+        publish(adapters, version=3, weights_id=8, directory=tmp_path) as given,
+        merging.merged(given.manifest, tmp_path) as one,
+        published(command) as saved_adapters,
+        merging.merged(saved_adapters.manifest, tmp_path) as other,
+    ):
+        assert one.manifest.digest == other.manifest.digest
+
+
+def test_whole_weights_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+    weights = dict(read_tensors_of(model))
+    with (
+        publish(weights, version=1, weights_id=1, directory=tmp_path) as given,
+        pytest.raises(WeightsError, match="tensors must be those of adapters"),
+    ):
+        AdapterMerger(model, read_shape(model), scale=SCALE).merged(given.manifest, tmp_path)
+
+
+def test_a_model_that_is_gone_is_an_error_of_the_version(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+    shape, adapters = read_shape(model), random_adapters(model, torch.float32)
+    (model / "model.safetensors").unlink()
+    with (
+        publish(adapters, version=1, weights_id=1, directory=tmp_path) as given,
+        pytest.raises(WeightsError, match=r"must hold model\.safetensors"),
+    ):
+        AdapterMerger(model, shape, scale=SCALE).merged(given.manifest, tmp_path)

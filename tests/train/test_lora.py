@@ -1,0 +1,233 @@
+"""Adapters are trained as peft computes them, and are published, saved, restored and
+exported without the model that they belong to.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.architectures import build
+from rollweave.schema.errors import TrainerError
+from rollweave.schema.training import (
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    Trained,
+    TrainFailed,
+    TrainOn,
+)
+from rollweave.train.loading import implementation_of, load_trained_model
+from rollweave.train.lora import NewAdapters
+from rollweave.train.packing import Example, pack
+from rollweave.train.trainer import Trainer
+from rollweave.weights.adapters import A, AdapterBase, B
+from rollweave.weights.checkpoint import read_shape
+from rollweave.weights.publication import read_tensors
+from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
+from tests.train.rank_worker import run
+from tests.train.test_distributed import run_ranks
+
+# peft reads it
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+ALL: dict[str, Any] = {"rank": 3, "alpha": 6.0}
+SOME: dict[str, Any] = {"rank": 3, "targets": ["q_proj", "mlp.down_proj"]}
+
+
+def published(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(Publish(version=version, weights_id=version))
+    assert isinstance(reply, Published), reply
+    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
+
+
+def train(trainer: Trainer, steps: int) -> None:
+    for step in range(trainer.step, steps):
+        reply = trainer.handle(TrainOn(batch=make_batch(step, step=step)))
+        assert isinstance(reply, Trained), reply
+
+
+@torch.no_grad()
+def logprobs(causal: Any, examples: list[Example]) -> torch.Tensor:
+    """Return the log-probs of the targets by transformers, one sequence at a time."""
+    found = []
+    for example in examples:
+        rows = causal(example.tokens[None]).logits[0].float().log_softmax(-1)
+        found.append(rows[example.targets - 1, example.tokens[example.targets]])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen2", ALL),
+        ("qwen2", SOME),
+        ("llama", SOME),
+        ("qwen3", ALL),
+        ("qwen3_moe", ALL),  # its experts are not linear layers
+        ("phi3", {"targets": ["qkv_proj"]}),
+    ],
+)
+def test_peft_and_transformers_compute_what_was_trained(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    """The trainer, its merged export, and its adapters that peft adds to the model give
+    the same log-probs.
+    """
+    peft = pytest.importorskip("peft", reason="needs the extra `test`")
+    path, examples = build(name, tmp_path / name), make_examples(5)
+    trainer = Trainer(make_config(lora=settings), path, tmp_path / "run")
+    with torch.no_grad():
+        untrained = trainer._model(pack(examples), 1.0).logprobs
+    train(trainer, 3)
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    with torch.no_grad():
+        own = trainer._model(pack(examples), 1.0).logprobs
+    assert float((own - untrained).abs().max()) > 0.05
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.testing.assert_close(untrained, logprobs(base, examples), atol=1e-5, rtol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf", dtype=torch.float32)
+    torch.testing.assert_close(own, logprobs(merged, examples), atol=2e-5, rtol=1e-5)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "c" / "adapter")
+    torch.testing.assert_close(own, logprobs(adapted, examples), atol=2e-5, rtol=1e-5)
+    wanted = {name.removesuffix(A).removesuffix(B) for name in published(trainer, 3)}
+    found = {name for name, module in adapted.model.named_modules() if hasattr(module, "lora_A")}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_gradients_are_those_of_peft(tmp_path: Path, implementation: Any) -> None:
+    peft = pytest.importorskip("peft", reason="needs the extra `test`")
+    path, examples = build("qwen2", tmp_path / "m"), make_examples(4)
+    trainer = Trainer(make_config(lora=ALL), path, tmp_path / "run")
+    train(trainer, 2)
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    adapters = NewAdapters(make_config(lora=ALL).lora, seed=0)  # type: ignore[arg-type]
+    model = load_trained_model(path, implementation, dtype="float32", device=CPU, adapters=adapters)
+    with torch.no_grad():
+        for name, tensor in published(trainer, 2).items():
+            model.get_parameter(name).copy_(tensor)
+    (-model(pack(examples), 1.0).logprobs.sum()).backward()
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    other = peft.PeftModel.from_pretrained(base, tmp_path / "c" / "adapter", is_trainable=True)
+    for example in examples:
+        rows = other(example.tokens[None]).logits[0].log_softmax(-1)
+        (-rows[example.targets - 1, example.tokens[example.targets]].sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == name.endswith((A, B))
+        if not parameter.requires_grad:
+            assert parameter.grad is None, name
+            continue
+        expected = other.get_parameter(
+            f"base_model.model.{name.removesuffix('.weight')}.default.weight"
+        ).grad
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected, atol=2e-4, rtol=1e-3, msg=name)
+
+
+def test_only_adapters_are_published_saved_and_restored(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "m")
+    config = make_config(trainer={"epochs": 2, "minibatches": 2}, kl=0.1, lora=ALL)
+    trainer, whole = Trainer(config, path, tmp_path), Trainer(make_config(), path, tmp_path / "w")
+    frozen = {n: p.clone() for n, p in trainer._model.named_parameters() if not p.requires_grad}
+    train(trainer, 2)
+    after = published(trainer, 2)
+    assert all(name.endswith((A, B)) for name in after)
+    assert all(tensor.abs().max() > 0 for tensor in after.values())
+    assert (
+        sum(t.nbytes for t in after.values())
+        < sum(t.nbytes for t in published(whole, 2).values()) / 4
+    )
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"))), Saved)
+    saved = load_file(tmp_path / "c" / "model.safetensors")
+    moments = load_file(tmp_path / "c" / "optimizer.safetensors")
+    assert (
+        saved.keys() == after.keys() == load_file(tmp_path / "c" / "reference.safetensors").keys()
+    )
+    assert {name.split(".", 1)[1] for name in moments} == set(after)
+    read = read_trainer_checkpoint(tmp_path / "c", step=2, dtype=torch.float32)
+    assert all(torch.equal(read[name], tensor) for name, tensor in after.items())
+    train(trainer, 4)
+    expected = published(trainer, 4)
+    resumed = Trainer(config, path, tmp_path / "r")
+    assert resumed.handle(Restore(path=str(tmp_path / "c"))) == Restored(step=2)
+    train(resumed, 4)
+    assert all(torch.equal(t, expected[name]) for name, t in published(resumed, 4).items())
+    assert all(torch.equal(p, trainer._model.get_parameter(n)) for n, p in frozen.items())
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "m")
+    other = Trainer(make_config(lora=ALL), path, tmp_path)
+    assert isinstance(other.handle(Save(path=str(tmp_path / "c"))), Saved)
+    trainer = Trainer(make_config(lora={"rank": 2}), path, tmp_path)
+    reply = trainer.handle(Restore(path=str(tmp_path / "c")))
+    assert isinstance(reply, TrainFailed)
+    assert "lora_A.weight must have shape (2, 32), got (3, 32)" in reply.error
+    reply = Trainer(make_config(), path, tmp_path).handle(Restore(path=str(tmp_path / "c")))
+    assert isinstance(reply, TrainFailed)
+    assert "weights of another model" in reply.error
+
+
+def test_the_first_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "m")
+    one, same = (Trainer(make_config(lora=ALL), path, tmp_path) for _ in range(2))
+    first, second = published(one, 0), published(same, 0)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(not tensor.any() for name, tensor in first.items() if name.endswith(B))
+    distinct = {tuple(t.flatten()[:8].tolist()) for name, t in first.items() if name.endswith(A)}
+    assert len(distinct) == sum(name.endswith(A) for name in first)
+
+
+def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
+    path = build("gemma3", tmp_path / "m")
+    assert implementation_of(path) == "transformers"
+    with pytest.raises(TrainerError, match=r"lora.targets must name linear layers.*got 'qproj'"):
+        Trainer(make_config(lora={"targets": ["qproj"]}), path, tmp_path)
+
+
+def test_bfloat16_is_close_and_the_export_has_it(tmp_path: Path) -> None:
+    path = build("qwen3", tmp_path / "m")
+    config = make_config(lora=ALL)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+    )
+    trainer = Trainer(config, path, tmp_path)
+    train(trainer, 2)
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert exported.keys() == load_file(path / "model.safetensors").keys()
+    described = json.loads((tmp_path / "c" / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (3, 6.0)
+    shape = read_shape(path)
+    base = AdapterBase(load_file(path / "model.safetensors"), shape, scale=2.0)
+    adapters = load_file(tmp_path / "c" / "model.safetensors")
+    for name, tensor in base.with_adapters(adapters, CPU):
+        assert torch.equal(tensor.bfloat16(), exported[name]), name
+
+
+@pytest.mark.slow
+def test_two_ranks_match_one(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "m")
+    alone = run(model_dir, tmp_path / "alone", case="lora")
+    run_ranks(2, "rank_worker", tmp_path / "two", model_dir, "lora")
+    for rank in range(2):
+        of_rank = load_file(tmp_path / "two" / f"rank{rank}.safetensors")
+        assert of_rank.keys() == alone.keys()
+        for name, tensor in alone.items():
+            # AdamW divides the smallest gradients of A by their own size
+            torch.testing.assert_close(of_rank[name], tensor, atol=1e-3, rtol=1e-3, msg=name)
+    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
+        exported = load_file(tmp_path / "two" / "c" / file)
+        expected = load_file(tmp_path / "alone" / "c" / file)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(exported[name], tensor, atol=1e-3, rtol=1e-3)
