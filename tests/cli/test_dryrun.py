@@ -26,6 +26,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
+from tests.support.sglang import sglang_python
 
 CONFIG = """
 [run]
@@ -131,6 +132,18 @@ def test_a_failed_check_names_field_rule_and_value(
     wrong = failures(dryrun.examine(config(tmp_path, override)))
     assert name in [check.name for check in wrong]
     assert any(words in check.detail for check in wrong), wrong
+
+
+def test_the_interpreter_of_a_server_is_asked_for_it(tmp_path: Path) -> None:
+    kind = "engines.kind=sglang"
+    for python, problem in (
+        (sys.executable, "must be an interpreter that has SGLang, got "),
+        (sglang_python(tmp_path, without="/ready"), "must have SGLang with /ready, got version"),
+    ):
+        settings = (kind, f"engines.python='{python}'")
+        (wrong,) = failures(dryrun.examine(config(tmp_path, *settings), deep=False))
+        assert wrong.name == "engines.0.python"
+        assert wrong.detail.startswith(problem)
 
 
 @pytest.mark.parametrize(

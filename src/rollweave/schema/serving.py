@@ -502,7 +502,7 @@ EngineReply = (
 )
 
 
-ServerName = Literal["vllm"]
+ServerName = Literal["vllm", "sglang"]
 """A kind of inference server that a run can start."""
 
 

@@ -47,7 +47,6 @@ from tests.engine.clients.echo_engine import (
     kv_manifest,
 )
 from tests.support.engines import (
-    VLLM_START_S,
     environment,
     needs_vllm,
     real_loop,
@@ -55,6 +54,7 @@ from tests.support.engines import (
     vllm_checkpoint,
     vllm_spec,
 )
+from tests.support.sglang import sglang_spec
 
 Connect = Callable[..., EngineBackend]
 
@@ -75,8 +75,13 @@ FAKES = KINDS[:2]
 """The backends with the fake engine. The embedded engine in a process takes seconds to
 import; one test of it covers the connection.
 """
-VLLM = pytest.param("vllm", marks=needs_vllm)
-"""A vLLM server behind the process of an engine. It starts in tens of seconds."""
+SERVERS = (
+    pytest.param("vllm", marks=needs_vllm),
+    pytest.param("sglang", marks=pytest.mark.slow),
+)
+"""A server behind the process of an engine: a real vLLM, which starts in tens of seconds,
+and `tests/support/sglang_server.py`, which computes with the embedded engine.
+"""
 HTTP = ("fake over HTTP", "ours over HTTP")
 """An engine in a thread, served to a client, which controls neither its weights and KV
 nor its suspension.
@@ -116,17 +121,22 @@ async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterato
     def start(
         kind: str, *, broken: bool = False, reply_s: float = 20.0
     ) -> EngineClient | HttpEngine:
+        server = None
+        if kind == "vllm":
+            server = vllm_spec()
+        elif kind == "sglang":
+            server = sglang_spec(tmp_path)
         path = "broken" if broken else str(vllm_model if kind == "vllm" else model)
         spec = EngineSpec(
             id=EngineId("e0"),
             model=path,
             max_slots=4,
             kv_tokens=512,
-            server=vllm_spec() if kind == "vllm" else None,
+            server=server,
         )
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(model_ready.set_result, None)
-        if "process" not in kind and kind != "vllm":
+        if "process" not in kind and server is None:
             link = in_thread(
                 spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready
             )
@@ -134,7 +144,7 @@ async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterato
             module = (
                 "tests.engine.clients.echo_engine"
                 if "fake" in kind
-                else f"rollweave.runtime.entrypoints.{'server_engine' if kind == 'vllm' else 'engine'}"
+                else f"rollweave.runtime.entrypoints.{'engine' if server is None else 'server_engine'}"
             )
             link = in_process(
                 spec,
@@ -143,7 +153,7 @@ async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterato
                 env=environment(),
                 model_ready=model_ready,
             )
-        start_s = VLLM_START_S if kind == "vllm" else 60.0
+        start_s = 60.0 if server is None else server.start_s
         engine = EngineClient("engine e0", link, start_s=start_s, reply_s=reply_s)
         clients.append(engine)
         if "HTTP" in kind:
@@ -170,7 +180,7 @@ def manifest(version: int, digest: str = "good") -> WeightManifest:
     )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *HTTP, VLLM])
+@pytest.mark.parametrize("kind", [*KINDS, *HTTP, *SERVERS])
 async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> None:
     client = connect(kind)
     ready = await client.ready()
@@ -184,7 +194,7 @@ async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> N
         assert result.versions[-1].end == len(result.tokens)
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -197,7 +207,7 @@ async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind
     assert (await waiting).id == "r0"
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -213,7 +223,7 @@ async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> Non
     await waiting
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -373,7 +383,7 @@ async def test_late_or_unknown_deltas_are_ignored() -> None:
     quiet.cancel()
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_bad_weights_are_refused_and_the_engine_still_serves(
     connect: Connect, kind: str
 ) -> None:
@@ -427,8 +437,8 @@ async def test_refused_kv_raises_and_the_engine_still_serves(connect: Connect, k
     assert (await client.generate(request("r0", 5))).id == "r0"
 
 
-@pytest.mark.parametrize("kind", [VLLM])
-async def test_vllm_refuses_to_move_kv(connect: Connect, kind: str) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_servers_refuse_to_move_kv(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
     with pytest.raises(KvError, match="cannot be moved"):
@@ -452,7 +462,7 @@ async def test_lost_engine_fails_pending_kv_transfers(connect: Connect) -> None:
             await call
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -500,7 +510,7 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     client.kill()
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_a_killed_engine_fails_everything_pending_and_later(
     connect: Connect, kind: str
 ) -> None:
@@ -532,7 +542,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later(
     client.kill()
 
 
-@pytest.mark.parametrize("kind", [*QUICK, *HTTP, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *HTTP, *SERVERS])
 async def test_close_is_orderly_and_may_be_repeated(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -549,7 +559,7 @@ async def test_crash_is_a_loss_with_the_reason(connect: Connect, kind: str) -> N
         await client.generate(request("r0", CRASH))
 
 
-@pytest.mark.parametrize("kind", [*QUICK, VLLM])
+@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_failed_start_is_reported_with_the_reason(connect: Connect, kind: str) -> None:
     client = connect(kind, broken=True)
     with pytest.raises(EngineLostError, match="cannot start" if "fake" in kind else "broken"):

@@ -43,7 +43,7 @@ def test_missing_routes_are_named_with_the_version(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         vllm_version(interpreter(tmp_path, routes=[*routes, GENERATE, ABORT]))
     assert str(error.value).startswith(
-        "must have a vLLM with /start_weight_update, got version 9.8 in "
+        "must have vLLM with /start_weight_update, got version 9.8 in "
     )
 
 

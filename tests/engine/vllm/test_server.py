@@ -93,5 +93,13 @@ def test_the_reason_of_an_end_is_the_first_error_of_this_server(tmp_path: Path) 
             "    raise ValueError(\n(EngineCore pid=7) ValueError: too small\nRuntimeError: x\n"
         )
     assert first_error(log, start) == "ValueError: too small"
-    assert first_error(log, log.stat().st_size) == ""
+    start = log.stat().st_size
+    assert first_error(log, start) == ""
+    with log.open("a") as file:
+        file.write("usage: server.py\nserver.py: error: unrecognized arguments: --fast\n")
+    assert first_error(log, start) == "error: unrecognized arguments: --fast"
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("[2026-11-23 16:00:00 TP0] RuntimeError: out of memory\n")
+    assert first_error(log, start) == "RuntimeError: out of memory"
     assert first_error(tmp_path / "none", 0) == ""

@@ -138,6 +138,15 @@ def test_a_vllm_server_needs_more_than_a_process_of_ours() -> None:
     assert "copy of the KV cache" not in vllm
 
 
+def test_a_version_for_sglang_is_copied_beside_its_weights() -> None:
+    sglang = engine("engines.kind='sglang'")
+    assert sglang["new weights"] == sglang["weights"]
+    assert sglang["SGLang"] > engine()["process"]
+    assert "new weights" not in engine("engines.kind='vllm'")
+    halves = engine("engines.kind='sglang'", "weights.dtype=bfloat16")
+    assert 2 * halves["new weights"] == halves["weights"]
+
+
 def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
     half = "model.dtype=bfloat16"
     assert 2 * engine(half)["weights"] == engine()["weights"]

@@ -130,6 +130,11 @@ CASES = [
         "engines.0.prefill_chunk_tokens has no effect with kind vllm, whose args has "
         "--max-num-batched-tokens, got 64",
     ),
+    (
+        ["engines={kind='sglang', prefill_chunk_tokens=64}"],
+        "engines.0.prefill_chunk_tokens has no effect with kind sglang, whose args has "
+        "--chunked-prefill-size, got 64",
+    ),
     (["tasks.0.weight=3"], "tasks.0.weight has no effect with one task domain, got 3.0"),
 ]
 USED = [

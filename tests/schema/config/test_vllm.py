@@ -50,8 +50,11 @@ def test_vllm_on_gpus_may_have_several() -> None:
             ["rollout.temperature=0.7", "rollout.top_p=0.9"],
             "rollout.top_p must be 1 on engines of kind vllm unless all temperatures are 0 or 1",
         ),
-        (["engines.0.kind='embedded'"], "engines.0.python must be left out unless kind is vllm"),
-        (["engines.0.kind='sglang'"], "engines.0.kind must be "),
+        (
+            ["engines.0.kind='embedded'"],
+            "engines.0.python must be left out unless kind is vllm or sglang",
+        ),
+        (["engines.0.kind='tgi'"], "engines.0.kind must be "),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(overrides: list[str], problem: str) -> None:

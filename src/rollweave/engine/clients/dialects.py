@@ -19,6 +19,7 @@ from rollweave.engine.clients.responses import (
     CompletionResponse,
     ProrlResponse,
     ResponseError,
+    SglangMeta,
     SglangResponse,
     Span,
     VllmResponse,
@@ -247,6 +248,10 @@ class Sglang:
     keeps_time = resumes = False
 
     def encode(self, request: GenerateRequest) -> bytes:
+        return as_json(self.fields(request))
+
+    def fields(self, request: GenerateRequest) -> dict[str, Any]:
+        """Return the fields of the request."""
         sampling = request.sampling
         _refuse_fields(sampling, "sglang", "allowed")
         params: dict[str, Any] = {
@@ -262,14 +267,13 @@ class Sglang:
             "stop": sampling.stop,
             "sampling_seed": sampling.seed & SEED_BITS,
         }
-        body_fields = {
+        return {
             "rid": request.id,
             "input_ids": request.tokens,
             "sampling_params": params,
             "return_logprob": True,
             "stream": False,
         }
-        return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, SglangResponse)
@@ -283,9 +287,6 @@ class Sglang:
             raise ResponseError(
                 f"its log-probs are of other tokens than its {len(answer.output_ids)} output_ids"
             )
-        spans = meta.weight_versions
-        if spans is None:
-            spans = (Span(version=meta.weight_version, start=0, end=len(tokens)),)
         reason = meta.finish_reason.type if meta.finish_reason is not None else None
         logprobs = [logprob for logprob, _, _ in pairs]
         return _result(
@@ -293,9 +294,15 @@ class Sglang:
             tokens,
             logprobs,
             finish=_finish(reason),
-            spans=spans,
+            spans=self.spans(meta, len(tokens)),
             cached=meta.cached_tokens,
         )
+
+    def spans(self, meta: SglangMeta, count: int) -> Sequence[Span]:
+        """Return the versions of the `count` tokens of an answer."""
+        if meta.weight_versions is not None:
+            return meta.weight_versions
+        return (Span(version=meta.weight_version, start=0, end=count),)
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
         """SGLang aborts every request whose id has this prefix, so ids must have equal

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, assert_never
 import msgspec
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.resuming import unextended_result
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.control import Control, RefusedError
 from rollweave.engine.servers.process import ServerProcess
@@ -77,11 +78,13 @@ Controlling = Suspend | Resume | Load | LoadCheckpoint
 class ServerKind(Protocol):
     """What differs between the kinds of servers.
 
-    `name` is its name in errors, `dialect` that of its requests.
+    `name` is its name in errors, `dialect` that of its requests. If `copies_weights`, a
+    version that `hold` returns is a copy in the memory of the engine's process.
     """
 
     name: str
     dialect: DialectName
+    copies_weights: bool
 
     def version(self, python: str) -> str:
         """Return the version of the server that an interpreter has. Raises ConfigError,
@@ -100,7 +103,9 @@ class ServerKind(Protocol):
     def control(self, spec: EngineSpec, server: ServerProcess) -> Control:
         """Return the control of the server."""
 
-    def hold(self, manifest: WeightManifest, shape: ModelShape, folder: Path) -> HeldWeights:
+    def hold(
+        self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path
+    ) -> HeldWeights:
         """Verify a version and keep it for `Control.swap`. Raises WeightsError."""
 
 
@@ -121,6 +126,7 @@ class ServerEngine:
         self._live: set[str] = set()
         self._adapters: AdapterMerger | None = None
         self._suspended = False
+        self._waiting: dict[str, GenerateRequest] = {}
         self._version, self._label = spec.version, "default"
         self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
@@ -224,7 +230,7 @@ class ServerEngine:
             case Add(request=request):
                 self._add(request)
             case Abort(id=id):
-                self._http.abort(id)
+                self._abort(id)
             case Suspend() | Resume() | Load() | LoadCheckpoint():
                 self._in_order.put_nowait(command)
             case Stage(manifest=manifest):
@@ -241,7 +247,22 @@ class ServerEngine:
                 assert_never(command)
 
     def _add(self, request: GenerateRequest) -> None:
+        """Send a request, but not to a paused server, where an abort may not find it."""
         self._live.add(request.id)
+        if self._suspended:
+            self._waiting[request.id] = request
+        else:
+            self._send(request)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._waiting.pop(request_id, None)
+        if request is None:
+            self._http.abort(request_id)
+            return
+        self._live.discard(request_id)
+        self._reply(Generated(result=unextended_result(request, FinishReason.ABORTED)))
+
+    def _send(self, request: GenerateRequest) -> None:
         answer = self._http.generate(request)
         answer.add_done_callback(lambda done: self._answered(request.id, done))
 
@@ -272,7 +293,7 @@ class ServerEngine:
             stats,
             version=self._version,
             running=int(gauges.get("running", stats.running)),
-            waiting=int(gauges.get("waiting", stats.waiting)),
+            waiting=int(gauges.get("waiting", stats.waiting)) + len(self._waiting),
             kv_used_tokens=round(gauges.get("kv_share", 0.0) * stats.kv_total_tokens),
             preemptions=int(gauges.get("preemptions", 0)),
         )
@@ -305,6 +326,9 @@ class ServerEngine:
         if self._suspended:
             await self._control.resume()
             self._suspended = False
+            waiting, self._waiting = self._waiting, {}
+            for request in waiting.values():
+                self._send(request)
 
     # Weights
 
@@ -366,9 +390,9 @@ class ServerEngine:
     def _hold(self, manifest: WeightManifest) -> HeldWeights:
         """Verify a version and keep it; adapters are first added to the model's weights."""
         if self._adapters is None:
-            return self._kind.hold(manifest, self._shape, self._folder)
+            return self._kind.hold(self._spec, manifest, self._shape, self._folder)
         with self._adapters.merged(manifest, self._folder) as weights:
-            return self._kind.hold(weights.manifest, self._shape, self._folder)
+            return self._kind.hold(self._spec, weights.manifest, self._shape, self._folder)
 
     async def _swap(self, held: HeldWeights) -> None:
         """Make the server serve these weights.

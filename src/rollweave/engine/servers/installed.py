@@ -70,6 +70,6 @@ def installed_version(
         raise ConfigError(f"{problem}, got {python!r}, which has none")
     if lacks:
         raise ConfigError(
-            f"must have a {name} with {', '.join(lacks)}, got version {version} in {python!r}"
+            f"must have {name} with {', '.join(lacks)}, got version {version} in {python!r}"
         )
     return str(version)

@@ -26,7 +26,11 @@ LOG = Path("/proc/self/fd/2")
 LOG_BYTES = 1 << 20
 """Maximum bytes of a log that are searched for an error."""
 
-ERROR = re.compile(r"^(?:\([^)]*\) |\[[^\]]*\] )?([A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
+ERROR = re.compile(
+    r"^(?:\([^)]*\) |\[[^\]]*\] )?([A-Z]\w*(?:Error|Exception): .+)$"  # (process) or [time]
+    r"|^\S+: (error: .+)$",  # of argparse
+    re.MULTILINE,
+)
 ERROR_CHARS = 500
 """Maximum number of characters of an error that is reported."""
 
@@ -115,4 +119,4 @@ def first_error(log: Path, start: int) -> str:
             found = ERROR.search(file.read(LOG_BYTES).decode(errors="replace"))
     except OSError:
         return ""
-    return found[1][:ERROR_CHARS] if found else ""
+    return (found[1] or found[2])[:ERROR_CHARS] if found else ""

@@ -18,6 +18,7 @@ class VllmKind:
 
     name = "vLLM"
     dialect: DialectName = "vllm"
+    copies_weights = False
 
     def version(self, python: str) -> str:
         return vllm_version(python)
@@ -36,5 +37,7 @@ class VllmKind:
         limit_s = settings_of(spec).control_s
         return VllmControl(server.url, token=server.token, limit_s=limit_s)
 
-    def hold(self, manifest: WeightManifest, shape: ModelShape, folder: Path) -> Mapped:
+    def hold(
+        self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path
+    ) -> Mapped:
         return mapped(manifest, shape)

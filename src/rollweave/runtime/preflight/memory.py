@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
@@ -23,8 +24,10 @@ PROCESS_BYTES = 450 << 20
 350 to 450 MB were measured on a CPU.
 """
 
-VLLM_BYTES = 1200 << 20
-"""Memory of a vLLM server beside weights and KV: 1.1 GB were measured on a CPU."""
+SERVER_BYTES = 1200 << 20
+"""Memory of an inference server beside weights and KV: 1.1 GB were measured of vLLM on a
+CPU. SGLang was not measured.
+"""
 
 CUDA_BYTES = 640 << 20
 """Memory on a GPU of one process's CUDA context, kernels and workspaces."""
@@ -186,12 +189,19 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         Part(what="weights", nbytes=parameters(shape) * width, knob="model"),
         Part(what="KV cache", nbytes=kv, knob="engines.kv_tokens"),
     ]
-    if group.kind == "vllm":
-        vllm = Part(what="vLLM", nbytes=VLLM_BYTES, on_device=False, knob="engines.count")
+    if group.server is not None:
+        kind, version = (
+            kind_of(group.server),
+            parameters(shape) * DTYPE_BYTES[config.published_dtype],
+        )
+        parts.append(
+            Part(what=kind.name, nbytes=SERVER_BYTES, on_device=False, knob="engines.count")
+        )
         if config.lora is not None:
-            merged = parameters(shape) * DTYPE_BYTES[config.published_dtype]
-            parts.append(Part(what="merged weights", nbytes=merged, on_device=False, knob="model"))
-        return [*parts, vllm, *_process(config, knob="engines.count")]
+            parts.append(Part(what="merged weights", nbytes=version, on_device=False, knob="model"))
+        if kind.copies_weights:
+            parts.append(Part(what="new weights", nbytes=version, on_device=False, knob="model"))
+        return [*parts, *_process(config, knob="engines.count")]
     if config.model.device != "cuda":
         if config.model.dtype == "float32" and not group.deterministic:
             parts.append(Part(what="copy of the KV cache", nbytes=kv, knob="engines.kv_tokens"))

@@ -124,8 +124,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
     if "staging" in config.ablation.without and config.trainer.colocated:
         yield "ablation.without", "for staging with trainer.colocated", "staging"
     for number, group in enumerate(config.engines):
-        if group.kind == "vllm" and is_changed(group, "prefill_chunk_tokens"):
-            why = "with kind vllm, whose args has --max-num-batched-tokens"
+        if group.server is not None and is_changed(group, "prefill_chunk_tokens"):
+            argument = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}
+            why = f"with kind {group.kind}, whose args has {argument[group.server]}"
             yield f"engines.{number}.prefill_chunk_tokens", why, group.prefill_chunk_tokens
     for name, pool in config.pools.items():
         if is_changed(pool, "site") and config.cluster is None:

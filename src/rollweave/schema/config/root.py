@@ -251,33 +251,38 @@ class RunConfig(Section):
         if self.allocation is not None:
             self._check_allocation(self.allocation)
         for number, group in enumerate(self.engines):
-            if group.kind == "vllm":
-                self._check_vllm(number, group)
+            if group.server is not None:
+                self._check_server(number, group)
                 continue
             for name in ("python", "args"):
                 value = getattr(group, name)
                 if value != EngineConfig.model_fields[name].default:
                     raise ValueError(
-                        f"engines.{number}.{name} must be left out unless kind is vllm, got "
-                        f"{value!r}"
+                        f"engines.{number}.{name} must be left out unless kind is vllm or sglang, "
+                        f"got {value!r}"
                     )
         if self.model.device == "cuda" and self.sim is None:
             self.check_on_gpus()
         return self
 
-    def _check_vllm(self, number: int, group: EngineConfig) -> None:
-        """Check that vLLM servers can be the engines of this run."""
+    def _check_server(self, number: int, group: EngineConfig) -> None:
+        """Check that inference servers can be the engines of this run."""
         field = f"engines.{number}.kind"
         if self.trainer.colocated:
             raise ValueError(
                 f"{field} must be embedded with trainer.colocated, for which engines give back "
-                "their memory, got vllm"
+                f"their memory, got {group.kind}"
             )
         if self.allocation is not None:
             raise ValueError(
                 f"{field} must be embedded with [allocation], which compares what engines "
-                "measure of themselves, got vllm"
+                f"measure of themselves, got {group.kind}"
             )
+        if group.kind == "vllm":
+            self._check_vllm(number, group)
+
+    def _check_vllm(self, number: int, group: EngineConfig) -> None:
+        """Check what vLLM requires beside what all servers require."""
         if group.deterministic:
             raise ValueError(
                 f"engines.{number}.deterministic must be false with kind vllm, got true"

@@ -405,9 +405,10 @@ class EngineConfig(Section):
     `[engines]` is one group, several `[[engines]]` are several.
     """
 
-    kind: Literal["embedded", "vllm"] = Field(
+    kind: Literal["embedded", "vllm", "sglang"] = Field(
         "embedded",
-        description="embedded is Rollweave's own engine; vllm a vLLM server that the run starts.",
+        description="embedded is Rollweave's own engine; vllm and sglang are servers that the run "
+        "starts.",
     )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
@@ -415,12 +416,14 @@ class EngineConfig(Section):
     )
     degree: PositiveInt = Field(
         1,
-        description="Parallel degree of one engine: CPU threads, vLLM's tensor parallelism, or "
-        "GPUs in a simulation.",
+        description="Parallel degree of one engine: CPU threads, a server's tensor parallelism, "
+        "or GPUs in a simulation.",
     )
-    python: str = Field("python3", description="Interpreter that has vLLM, on the engine's host.")
+    python: str = Field(
+        "python3", description="Interpreter that has vLLM or SGLang, on the engine's host."
+    )
     args: tuple[str, ...] = Field(
-        (), description="More arguments of the vLLM server, which take precedence."
+        (), description="More arguments of the server, which take precedence."
     )
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."

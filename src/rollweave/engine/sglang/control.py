@@ -1,0 +1,141 @@
+"""The routes by which an SGLang server is paused and its weights are changed."""
+
+from typing import Any
+
+import msgspec
+
+from rollweave.engine.servers.control import Calls, ControlError
+from rollweave.engine.servers.published import HeldWeights
+from rollweave.engine.sglang.checkpoint import CheckpointMemory
+
+ROUTES = {
+    "/pause_generation": "POST",
+    "/continue_generation": "POST",
+    "/update_weights_from_disk": "POST",
+    "/weights_checker": "POST",
+    "/model_info": "GET",
+    "/server_info": "GET",
+    "/ready": "GET",
+}
+"""The control routes that a server must have, and their methods."""
+
+GENERATE = "/generate"
+ABORT = "/abort_request"
+LOADS = "/v1/loads"
+
+LOADS_S = 2.0
+"""Maximum seconds to read the loads, without which a sample is taken as well."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    token_usage: float = 0.0
+
+
+class Loads(msgspec.Struct, frozen=True):
+    loads: tuple[Load, ...]
+
+
+class Rank(msgspec.Struct, frozen=True):
+    per_gpu_checksum: str
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    ranks: tuple[Rank, ...]
+
+
+class SglangControl(Calls):
+    """The control routes of the server at `url`, which has `degree` ranks and must have
+    a cache of `kv_tokens`. A call takes at most `limit_s`.
+    """
+
+    def __init__(
+        self, url: str, *, token: str, limit_s: float, degree: int, kv_tokens: int
+    ) -> None:
+        super().__init__("SGLang", url, ROUTES, token=token, limit_s=limit_s)
+        self._degree, self._kv_tokens = degree, kv_tokens
+        self._checksums: tuple[str, ...] = ()
+
+    async def connect(self) -> None:
+        """Check that the cache is as large as it must be."""
+        found = (await self.call("/server_info")).get("max_total_num_tokens")
+        if not isinstance(found, int) or found < self._kv_tokens:
+            raise ControlError(
+                f"SGLang has room for {found} tokens of KV, engines.kv_tokens is {self._kv_tokens}"
+            )
+        self._checksums = await self._ranks()
+
+    async def pause(self) -> None:
+        """Take back all requests, whose tokens stay, before the next step; their KV is
+        computed again after `resume`.
+        """
+        await self.call("/pause_generation", {"mode": "retract"})
+        await self._expect_ready("/pause_generation", False)
+        # the call above does not wait for the scheduler, which answers this one next
+        await self.call("/server_info")
+
+    async def resume(self) -> None:
+        await self.call("/continue_generation", {})
+        await self._expect_ready("/continue_generation", True)
+
+    async def check(self, weights: HeldWeights) -> None:
+        """Do nothing: SGLang has no route that checks weights without loading them."""
+
+    async def give_up(self, label: str) -> None:
+        """Do nothing: no update has begun."""
+
+    async def swap(self, weights: HeldWeights, label: str) -> None:
+        """Have all ranks load the weights, and drop all prefixes.
+
+        SGLang promises to restore its former weights if this fails, but reads them from
+        the new files. Any failure is thus an unknown state.
+        """
+        assert isinstance(weights, CheckpointMemory), "weights for another kind of server"
+        update = {
+            "model_path": str(weights.folder),
+            "weight_version": label,
+            "flush_cache": True,
+        }
+        answer = await self.call("/update_weights_from_disk", update)
+        if answer.get("success") is not True:
+            raise ControlError(f"SGLang's update failed: {answer.get('message')!s:.400}")
+        if (found := (await self.call("/model_info")).get("weight_version")) != label:
+            raise ControlError(f"SGLang's weights must be version {label!r}, got {found!r}")
+        former, self._checksums = self._checksums, await self._ranks()
+        pairs = zip(former, self._checksums, strict=True)
+        if len({before == after for before, after in pairs}) > 1:
+            raise ControlError("SGLang's ranks have weights of several versions")
+
+    async def gauges(self) -> dict[str, float]:
+        """Return the loads that the server reports; none if it does not answer now."""
+        try:
+            answer = msgspec.json.decode(await self.sample(LOADS, LOADS_S), type=Loads)
+        except msgspec.DecodeError:
+            return {}
+        return {
+            "running": sum(load.num_running_reqs for load in answer.loads),
+            "waiting": sum(load.num_waiting_reqs for load in answer.loads),
+            "kv_share": max((load.token_usage for load in answer.loads), default=0.0),
+        }
+
+    async def _expect_ready(self, after: str, expected: bool) -> None:
+        status, _ = await self.status("/ready")
+        if (status == 200) is not expected:
+            state = "ready" if status == 200 else "not ready"
+            raise ControlError(f"SGLang is {state} after {after}")
+
+    async def _ranks(self) -> tuple[str, ...]:
+        """Return the checksum of each rank's weights; none if there is one rank, which
+        itself reports whether it has loaded them.
+        """
+        if self._degree == 1:
+            return ()
+        answer: dict[str, Any] = await self.call("/weights_checker", {"action": "checksum"})
+        try:
+            ranks = msgspec.convert(answer, Ranks).ranks
+        except msgspec.ValidationError as error:
+            raise ControlError(f"SGLang's answer to /weights_checker: {error}") from error
+        if len(ranks) != self._degree:
+            raise ControlError(f"SGLang must have {self._degree} ranks, got {len(ranks)}")
+        return tuple(rank.per_gpu_checksum for rank in ranks)

@@ -1,0 +1,226 @@
+"""Weights for engines with an inference server, and checks of what such an engine serves:
+its log-probs are compared with those of the embedded engine from the same weights.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.process import in_process
+from rollweave.engine.embedded import start_engine
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.serving import (
+    EngineSpec,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    ServerSpec,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.adapters import A, B, linear_layers
+from rollweave.weights.checkpoint import read_shape, read_tensors_of
+from rollweave.weights.publication import Publication, publish
+from tests.support.engines import environment, vllm_checkpoint
+from tests.support.processes import alive
+
+EXACT = 1e-4
+SCALE = 2.0
+PROMPT = (3, 1, 4, 1, 5)
+
+
+def greedy(id: str, tokens: tuple[int, ...] = PROMPT, *, count: int = 12) -> GenerateRequest:
+    return GenerateRequest(
+        id=id, tokens=tokens, sampling=Sampling(temperature=0.0, max_tokens=count)
+    )
+
+
+class Weights:
+    """Checkpoints of one shape by their number, and their publications."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._open = directory, list[Publication]()
+        self.model = self.checkpoint(0)
+
+    def checkpoint(self, number: int) -> Path:
+        path = self._directory / str(number)
+        if not path.exists():
+            path.mkdir()
+            self.write(path, number)
+        return path
+
+    def write(self, path: Path, number: int) -> None:
+        vllm_checkpoint(path, seed=number, eos_token_id=127)
+
+    def published(self, number: int, *, without: str = "") -> WeightManifest:
+        tensors = dict(read_tensors_of(self.checkpoint(number)))
+        tensors.pop(without, None)
+        self._open.append(
+            publish(tensors, version=number, weights_id=number, directory=self._directory)
+        )
+        return self._open[-1].manifest
+
+    def adapters(self, number: int) -> WeightManifest:
+        """Publish random adapters of checkpoint 0 which make it checkpoint `number`."""
+        generator = torch.Generator().manual_seed(number)
+        base, path = dict(read_tensors_of(self.model)), self._directory / str(number)
+        adapters = {}
+        for layer in linear_layers(read_shape(self.model)):
+            out, columns = base[f"{layer}.weight"].shape
+            a = torch.randn(4, columns, generator=generator) / columns**0.5
+            b = 0.3 * torch.randn(out, 4, generator=generator)
+            adapters |= {layer + A: a, layer + B: b}
+            base[f"{layer}.weight"] = base[f"{layer}.weight"] + SCALE * b @ a
+        shutil.copytree(self.model, path)
+        save_file(base, path / "model.safetensors", metadata={"format": "pt"})
+        self._open.append(
+            publish(adapters, version=number, weights_id=number, directory=self._directory)
+        )
+        return self._open[-1].manifest
+
+    async def continued(self, number: int, request: GenerateRequest) -> GenerateResult:
+        """Return what the embedded engine makes of a request under these weights."""
+        engine = start_engine(self.checkpoint(number))
+        try:
+            await engine.ready()
+            return await engine.generate(request)
+        finally:
+            await engine.close()
+
+    def close(self) -> None:
+        for publication in self._open:
+            publication.close()
+
+
+def spec_of(weights: Weights, server: ServerSpec, lora_scale: float | None = None) -> EngineSpec:
+    return EngineSpec(
+        id=EngineId("e0"),
+        model=str(weights.model),
+        max_slots=16,
+        kv_tokens=16384,
+        server=server,
+        lora_scale=lora_scale,
+    )
+
+
+@asynccontextmanager
+async def started(
+    weights: Weights, tmp_path: Path, server: ServerSpec, lora_scale: float | None = None
+) -> AsyncIterator[tuple[EngineClient, int]]:
+    """Start an engine, and yield it with the id of its process."""
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    present.set_result(None)
+    link = in_process(
+        spec_of(weights, server, lora_scale),
+        module="rollweave.runtime.entrypoints.server_engine",
+        log=tmp_path / "e0.log",
+        env=environment(),
+        model_ready=present,
+    )
+    engine = EngineClient("engine e0", link, start_s=server.start_s, reply_s=120.0)
+    try:
+        await engine.ready()
+        yield engine, engine._link.pid  # type: ignore[attr-defined]
+    finally:
+        await engine.close()
+
+
+async def all_end(pids: list[int]) -> None:
+    """Wait until none of these processes is left."""
+    async with asyncio.timeout(30):
+        while any(map(alive, pids)):  # noqa: ASYNC110 (nothing reports their ends)
+            await asyncio.sleep(0.05)
+
+
+async def agrees(engine: EngineClient, weights: Weights, number: int) -> None:
+    """Assert that the engine serves exactly these weights."""
+    there = await engine.generate(greedy("probe"))
+    here = await weights.continued(number, greedy("probe"))
+    assert there.tokens == here.tokens
+    assert there.logprobs == pytest.approx(here.logprobs, abs=EXACT)
+
+
+async def updates_are_exact_and_refused_ones_leave_the_old_weights(
+    engine: EngineClient, weights: Weights
+) -> None:
+    await agrees(engine, weights, 0)
+    await engine.load(weights.published(1))  # as an engine that has just joined
+    await agrees(engine, weights, 1)
+
+    await requests_in_flight_continue_under_new_weights(engine, weights)
+    await agrees(engine, weights, 2)
+    assert (await engine.stats()).version == 2
+
+    good = weights.published(3)
+    torn = msgspec.structs.replace(good, digest="0" * 32)
+    for call in (engine.stage, engine.load):
+        with pytest.raises(WeightsError, match="the manifest says 0000"):
+            await call(torn)
+    with pytest.raises(WeightsError, match=r"missing \['model.norm.weight'\]"):
+        await engine.load(weights.published(4, without="model.norm.weight"))
+    gone = msgspec.structs.replace(good, location="/proc/1/fd/9999")
+    with pytest.raises(WeightsError, match="the publisher is gone"):
+        await engine.load(gone)
+    await agrees(engine, weights, 2)
+
+    # stale prefixes: the same prompt was computed under three other versions
+    await engine.stage(good)
+    await engine.load(good)
+    await agrees(engine, weights, 3)
+    assert (await engine.generate(greedy("again"))).versions[0].version == 3
+
+    await engine.suspend()
+    aborted = engine.generate(greedy("r0", count=400))
+    await engine.stats()
+    engine.abort("r0")
+    assert (await aborted).tokens == ()
+    engine.resume()
+    await agrees(engine, weights, 3)
+
+
+async def requests_in_flight_continue_under_new_weights(
+    engine: EngineClient, weights: Weights
+) -> None:
+    """The tokens of each version are those that its weights sample after the ones before."""
+    requests = [greedy(f"r{number}", (number, *PROMPT), count=400) for number in range(8)]
+    answers = [engine.generate(request) for request in requests]
+    manifest = weights.published(2)
+    await engine.stage(manifest)
+    await asyncio.sleep(0.3)  # the server samples some tokens
+    suspended = await engine.suspend()
+    assert suspended.in_flight == 8
+    await engine.load(manifest)
+    engine.resume()
+    results = await asyncio.gather(*answers)
+    for request, result in list(zip(requests, results, strict=True))[:2]:
+        assert [span.version for span in result.versions] == [1, 2]
+        (before, after) = result.versions
+        first = await weights.continued(1, greedy("first", request.tokens, count=before.end))
+        assert result.tokens[: before.end] == first.tokens
+        assert result.logprobs[: before.end] == pytest.approx(first.logprobs, abs=EXACT)
+        context = (*request.tokens, *first.tokens)
+        second = await weights.continued(2, greedy("second", context, count=400 - before.end))
+        assert result.tokens[after.start :] == second.tokens
+        assert result.logprobs[after.start :] == pytest.approx(second.logprobs, abs=EXACT)
+
+
+async def adapters_are_added_to_the_first_weights(engine: EngineClient, weights: Weights) -> None:
+    await agrees(engine, weights, 0)
+    await engine.load(weights.adapters(5))
+    await agrees(engine, weights, 5)
+    manifest = weights.adapters(6)
+    await engine.stage(manifest)
+    await engine.load(manifest)
+    await agrees(engine, weights, 6)
+    whole = weights.published(0)
+    with pytest.raises(WeightsError, match="tensors must be those of adapters"):
+        await engine.load(whole)
+    await agrees(engine, weights, 6)

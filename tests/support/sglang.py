@@ -1,0 +1,56 @@
+"""An interpreter that has what `engine/sglang` expects of SGLang: a package whose server
+is `tests/support/sglang_server.py`.
+"""
+
+import sys
+from pathlib import Path
+
+from rollweave.engine.sglang.installed import NEEDED
+from rollweave.schema.serving import ServerSpec
+
+ROOT = Path(__file__).parents[2]
+
+SGLANG_START_S = 120.0
+"""Maximum seconds until the server is ready on a busy machine."""
+
+
+def sglang_python(directory: Path, *, without: str = "") -> str:
+    """Write an interpreter with this package in `directory`. Its version lacks the word
+    `without`.
+    """
+    site = directory / "site"
+    package = site / "sglang"
+    for folder, words in NEEDED.items():
+        (package / folder).mkdir(parents=True)
+        (package / folder / "module.py").write_text(
+            "\n".join(word for word in words if word != without)
+        )
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(
+        "from tests.support.sglang_server import main\n\nif __name__ == '__main__':\n    main()\n"
+    )
+    info = site / "sglang-0.5.23.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+    program = directory / "python"
+    path = ":".join([str(site), str(ROOT), *(path for path in sys.path if path)])
+    # -I ignores PYTHONPATH
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = -I ] && shift\nPYTHONPATH={path} exec {sys.executable} "$@"\n'
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def sglang_spec(
+    directory: Path, *args: str, control_s: float = 60.0, degree: int = 1
+) -> ServerSpec:
+    """Return the server of an engine, on an interpreter that is written to `directory`."""
+    return ServerSpec(
+        kind="sglang",
+        python=sglang_python(directory),
+        args=args,
+        degree=degree,
+        start_s=SGLANG_START_S,
+        control_s=control_s,
+    )
