@@ -479,6 +479,8 @@ class TestModelPath:
         assert name == "lora.targets"
         assert detail.startswith("must name linear layers of the model (q_proj, k_proj, v_proj")
         assert ", got 'wq'" in detail
+        ((name, detail),) = self.examine(tmp_path, model, 'lora.path="/nowhere"')
+        assert (name, detail.split(": ")[0]) == ("lora.path", "must be an adapter's directory")
 
     def test_refuses_a_missing_checkpoint(self, tmp_path: Path) -> None:
         ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")

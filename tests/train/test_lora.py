@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.architectures import build
-from rollweave.schema.errors import TrainerError
+from rollweave.schema.config.sections import LoraConfig
+from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
     Publish,
     Published,
@@ -28,7 +29,7 @@ from rollweave.train.loading import implementation_of, load_trained_model
 from rollweave.train.lora import NewAdapters
 from rollweave.train.packing import Example, pack
 from rollweave.train.trainer import Trainer
-from rollweave.weights.adapters import A, AdapterBase, B
+from rollweave.weights.adapters import A, AdapterBase, B, adapter_sizes, check_adapter
 from rollweave.weights.checkpoint import read_shape
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
@@ -185,6 +186,71 @@ def test_the_first_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert all(not tensor.any() for name, tensor in first.items() if name.endswith(B))
     distinct = {tuple(t.flatten()[:8].tolist()) for name, t in first.items() if name.endswith(A)}
     assert len(distinct) == sum(name.endswith(A) for name in first)
+
+
+def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs the extra `test`")
+    path, examples = build("qwen3", tmp_path / "m"), make_examples(4)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    made = peft.LoraConfig(
+        r=3, lora_alpha=6.0, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(base, made)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(tmp_path / "a")
+    settings = {
+        **SOME,
+        "alpha": 6.0,
+        "targets": ["q_proj", "down_proj"],
+        "path": str(tmp_path / "a"),
+    }
+    config = make_config()
+    lora = LoraConfig.model_validate(settings)
+    check_adapter(tmp_path / "a", adapter_sizes(read_shape(path), lora), lora, base=path)
+    trainer = Trainer(config.model_copy(update={"lora": lora}), path, tmp_path)
+    with torch.no_grad():
+        own = trainer._model(pack(examples), 1.0).logprobs
+    torch.testing.assert_close(own, logprobs(model, examples), atol=2e-5, rtol=1e-5)
+
+
+def test_an_adapter_of_another_model_or_with_other_settings_is_refused(tmp_path: Path) -> None:
+    path, other = make_model(tmp_path / "m"), make_model(tmp_path / "o", seed=1)
+    wider = make_model(tmp_path / "w", hidden=64)
+    trainer = Trainer(make_config(lora=ALL), path, tmp_path)
+    train(trainer, 1)
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    adapter = tmp_path / "c" / "adapter"
+
+    def check(base: Path, **changes: Any) -> None:
+        lora = LoraConfig.model_validate(ALL | changes)
+        check_adapter(adapter, adapter_sizes(read_shape(base), lora), lora, base=base)
+
+    check(path)
+    problems = {
+        "r must be 4, got 3": lambda: check(path, rank=4),
+        "lora_alpha must be 5.0, got 6.0": lambda: check(path, alpha=5.0),
+        f"of another base model than {other}": lambda: check(other),
+        f"of another base model than {wider}: base_model.model.": lambda: check(wider),
+        "or of other lora.targets": lambda: check(path, targets=["q_proj"]),
+    }
+    for problem, attempt in problems.items():
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        assert str(error.value).startswith("lora.path must be an adapter's directory: ")
+        assert problem in str(error.value)
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(described | {"use_dora": True}))
+    with pytest.raises(ConfigError, match="use_dora is not supported"):
+        check(path)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"lora\.path must be an adapter's directory"):
+        check(path)
+    lora = LoraConfig.model_validate(ALL | {"path": str(adapter)})
+    with pytest.raises(TrainerError, match=r"lora\.path: "):
+        Trainer(make_config().model_copy(update={"lora": lora}), path, tmp_path)
 
 
 def test_an_unknown_target_is_refused(tmp_path: Path) -> None:

@@ -32,7 +32,16 @@ from rollweave.schema.config.sections import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.files import PARTIAL, new_directory
-from rollweave.weights.adapters import A, B, layer_of
+from rollweave.weights.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE,
+    PREFIX,
+    A,
+    B,
+    base_digest,
+    layer_of,
+)
 from rollweave.weights.checkpoint import read_rows_of, read_sizes
 from rollweave.weights.publication import bytes_of
 from rollweave.weights.trainer_checkpoint import (
@@ -333,9 +342,9 @@ def _export_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    tensors = {f"base_model.model.{name}": tensor for name, tensor in adapters.items()}
-    _save_tensors(tensors, path / "adapter_model.safetensors")
+    (path / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
+    tensors = {PREFIX + name: tensor for name, tensor in adapters.items()}
+    _save_tensors(tensors, path / ADAPTER_WEIGHTS, base=base_digest(source))
 
 
 def _stream_tensors(
@@ -383,10 +392,17 @@ def _read(files: Sequence[Path]) -> dict[str, torch.Tensor]:
 
 
 def _save_tensors(
-    tensors: Mapping[str, torch.Tensor], path: Path, places: Places | None = None
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    places: Places | None = None,
+    *,
+    base: str | None = None,
 ) -> None:
-    """Write tensors to a safetensors file; `places` are those of shards."""
+    """Write tensors to a safetensors file; `places` are those of shards, `base` is that
+    of adapters.
+    """
     metadata = {"format": "pt"} | ({} if places is None else {PLACES: json.dumps(places)})
+    metadata |= {} if base is None else {BASE: base}
     try:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},

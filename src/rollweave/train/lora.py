@@ -9,14 +9,18 @@ adapter's parameters are those of peft.
 import math
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
 from rollweave.schema.config.sections import LoraConfig
+from rollweave.schema.errors import ConfigError
 from rollweave.train.distributed import RankGroup, local_tensor, own_rows
-from rollweave.weights.adapters import targeted_layers
+from rollweave.weights.adapters import ADAPTER_WEIGHTS, PREFIX, A, B, targeted_layers
 
 
 class AdaptedLinear(nn.Linear):
@@ -66,11 +70,19 @@ class NewAdapters:
 
     @torch.no_grad()
     def initialize(self, model: nn.Module, ranks: RankGroup) -> None:
-        """Set the adapters' first values, like peft: A uniform, B 0. They do not depend
-        on the number of ranks.
+        """Set the adapters' first values: those of `lora.path`, or like peft's, A uniform
+        and B 0. They do not depend on the number of ranks.
+
+        Raises ConfigError for an adapter that cannot be read.
         """
+        given = {} if self.lora.path is None else self._given(Path(self.lora.path), model)
         for name, layer in model.named_modules():
             if not isinstance(layer, AdaptedLinear):
+                continue
+            if given:
+                for end, matrix in ((A, layer.lora_A), (B, layer.lora_B)):
+                    rows = own_rows(len(given[name + end]), ranks)
+                    local_tensor(matrix.weight).copy_(given[name + end][rows])
                 continue
             generator = torch.Generator().manual_seed(self.seed ^ zlib.crc32(name.encode()))
             bound = 1 / math.sqrt(layer.in_features)
@@ -78,3 +90,18 @@ class NewAdapters:
             a.uniform_(-bound, bound, generator=generator)
             local_tensor(layer.lora_A.weight).copy_(a[own_rows(self.lora.rank, ranks)])
             local_tensor(layer.lora_B.weight).zero_()
+
+    def _given(self, directory: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the adapters in `directory`. Raises ConfigError unless they are those of
+        the model.
+        """
+        where = f"lora.path: {directory}"
+        try:
+            tensors = load_file(directory / ADAPTER_WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+        given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        sizes = {n: p.shape for n, p in model.named_parameters() if n.endswith((A, B))}
+        if {name: tensor.shape for name, tensor in given.items()} != sizes:
+            raise ConfigError(f"{where} must have the adapters of this model, got others")
+        return given

@@ -419,7 +419,10 @@ def load_as(
     except ConfigError as error:
         raise TrainerError(f"{path}: {error}") from error
     if adapters is not None:
-        adapters.initialize(model, ranks)
+        try:
+            adapters.initialize(model, ranks)
+        except ConfigError as error:
+            raise TrainerError(str(error)) from error
     return model
 
 

@@ -9,19 +9,44 @@ own weights each time, so that no error accumulates from version to version.
 This module does not import torch where only names are needed.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollweave.schema.config.sections import ALL_LINEAR
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from rollweave.schema.config.sections import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.text import did_you_mean
-from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_sizes
 
 if TYPE_CHECKING:
     import torch
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """The ends of the names of an adapter's tensors."""
+
+
+PREFIX = "base_model.model."
+"""Beginning of the names in peft's files."""
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""peft's files."""
+
+BASE = "base"
+"""Metadata of the weights that a run exports: the base model (`base_digest`)."""
+
+UNSUPPORTED = (
+    "use_dora",
+    "use_rslora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+)
+"""Settings of peft that change what an adapter computes."""
 
 
 def layer_of(name: str) -> str | None:
@@ -61,11 +86,15 @@ def linear_layers(shape: ModelShape) -> list[str]:
     ]
 
 
-def adapter_sizes(shape: ModelShape, layers: Iterable[str], *, rank: int) -> list[tuple[int, int]]:
-    """Return the shapes of the tensors of adapters of these layers."""
-    tensors = shape.tensors()
-    sizes = (tensors[f"{layer}.weight"] for layer in layers)
-    return [size for out, columns in sizes for size in ((rank, columns), (out, rank))]
+def adapter_sizes(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the adapters' tensors by name. Raises ConfigError for a
+    target that the model lacks.
+    """
+    tensors, found = shape.tensors(), dict[str, tuple[int, int]]()
+    for layer in targeted_layers(linear_layers(shape), lora.targets):
+        out, columns = tensors[f"{layer}.weight"]
+        found |= {layer + A: (lora.rank, columns), layer + B: (out, lora.rank)}
+    return found
 
 
 def merged(
@@ -73,6 +102,56 @@ def merged(
 ) -> "torch.Tensor":
     """Return W + scale · B A in float32."""
     return weight.float().addmm(b.float(), a.float(), alpha=scale)
+
+
+def check_adapter(
+    directory: Path, expected: Mapping[str, Sequence[int]], lora: LoraConfig, *, base: Path
+) -> None:
+    """Check that `directory` has the adapter of the model in `base` with these tensors,
+    as peft writes it, and these settings.
+
+    Raises ConfigError, which names what differs.
+    """
+    where = f"lora.path must be an adapter's directory: {directory}"
+    try:
+        config = json.loads((directory / ADAPTER_CONFIG).read_text())
+        with safe_open(str(directory / ADAPTER_WEIGHTS), framework="pt") as file:
+            sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a handle is no mapping)
+            made_for = (file.metadata() or {}).get(BASE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    wanted = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            raise ConfigError(f"{where}: {key} must be {value}, got {config.get(key)}")
+    for key in UNSUPPORTED:
+        if config.get(key):
+            raise ConfigError(f"{where}: {key} is not supported, got {config[key]}")
+    other = f"{where}: it is of another base model than {base}"
+    named = {f"{PREFIX}{name}": tuple(size) for name, size in expected.items()}
+    if sizes.keys() != named.keys():
+        raise ConfigError(
+            f"{other}, or of other lora.targets: {sorted(sizes.keys() ^ named.keys())[:2]}"
+        )
+    for name, size in named.items():
+        if sizes[name] != size:
+            raise ConfigError(f"{other}: {name} must have shape {size}, got {sizes[name]}")
+    if made_for is not None and made_for != base_digest(base):
+        raise ConfigError(other)
+
+
+def base_digest(directory: Path) -> str:
+    """Return the xxh3-128, in hex, of the first row of each tensor of a checkpoint, by
+    which an adapter knows its base model.
+    """
+    from rollweave.weights.publication import bytes_of
+
+    content = xxhash.xxh3_128()
+    rows = read_rows_of(directory, {name: slice(0, 1) for name in read_sizes(directory)})
+    for name, row in sorted(rows, key=lambda row: row[0]):
+        content.update(name.encode())
+        content.update(bytes_of(row))
+    return content.hexdigest()
 
 
 class AdapterBase:

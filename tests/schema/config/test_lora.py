@@ -39,6 +39,7 @@ def test_one_target_may_stand_alone(given: str) -> None:
         (["lora.alpha=0"], "lora.alpha must be above 0, got 0"),
         (["lora.targets=[]"], "lora.targets must "),
         (["lora.targets=[3]"], "lora.targets.0 must "),
+        (["lora.path=a"], "lora.path must be left out with [model.scratch], got 'a'"),
         (["lora.dropout=0.1"], "unknown key lora.dropout"),
         (
             ["lora.rank=4", "algorithm.advantage=gae"],

@@ -16,7 +16,7 @@ from rollweave.engine.servers.kinds import kind_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
-from rollweave.weights.adapters import adapter_sizes, linear_layers, targeted_layers
+from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20
@@ -111,8 +111,7 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
     """
     if config.lora is None:
         return parameters(shape)
-    layers = targeted_layers(linear_layers(shape), config.lora.targets)
-    return sum(map(_size, adapter_sizes(shape, layers, rank=config.lora.rank)))
+    return sum(map(_size, adapter_sizes(shape, config.lora).values()))
 
 
 def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]:
@@ -302,8 +301,8 @@ def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     """Return the bytes that adapters keep for the backward pass: the output of A."""
     if config.lora is None:
         return 0
-    layers = targeted_layers(linear_layers(shape), config.lora.targets)
-    return tokens * len(layers) * config.lora.rank * DTYPE_BYTES[config.model.dtype]
+    layers = len(adapter_sizes(shape, config.lora)) // 2
+    return tokens * layers * config.lora.rank * DTYPE_BYTES[config.model.dtype]
 
 
 def gathered_layers(shape: ModelShape) -> int:

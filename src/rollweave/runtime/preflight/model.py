@@ -42,7 +42,12 @@ from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
-from rollweave.weights.adapters import linear_layers, targeted_layers
+from rollweave.weights.adapters import (
+    adapter_sizes,
+    check_adapter,
+    linear_layers,
+    targeted_layers,
+)
 from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
 
 NAMED = 5
@@ -77,7 +82,7 @@ def examine_model(
     if shape is None:
         return checks, None
     if config.lora is not None:
-        checks.append(_adapters(config, config.lora, shape))
+        checks.append(_adapters(config, config.lora, shape, elsewhere=hosts is not None))
         if failures(checks):
             return checks, None
     layout, layout_checks = _layout(config, shape, hosts)
@@ -199,14 +204,19 @@ def _shape_of(config: RunConfig) -> ModelShape:
     return read_any_shape(directory)
 
 
-def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape) -> Check:
-    """Check that the model has the layers that are to have adapters."""
+def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape, *, elsewhere: bool) -> Check:
+    """Check that the model has the layers that are to have adapters, and that the adapter
+    to start from is of this model.
+    """
     try:
-        layers = targeted_layers(linear_layers(shape), lora.targets)
+        sizes = adapter_sizes(shape, lora)
+        if lora.path is not None and config.model.path is not None and not elsewhere:
+            check_adapter(Path(lora.path), sizes, lora, base=Path(config.model.path))
     except ConfigError as error:
-        return fail("lora.targets", str(error).removeprefix("lora.targets "))
+        name, _, rule = str(error).partition(" ")
+        return fail(name, rule)
     share = trained_parameters(config, shape) / parameters(shape)
-    count = f"{trained_parameters(config, shape):,} weights in {len(layers)} layers"
+    count = f"{trained_parameters(config, shape):,} weights in {len(sizes) // 2} layers"
     return ok("lora", f"{count}, {100 * share:.2g} % of the model")
 
 

@@ -427,6 +427,8 @@ class RunConfig(Section):
                 "lora must be left out with the estimators gae and gae_turn, whose critic is "
                 f"trained in full, got rank {lora.rank}"
             )
+        if lora.path is not None and self.model.scratch is not None:
+            raise ValueError(f"lora.path must be left out with [model.scratch], got {lora.path!r}")
 
     def _check_colocated(self) -> None:
         """Check that engines and trainer can take turns on the same devices."""

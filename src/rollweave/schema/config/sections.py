@@ -603,6 +603,12 @@ class LoraConfig(Section):
         'list of names or of their ends, such as ["q_proj", "v_proj"].',
     )
 
+    path: str | None = Field(
+        None,
+        description="Directory of an adapter of the model, as peft writes it, to start from; new "
+        "ones if unset.",
+    )
+
     @property
     def scale(self) -> float:
         """The factor of an adapter's output."""
