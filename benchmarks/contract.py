@@ -15,6 +15,8 @@ PROMISES = (
     "violations",
     "escapes",
     "mismatches",
+    "token_mismatches",
+    "version_span_errors",
     "unaccounted",
     "lost_trajectories",
     "trained_twice",

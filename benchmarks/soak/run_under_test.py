@@ -157,6 +157,25 @@ class RunUnderTest:
         summary: dict[str, Any] = json.loads(self.run.summary.read_text())
         return summary
 
+    def end(self, limit_s: float) -> dict[str, Any]:
+        """Ask the run for an orderly end, and return its summary.
+
+        Raises RollweaveError where it does not end in time.
+        """
+        self.inspect()
+        os.kill(self.pid, signal.SIGINT)
+        assert self._process is not None, "the run was started"
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise RollweaveError(self._failure(f"the run has not ended in {limit_s:g} s")) from None
+        self._reap()
+        self.inspect()
+        if not self.run.summary.is_file():
+            raise RollweaveError(self._failure("the run ended without a summary"))
+        summary: dict[str, Any] = json.loads(self.run.summary.read_text())
+        return summary
+
     def wait(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
         """Inspect the run until the condition holds.
 

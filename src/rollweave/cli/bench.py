@@ -32,6 +32,7 @@ BENCHES = {
     "modes": "modes:bench_modes",
     "losses": "losses:bench_losses",
     "lora": "lora:bench_lora",
+    "vllm": "vllm.bench:bench_vllm",
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
     "faults": "sim.faults:bench_faults",
@@ -52,7 +53,18 @@ BENCHES = {
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
 NAMES = tuple(BENCHES)
-SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "losses", "lora", "fidelity", "faults")
+SEEDED = (
+    "demo",
+    "fixed",
+    "multitask",
+    "longtail",
+    "modes",
+    "losses",
+    "lora",
+    "vllm",
+    "fidelity",
+    "faults",
+)
 """Names of benchmarks that repeat a run with several seeds."""
 
 

@@ -24,6 +24,7 @@ from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.resuming import unextended_result
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.control import Control, RefusedError
+from rollweave.engine.servers.phases import UpdateTimes
 from rollweave.engine.servers.process import ServerProcess
 from rollweave.engine.servers.published import HeldWeights, published
 from rollweave.engine.servers.versions import OwnDialect
@@ -127,6 +128,8 @@ class ServerEngine:
         self._adapters: AdapterMerger | None = None
         self._suspended = False
         self._waiting: dict[str, GenerateRequest] = {}
+        self._times, self._updated = UpdateTimes(), False
+        self._brought_s = 0.0
         self._version, self._label = spec.version, "default"
         self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
@@ -318,17 +321,28 @@ class ServerEngine:
 
     async def _suspend(self) -> None:
         if not self._suspended:
-            await self._control.pause()
+            await self._pause()
             self._suspended = True
         self._reply(Suspended(in_flight=len(self._live)))
 
     async def _resume(self) -> None:
         if self._suspended:
-            await self._control.resume()
+            await self._continue()
             self._suspended = False
             waiting, self._waiting = self._waiting, {}
             for request in waiting.values():
                 self._send(request)
+
+    async def _pause(self) -> None:
+        self._times, self._updated = UpdateTimes(), False
+        with self._times.measured("pause"):
+            await self._control.pause()
+
+    async def _continue(self) -> None:
+        with self._times.measured("resume"):
+            await self._control.resume()
+        if self._updated:
+            self._times.report(self._version)
 
     # Weights
 
@@ -389,10 +403,14 @@ class ServerEngine:
 
     def _hold(self, manifest: WeightManifest) -> HeldWeights:
         """Verify a version and keep it; adapters are first added to the model's weights."""
+        started = time.monotonic()
         if self._adapters is None:
-            return self._kind.hold(self._spec, manifest, self._shape, self._folder)
-        with self._adapters.merged(manifest, self._folder) as weights:
-            return self._kind.hold(self._spec, weights.manifest, self._shape, self._folder)
+            held = self._kind.hold(self._spec, manifest, self._shape, self._folder)
+        else:
+            with self._adapters.merged(manifest, self._folder) as weights:
+                held = self._kind.hold(self._spec, weights.manifest, self._shape, self._folder)
+        self._brought_s = time.monotonic() - started
+        return held
 
     async def _swap(self, held: HeldWeights) -> None:
         """Make the server serve these weights.
@@ -401,19 +419,23 @@ class ServerEngine:
         """
         control, manifest = self._control, held.manifest
         if not self._suspended:
-            await control.pause()
+            await self._pause()
+        self._times.seconds["bring"] = self._brought_s
         try:
-            await control.check(held)
+            with self._times.measured("verify"):
+                await control.check(held)
         except RefusedError as error:
             await control.give_up(self._label)
             if not self._suspended:
-                await control.resume()
+                await self._continue()
             raise WeightsError(f"weights version {manifest.version}: {error}") from error
         self._dialect.changed(manifest.version, manifest.weights_id)
         self._version, self._label = manifest.version, str(manifest.version)
-        await control.swap(held, self._label)
+        with self._times.measured("swap"):
+            await control.swap(held, self._label)
+        self._updated = True
         if not self._suspended:
-            await control.resume()
+            await self._continue()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

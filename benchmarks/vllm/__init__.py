@@ -1,0 +1,1 @@
+"""Bench `vllm`: real vLLM servers as the engines of training runs."""

@@ -1,0 +1,319 @@
+"""Bench `vllm`: the fixed lake, learned with two real vLLM servers, beside the same runs
+with embedded engines; the exactness of updates under load; and lost engines.
+
+Both kinds train the same checkpoint, whose heads are as wide as vLLM requires. Runs are
+interleaved: each mode with both kinds, then the next seed. `token_mismatches`,
+`version_span_errors`, `unaccounted`, `trained_twice`, `mixed_versions` and `leftovers`
+must be 0: otherwise the bench fails.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import Figure, Result
+from benchmarks.engine.vllm_server import MISSING, interpreter
+from benchmarks.losses import reached_step
+from benchmarks.modes import ratio
+from benchmarks.runs import MeasuredRun, conditions_of, example, recorded
+from benchmarks.soak.run_under_test import versions_of
+from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds
+from benchmarks.vllm.faults import Survived, kill_one, stop_one_in_update
+from rollweave.engine.servers.phases import PHASES, read_updates
+from rollweave.engine.vllm.installed import vllm_version
+from rollweave.envs.tasks import TaskSource
+from rollweave.record.journal import JournalEntry
+from rollweave.record.journal_file import JournalReader
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryReader
+from rollweave.record.trace import ENGINES
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.sections import VLLM_HEAD_DIM
+from rollweave.schema.events import TurnFailed
+from rollweave.schema.work import SegmentKind, TokenSequence
+from rollweave.train.scratch import build_checkpoint
+
+CONFIG = "frozenlake_fixed.toml"
+TARGET = 0.9
+"""Success at the sampling temperature."""
+
+MODES: Mapping[str, tuple[str, ...]] = {
+    "bounded": ("rollout.mode=bounded", "rollout.alpha=1"),
+    "partial": ("rollout.mode=partial", "rollout.alpha=1"),
+    "decoupled": ("rollout.mode=decoupled",),
+}
+QUICK_MODES = ("partial",)
+KINDS = ("embedded", "vllm")
+SEEDS = 1
+UPDATES, QUICK_UPDATES = 8, 2
+"""Updates under load."""
+
+COUNT, SLOTS = 2, 32
+"""Engines of a run, and slots of each."""
+
+COMMON = (
+    "eval.every=2",
+    "eval.episodes=48",
+    "eval.temperature=1.0",
+    "eval.final_episodes=200",
+    f"eval.stop_at={TARGET}",
+    "run.steps=100",
+    "run.checkpoint_every=0",
+    "watchdog.train_s=2000",
+)
+QUICK = ("run.steps=4", "eval={final_episodes=0}", "warmup.steps=5")
+FAULTS = (
+    "run.steps=1000",
+    "run.checkpoint_every=0",
+    "eval={final_episodes=0}",
+    "warmup.steps=5",
+    "watchdog.train_s=900",
+    "watchdog.restarts=20",
+)
+"""Settings of the runs that lose an engine: a control call may take 45 s."""
+
+REFUSED = "which it has not had since the request was sent"
+"""The end of the error of an answer that names a version that its server never had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A run of one mode and kind of engine, with what its files say about its updates."""
+
+    run: MeasuredRun
+    updates: list[dict[str, float]]
+    span_errors: int
+    mixed_versions: int
+
+
+def bench_vllm(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
+    """Return figures by mode and kind of engine (`success_…`, `steps_…`, `wall_s_…`), the
+    ratios of vLLM to embedded, `update_s_…` by phase, and the promises.
+    """
+    modes = {name: MODES[name] for name in QUICK_MODES} if quick else MODES
+    if (python := interpreter()) is None:
+        return not_measured(modes, MISSING)
+    version = vllm_version(python)
+    path = example(CONFIG)
+    overrides = (*COMMON, *QUICK) if quick else COMMON
+    count = seeds if seeds is not None else SEEDS
+    trained: dict[tuple[str, str], list[Trained]] = {}
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        for seed in range(count):
+            model = build_model(path, Path(scratch, f"model-{seed}"), seed)
+            for mode, settings in modes.items():
+                for kind in KINDS:
+                    own = [*settings, *engines_of(kind, python, model), f"run.seed={seed}"]
+                    one = _train(path, [*overrides, *own, "run.name=vllm"])
+                    trained.setdefault((mode, kind), []).append(one)
+                    progress(f"seed {seed}, {mode}, {kind}: {_described(one.run)}")
+        exact = measure_updates(
+            python, model, Path(scratch), updates=QUICK_UPDATES if quick else UPDATES
+        )
+        progress(f"{exact.tokens} tokens under updates: largest gap {exact.gap:.1e}")
+        lossy = [*FAULTS, *engines_of("vllm", python, model), f'run.dir="{scratch}"']
+        faults = {
+            "stopped": stop_one_in_update(path, [*lossy, *MODES["partial"], "run.name=stopped"])
+        }
+        progress(f"stopped: {faults['stopped'].reason}")
+        if not quick:
+            faults["killed"] = kill_one(path, [*lossy, *MODES["decoupled"], "run.name=killed"])
+            progress(f"killed: {faults['killed'].reason}")
+    conditions: dict[str, Any] = conditions_of(path, overrides) | {
+        "vllm": version,
+        "seeds": list(range(count)),
+        "modes": {name: list(settings) for name, settings in modes.items()},
+        "engines": f"{COUNT} of each kind, {SLOTS} slots each; the same checkpoint",
+        "target_success": TARGET,
+        "wall_s": "from a warmed-up trainer and ready engines to the first periodic held-out "
+        "evaluation at the target; every second step is evaluated",
+        "updates_under_load": f"each with {REQUESTS} requests of {TOKENS} tokens in flight",
+        "lost_engines": {
+            name: {"why": one.reason, "tries": one.tries, "account": one.account}
+            for name, one in faults.items()
+        },
+    }
+    figures = _figures(modes, trained, conditions, quick=quick)
+    figures |= promises([one for runs in trained.values() for one in runs], exact, faults.values())
+    figures |= {f"rejoined_s_{name}": one.rejoined_s for name, one in faults.items()}
+    if quick:
+        conditions["rejoined_s_killed"] = "not measured: --quick kills no engine"
+        figures["rejoined_s_killed"] = None
+    return Result(bench="vllm", figures=figures, conditions=conditions)
+
+
+def not_measured(modes: Iterable[str], why: str) -> Result:
+    """Return the result without vLLM."""
+    names = [f"{what}_{mode}" for mode in modes for what in ("steps_to_target_ratio", "wall_ratio")]
+    names += [f"update_s_{phase}" for phase in PHASES]
+    names += ["token_mismatches", "logprob_gap_max", "version_span_errors"]
+    reason = f"not measured: {why}"
+    return Result(
+        bench="vllm", figures=dict.fromkeys(names), conditions=dict.fromkeys(names, reason)
+    )
+
+
+def engines_of(kind: str, python: str, model: Path) -> tuple[str, str]:
+    """Return the settings of two engines of this kind, and of their model."""
+    of_kind = f'kind="vllm", python="{python}"' if kind == "vllm" else 'kind="embedded"'
+    return f"engines={{{of_kind}, count={COUNT}, max_slots={SLOTS}}}", f'model={{path="{model}"}}'
+
+
+def build_model(config: Path, path: Path, seed: int) -> Path:
+    """Write the checkpoint from which the runs of a seed start."""
+    made = load(config, [])
+    assert made.model.scratch is not None, "the example trains a model from scratch"
+    build_checkpoint(
+        path,
+        scratch=made.model.scratch,
+        context=made.max_tokens,
+        words=TaskSource(made).words(),
+        seed=seed,
+        head_dim=VLLM_HEAD_DIM,
+    )
+    return path
+
+
+def _train(path: Path, settings: Sequence[str]) -> Trained:
+    with recorded(path, settings) as (config, run, measured):
+        attempts = _attempts(run)
+        return Trained(
+            run=dataclasses.replace(measured, ready_s=ready_s(measured)),
+            updates=[one for log in sorted(run.logs.glob("e*.log")) for one in read_updates(log)]
+            if config.engines[0].kind == "vllm"
+            else [],
+            span_errors=_refused(run) + sum(map(backwards, attempts)),
+            mixed_versions=sum(len(versions_of(one)) > 1 for one in attempts)
+            if config.rollout.mode == "decoupled"
+            else 0,
+        )
+
+
+def ready_s(measured: MeasuredRun) -> float:
+    """Return when the trainer and both engines were ready, in seconds of the run."""
+    spans = measured.data.spans
+    starts = sorted(one.end for one in spans if one.row == ENGINES and one.kind == "start")
+    return max([measured.ready_s, *starts[:COUNT]])
+
+
+def _attempts(run: RunDir) -> list[Sequence[TokenSequence]]:
+    reader = TrajectoryReader(run.trajectories)
+    return [reader.load(entry).sequences for entry in reader.entries]
+
+
+def _refused(run: RunDir) -> int:
+    """Return the number of answers with versions that their server never had."""
+    return sum(
+        isinstance(entry.event, TurnFailed) and entry.event.error.endswith(REFUSED)
+        for _, entry in JournalReader[JournalEntry](run.journal, JournalEntry)
+    )
+
+
+def backwards(sequences: Iterable[TokenSequence]) -> int:
+    """Return how often a token has an earlier version than the one before it."""
+    count = 0
+    for sequence in sequences:
+        versions = [one.version for one in sequence.segments if one.kind is SegmentKind.OUTPUT]
+        count += sum(later < earlier for earlier, later in itertools.pairwise(versions))
+    return count
+
+
+def _figures(
+    modes: Iterable[str],
+    trained: Mapping[tuple[str, str], Sequence[Trained]],
+    conditions: dict[str, Any],
+    *,
+    quick: bool,
+) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for mode in modes:
+        runs = {kind: [one.run for one in trained[mode, kind]] for kind in KINDS}
+        figures |= figures_of(mode, runs, conditions, quick=quick)
+    seconds = [one for runs in trained.values() for run in runs for one in run.updates]
+    conditions["update_s"] = f"medians over {len(seconds)} updates of engines in the runs"
+    figures |= median_seconds(seconds)
+    for phase in PHASES:
+        if not seconds:
+            conditions[f"update_s_{phase}"] = "not measured: no engine was updated"
+    return figures
+
+
+def figures_of(
+    mode: str,
+    runs: Mapping[str, Sequence[MeasuredRun]],
+    conditions: dict[str, Any],
+    *,
+    quick: bool,
+) -> dict[str, Figure]:
+    """Return the figures of one mode from its runs by kind of engine; `conditions` names
+    the reason for a missing one.
+    """
+    figures: dict[str, Figure] = {}
+    for kind, measured in runs.items():
+        steps = [step for run in measured if (step := reached_step(run)) is not None]
+        seconds = [time for run in measured if (time := run.reached_s(TARGET)) is not None]
+        success = [min(rates) for run in measured if (rates := run.summary.success_rate.values())]
+        complete = len(steps) == len(measured)
+        of_run = {
+            "steps": statistics.median(steps) if complete else None,
+            "wall_s": round(statistics.median(seconds), 1) if complete else None,
+            "success": statistics.median(success) if success else None,
+        }
+        for name, value in of_run.items():
+            figures[f"{name}_{kind}_{mode}"] = value
+            if value is None:
+                conditions[f"{name}_{kind}_{mode}"] = (
+                    "not measured: --quick trains too few steps"
+                    if quick
+                    else f"not measured: {len(measured) - len(steps)} of {len(measured)} seeds did "
+                    "not reach the target"
+                )
+        figures[f"step_s_{kind}_{mode}"] = round(
+            statistics.median(line["wall_s"] for run in measured for line in run.data.steps[1:]), 3
+        )
+    for name, of in (("steps_to_target_ratio", "steps"), ("wall_ratio", "wall_s")):
+        over, under = (f"{of}_{kind}_{mode}" for kind in ("vllm", "embedded"))
+        figures[f"{name}_{mode}"] = ratio(figures[over], figures[under])
+        if figures[f"{name}_{mode}"] is None:
+            conditions[f"{name}_{mode}"] = conditions.get(over) or conditions[under]
+    return figures
+
+
+def promises(
+    trained: Sequence[Trained], exact: Exactness, faults: Iterable[Survived]
+) -> dict[str, Figure]:
+    """Return the figures that must be 0, and the largest difference of log-probs between
+    the trainer, or transformers, and an engine.
+    """
+    faults = list(faults)
+    gaps = [
+        float(line["trainer"]["logprob_gap_max"])
+        for one in trained
+        if one.updates
+        for line in one.run.data.steps
+        if "logprob_gap_max" in line["trainer"]
+    ]
+    return {
+        "token_mismatches": exact.mismatches,
+        "tokens_compared": exact.tokens,
+        "requests_continued": exact.continued,
+        "logprob_gap_max": max([exact.gap, *gaps]),
+        "version_span_errors": exact.span_errors + sum(one.span_errors for one in trained),
+        "unaccounted": sum(one.unaccounted for one in faults),
+        "trained_twice": sum(one.trained_twice for one in faults),
+        "mixed_versions": sum(one.mixed_versions for one in trained)
+        + sum(one.mixed_versions for one in faults),
+        "leftovers": sum(one.leftovers for one in faults),
+    }
+
+
+def _described(run: MeasuredRun) -> str:
+    reached, steps = run.reached_s(TARGET), len(run.data.steps)
+    if reached is None:
+        return f"{steps} steps in {run.trained_s - run.ready_s:.0f} s"
+    return f"success {TARGET} after {reached:.0f} s, {reached_step(run):.0f} steps"

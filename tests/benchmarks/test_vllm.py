@@ -1,0 +1,169 @@
+"""The arithmetic of bench `vllm`, which needs no vLLM."""
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.engine import vllm_server
+from benchmarks.runs import MeasuredRun
+from benchmarks.vllm import bench
+from benchmarks.vllm.bench import (
+    MODES,
+    Trained,
+    backwards,
+    bench_vllm,
+    engines_of,
+    figures_of,
+    promises,
+    ready_s,
+)
+from benchmarks.vllm.exactness import Exactness, compare, median_seconds, span_errors
+from benchmarks.vllm.faults import Survived, lost_in_update
+from rollweave.engine.servers.phases import PHASES
+from rollweave.record.report.data import Span, read_run
+from rollweave.record.summary import Summary
+from rollweave.record.trace import ENGINES
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.loading import load
+from rollweave.schema.events import EngineLost, EngineSuspended, WeightsLoaded
+from rollweave.schema.serving import VersionSpan
+from rollweave.schema.work import SegmentKind
+from tests.benchmarks.test_soak import sequence
+from tests.record.report.synthetic import write_run
+
+
+def spans(*ends: tuple[int, int, int]) -> list[VersionSpan]:
+    return [VersionSpan(start=start, end=end, version=version) for start, end, version in ends]
+
+
+@pytest.mark.parametrize(
+    ("found", "errors"),
+    [
+        (spans((0, 4, 1), (4, 9, 2)), 0),
+        (spans((0, 9, 2)), 0),
+        (spans((0, 4, 1)), 1),  # the last tokens have none
+        (spans((0, 4, 1), (5, 9, 2)), 1),  # nor has one between
+        (spans((0, 4, 2), (4, 9, 1)), 1),
+        (spans((0, 4, 1), (4, 9, 1)), 1),
+        (spans((0, 9, 3)), 1),
+        ([], 1),
+    ],
+)
+def test_spans_cover_all_tokens_with_versions_in_order(
+    found: list[VersionSpan], errors: int
+) -> None:
+    assert span_errors(found, 9, (1, 2)) == errors
+
+
+def test_a_token_is_wrong_if_another_one_is_more_likely() -> None:
+    rows = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.45, 0.45]]).log()
+    exact = [float(rows[0, 0]), float(rows[1, 2])]
+    assert compare(rows, [0, 2], exact) == (0, pytest.approx(0.0))
+    mismatches, gap = compare(rows, [1, 1], [exact[0], exact[1]])
+    assert mismatches == 1
+    assert gap == pytest.approx(float(rows[0, 0] - rows[0, 1]))
+
+
+def test_a_phase_is_the_median_of_its_updates() -> None:
+    updates = [dict.fromkeys(PHASES, value) | {"swap": 2 * value} for value in (0.1, 0.2, 0.9)]
+    figures = median_seconds(updates)
+    assert (figures["update_s_pause"], figures["update_s_swap"]) == (0.2, 0.4)
+    assert set(median_seconds([]).values()) == {None}
+
+
+def test_versions_that_decrease_are_counted() -> None:
+    output = SegmentKind.OUTPUT
+    right = sequence((output, 1), (SegmentKind.OBSERVATION, -1), (output, 1), (output, 2))
+    assert backwards([right, right]) == 0
+    assert (
+        backwards([right, sequence((output, 3), (SegmentKind.OBSERVATION, -1), (output, 2))]) == 1
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> MeasuredRun:
+    run = write_run(tmp_path_factory.mktemp("bench") / "run")
+    summary = msgspec.json.decode(run.summary.read_bytes(), type=Summary)
+    return MeasuredRun(summary=summary, data=read_run(run), ready_s=2.0)
+
+
+def test_ratios_are_those_of_both_kinds_or_missing_with_a_reason(
+    measured: MeasuredRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {"embedded": [measured], "vllm": [measured]}
+    conditions: dict[str, object] = {}
+    monkeypatch.setattr(bench, "TARGET", 0.9)
+    figures = figures_of("bounded", runs, conditions, quick=False)
+    assert figures["steps_to_target_ratio_bounded"] == figures["wall_ratio_bounded"] == 1.0
+    assert figures["step_s_vllm_bounded"] == figures["step_s_embedded_bounded"]
+    assert not conditions
+    never = msgspec.structs.replace(measured.summary, success_rate={})
+    data = dataclasses.replace(measured.data, evaluations=[])
+    short = MeasuredRun(summary=never, data=data, ready_s=2.0)
+    figures = figures_of("bounded", {**runs, "vllm": [short]}, conditions, quick=False)
+    assert figures["wall_ratio_bounded"] is None
+    assert conditions["wall_ratio_bounded"] == "not measured: 1 of 1 seeds did not reach the target"
+
+
+def test_a_run_begins_when_the_last_of_its_first_engines_is_ready(measured: MeasuredRun) -> None:
+    starts = [Span(ENGINES, lane, "start", 0.0, end) for lane, end in enumerate((3.0, 5.0, 90.0))]
+    data = dataclasses.replace(measured.data, spans=[*starts, *measured.data.spans])
+    assert ready_s(measured) == 2.0
+    assert ready_s(dataclasses.replace(measured, data=data)) == 5.0
+
+
+def test_everything_that_was_lost_breaks_a_promise(measured: MeasuredRun) -> None:
+    lost = Survived(
+        unaccounted=1,
+        trained_twice=0,
+        mixed_versions=2,
+        leftovers=0,
+        reason="",
+        tries=1,
+        rejoined_s=1.0,
+        account={},
+    )
+    run = Trained(run=measured, updates=[], span_errors=3, mixed_versions=1)
+    figures = promises([run, run], Exactness(mismatches=4, gap=0.5), [lost, lost])
+    assert figures["unaccounted"] == 2
+    assert figures["mixed_versions"] == 6
+    assert figures["version_span_errors"] == 6
+    assert figures["token_mismatches"] == 4
+    assert figures["logprob_gap_max"] == 0.5
+
+
+def test_an_engine_is_lost_in_an_update_between_suspension_and_loading() -> None:
+    ids = {name: {"engine_id": EngineId(name), "epoch": 0} for name in ("e0", "e1")}
+    suspended = {name: EngineSuspended(**ids[name]) for name in ids}  # type: ignore[arg-type]
+    loaded = WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=1, weights_id=1)
+    lost = EngineLost(engine_id=EngineId("e0"), epoch=0, error="")
+    assert lost_in_update([suspended["e0"], lost])
+    assert lost_in_update([loaded, suspended["e0"], lost])
+    assert not lost_in_update([suspended["e0"], suspended["e1"], loaded, lost])
+    assert not lost_in_update([suspended["e0"], lost, lost])
+    assert not lost_in_update([suspended["e1"], lost])
+    assert not lost_in_update([suspended["e0"]])
+
+
+def test_every_run_is_a_configuration(tmp_path: Path) -> None:
+    path = bench.example(bench.CONFIG)
+    for mode, settings in MODES.items():
+        for kind in bench.KINDS:
+            own = [*settings, *engines_of(kind, "/opt/python", tmp_path)]
+            config = load(path, [*bench.COMMON, *own])
+            assert config.rollout.mode == mode
+            assert [(group.kind, group.count) for group in config.engines] == [(kind, 2)]
+            load(path, [*bench.COMMON, *own, *bench.QUICK])
+            load(path, [*own, *bench.FAULTS])
+
+
+def test_without_vllm_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(vllm_server.VARIABLE, raising=False)
+    result = bench_vllm(seeds=None, quick=True, progress=print)
+    assert set(result.figures.values()) == {None}
+    assert "wall_ratio_partial" in result.figures
+    for name in result.figures:
+        assert result.conditions[name].startswith("not measured: vLLM is not installed here")
