@@ -200,6 +200,7 @@ def _shape_of(config: RunConfig) -> ModelShape:
         try:
             return read_shape(directory)
         except ConfigError as error:
+            read_any_shape(directory)  # a damaged checkpoint is an error by itself
             raise ConfigError(f"the embedded engine cannot compute the model: {error}") from error
     return read_any_shape(directory)
 
