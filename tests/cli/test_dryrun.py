@@ -134,6 +134,17 @@ def test_a_failed_check_names_field_rule_and_value(
     assert any(words in check.detail for check in wrong), wrong
 
 
+def test_a_server_that_cannot_restrict_turns_takes_no_grammar(tmp_path: Path) -> None:
+    kind = ("engines.kind=sglang", f"engines.python='{sglang_python(tmp_path)}'")
+    lake = ("tasks.0.env=frozenlake", "tasks.0.options.grammar=true")
+    (wrong,) = failures(dryrun.examine(config(tmp_path, *kind, *lake), deep=False))
+    assert wrong.name == "tasks.0"
+    assert wrong.detail.startswith(
+        "must have no allowed_words with SGLang, which cannot restrict a turn to certain tokens, "
+        "got <left>"
+    )
+
+
 def test_the_interpreter_of_a_server_is_asked_for_it(tmp_path: Path) -> None:
     kind = "engines.kind=sglang"
     for python, problem in (

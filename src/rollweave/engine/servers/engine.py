@@ -80,12 +80,14 @@ class ServerKind(Protocol):
     """What differs between the kinds of servers.
 
     `name` is its name in errors, `dialect` that of its requests. If `copies_weights`, a
-    version that `hold` returns is a copy in the memory of the engine's process.
+    version that `hold` returns is a copy in the memory of the engine's process. If
+    `restricts_tokens`, a turn may be restricted to certain tokens.
     """
 
     name: str
     dialect: DialectName
     copies_weights: bool
+    restricts_tokens: bool
 
     def version(self, python: str) -> str:
         """Return the version of the server that an interpreter has. Raises ConfigError,

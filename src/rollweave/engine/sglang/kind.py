@@ -19,6 +19,7 @@ class SglangKind:
     name = "SGLang"
     dialect: DialectName = "sglang"
     copies_weights = True
+    restricts_tokens = False
 
     def version(self, python: str) -> str:
         return sglang_version(python)

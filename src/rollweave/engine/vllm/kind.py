@@ -19,6 +19,7 @@ class VllmKind:
     name = "vLLM"
     dialect: DialectName = "vllm"
     copies_weights = False
+    restricts_tokens = True
 
     def version(self, python: str) -> str:
         return vllm_version(python)

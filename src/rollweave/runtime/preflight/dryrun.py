@@ -88,6 +88,7 @@ def plan(
     checks += [
         *_cpu(config, hosts),
         *_servers(config, elsewhere=hosts is not None),
+        *_restrictions(config, domains),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
         *_predictor(config),
@@ -235,6 +236,20 @@ def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
                 yield ok(field, f"{kind.name} {kind.version(group.python)} in {group.python}")
             except ConfigError as error:
                 yield fail(field, str(error))
+
+
+def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Check that all engines can restrict turns to the words of an action grammar."""
+    kinds = {kind_of(group.server) for group in config.engines if group.server is not None}
+    names = sorted(kind.name for kind in kinds if not kind.restricts_tokens)
+    for domain in domains if names else ():
+        if domain.allowed:
+            words = ", ".join(domain.allowed)
+            yield fail(
+                domain.name,
+                f"must have no allowed_words with {names[0]}, which cannot restrict a turn to "
+                f"certain tokens, got {words:.100}",
+            )
 
 
 def _predictor(config: RunConfig) -> Iterator[Check]:
