@@ -108,7 +108,7 @@ def _survived(
         seen = _processes(run)
         joined = _joined(run)
         tries = strike(run)
-        reason, lost_at = _losses(run)[-1], time.monotonic()
+        reason, lost_at = _losses(run)[-1].splitlines()[0], time.monotonic()
         anew = _every(EVENTS_S, lambda: _joined(run) >= joined + tries)
         run.wait(anew, STEP_S, "a new engine")
         rejoined_s, before = time.monotonic() - lost_at, run.trained
