@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.architectures import build
+from benchmarks.architectures import CONFIGURATIONS, build
 from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
@@ -30,7 +30,7 @@ from rollweave.train.lora import NewAdapters
 from rollweave.train.packing import Example, pack
 from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A, AdapterBase, B, adapter_sizes, check_adapter
-from rollweave.weights.checkpoint import read_shape
+from rollweave.weights.checkpoint import read_any_shape, read_shape
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
@@ -251,6 +251,14 @@ def test_an_adapter_of_another_model_or_with_other_settings_is_refused(tmp_path:
     lora = LoraConfig.model_validate(ALL | {"path": str(adapter)})
     with pytest.raises(TrainerError, match=r"lora\.path: "):
         Trainer(make_config().model_copy(update={"lora": lora}), path, tmp_path)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_checks_before_a_run_know_the_adapters(tmp_path: Path, name: str) -> None:
+    path = build(name, tmp_path / name)
+    trainer = Trainer(make_config(lora=ALL), path, tmp_path)
+    sizes = {name: tuple(tensor.shape) for name, tensor in published(trainer, 0).items()}
+    assert adapter_sizes(read_any_shape(path), LoraConfig.model_validate(ALL)) == sizes
 
 
 def test_an_unknown_target_is_refused(tmp_path: Path) -> None:

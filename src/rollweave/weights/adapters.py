@@ -82,7 +82,7 @@ def linear_layers(shape: ModelShape) -> list[str]:
         and name.endswith(".weight")
         and len(size) == 2
         and ".experts." not in name
-        and not name.endswith(".gate.weight")
+        and not name.endswith((".gate.weight", ".router.weight"))
     ]
 
 

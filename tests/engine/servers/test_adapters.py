@@ -4,16 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from benchmarks.architectures import build
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.published import published
+from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import LoadCheckpoint
+from rollweave.schema.training import Publish, Published, Save, Saved, Trained, TrainOn
 from rollweave.train import checkpoint
-from rollweave.weights.adapters import A, B, linear_layers
-from rollweave.weights.checkpoint import read_shape, read_tensors_of
+from rollweave.train.trainer import Trainer
+from rollweave.weights.adapters import A, B, adapter_sizes, linear_layers
+from rollweave.weights.checkpoint import read_any_shape, read_shape, read_tensors_of
 from rollweave.weights.publication import publish, read_tensors
-from tests.train.builders import make_model
+from tests.train.builders import make_batch, make_config, make_model
 
 SCALE = 0.5
 
@@ -96,3 +101,25 @@ def test_a_model_that_is_gone_is_an_error_of_the_version(tmp_path: Path) -> None
         pytest.raises(WeightsError, match=r"must hold model\.safetensors"),
     ):
         AdapterMerger(model, shape, scale=SCALE).merged(given.manifest, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_model_that_only_transformers_computes_is_that_of_the_export(
+    tmp_path: Path, name: str
+) -> None:
+    """Its experts are one parameter in memory and several tensors in the files."""
+    model = build(name, tmp_path / name)
+    trainer = Trainer(make_config(lora={"rank": 2}), model, tmp_path)
+    assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
+    reply = trainer.handle(Publish(version=1, weights_id=1))
+    assert isinstance(reply, Published), reply
+    sizes = adapter_sizes(read_any_shape(model), LoraConfig(rank=2))
+    assert {meta.name: meta.shape for meta in reply.manifest.tensors} == sizes
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")
+    merging = AdapterMerger(model, read_any_shape(model), scale=16.0)
+    with merging.merged(reply.manifest, tmp_path) as made:
+        tensors = read_tensors(made.manifest)
+        assert tensors.keys() == exported.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, exported[key], atol=1e-6, rtol=1e-5, msg=key)
