@@ -685,3 +685,33 @@ def test_deterministic_results_do_not_depend_on_the_batch(
             result = outcome.results[str(i)]
             assert (result.tokens, result.logprobs) == (reference[i].tokens, reference[i].logprobs)
             assert logprob_error(model, prompt, result) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk_tokens": 8},
+        {"prefill_chunk_tokens": 8, "deterministic": True},
+        {"prefill_chunk_tokens": 16, "kv_tokens": 64},  # requests lose their blocks
+    ],
+)
+def test_prompts_are_scored(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = build("qwen3")
+    path = str(save(model, tmp_path))
+    asked = [
+        msgspec.structs.replace(
+            request(f"scored {at}", prompt, max_tokens=12, seed=at), prompt_logprobs=True
+        )
+        for at, prompt in enumerate(PROMPTS)
+    ]
+    # the same prompts without scores come first, so that the cache has them
+    others = [request(str(at), prompt, max_tokens=3) for at, prompt in enumerate(PROMPTS)]
+    results = drive(spec(path, **changes), [*others, *asked]).results
+    for at, prompt in enumerate(PROMPTS):
+        rows = oracle_logprobs(model, prompt)
+        want = [rows[place, token].item() for place, token in enumerate(prompt[1:])]
+        assert results[f"scored {at}"].prompt_logprobs == pytest.approx(want, abs=TOLERANCE)
+        assert results[f"scored {at}"].cached_tokens == 0
+        assert logprob_error(model, prompt, results[f"scored {at}"]) < TOLERANCE
+        assert results[str(at)].prompt_logprobs == ()

@@ -18,6 +18,7 @@ from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.driver import AgentConfig, MakeEpisode
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
@@ -279,9 +280,12 @@ class Harness:
         *,
         make: MakeEpisode | None = None,
         keep_partial_turns: bool = False,
+        teach: Teach | None = None,
         **limits: Any,
     ) -> None:
-        """Create the pipeline; `make` replaces the scripted episode by another driver."""
+        """Create the pipeline; `make` replaces the scripted episode by another driver,
+        and `teach` asks the teacher.
+        """
         self.store = store
         self.provider = ScriptedEnvProvider(script or Script())
         self.engine = OneWordEngine()
@@ -310,6 +314,7 @@ class Harness:
             spawn=self._spawn,
             clock=clock,
             waiting_limit=2,
+            teacher=lambda _: teach,
         )
         self.port: WorkerPort = wire if self.wired else self.worker
 

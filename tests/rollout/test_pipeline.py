@@ -4,7 +4,7 @@ cancellation.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import pytest
 
 from rollweave.envs.base import Observation, Score, Step
 from rollweave.record.store import TrajectoryReader, TrajectoryStore
+from rollweave.rollout import worker
 from rollweave.rollout.driver import Driver, TurnPort
+from rollweave.rollout.teacher import TeacherError
 from rollweave.schema.base import GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn, StartInit
 from rollweave.schema.errors import EngineError, EnvError, RewardError
 from rollweave.schema.events import (
+    AttemptDelayed,
     EnvReady,
     RewardFailed,
     RewardReady,
@@ -34,6 +37,7 @@ from rollweave.schema.work import (
     SegmentKind,
     StopReason,
     Task,
+    TokenSequence,
     Trajectory,
 )
 from tests.rollout.fakes import (
@@ -786,3 +790,84 @@ async def test_a_request_that_cannot_be_sent_fails_only_its_turn(store: Trajecto
     harness.pipeline.cancel(cancel())
     await harness.until(TrajectoryEnded)
     await harness.idle()
+
+
+class FakeTeacher:
+    """A teacher that answers with `answer`: a log-prob, an exception, or None to hang."""
+
+    def __init__(self, answer: float | Exception | None) -> None:
+        self.answer = answer
+        self.asked = asyncio.Event()
+        self.given_up = False
+
+    async def teach(self, sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
+        self.asked.set()
+        if self.answer is None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up = True
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return tuple(
+            msgspec.structs.replace(each, teacher=(self.answer or 0.0,) * len(each.tokens))
+            for each in sequences
+        )
+
+
+async def test_the_teacher_is_asked_after_the_environment_is_closed(
+    store: TrajectoryStore,
+) -> None:
+    teacher = FakeTeacher(-0.25)
+    harness = Harness(store, teach=teacher.teach)
+    ended = await harness.play()
+    assert ended.stop_reason is StopReason.FINISHED
+    assert harness.provider.log[-1] == "close"
+    assert harness.provider.log.count("close") == 1
+    harness.eval()
+    assert (await harness.until(RewardReady)).reward == 1.5
+    (trajectory,) = store.get([TRAJECTORY])
+    (sequence,) = trajectory.sequences
+    assert sequence.teacher == (-0.25,) * len(sequence.tokens)
+
+
+async def test_a_failure_of_the_teacher_is_blamed_on_the_infrastructure(
+    store: TrajectoryStore,
+) -> None:
+    harness = Harness(store, teach=FakeTeacher(TeacherError("teacher http://a:1: gone")).teach)
+    ended = await harness.play()
+    assert (ended.stop_reason, ended.error) == (
+        StopReason.TEACHER_ERROR,
+        "teacher http://a:1: gone",
+    )
+    reader = TrajectoryReader(store._directory)
+    (entry,) = reader.entries
+    trajectory = reader.load(entry)
+    assert (trajectory.blame, trajectory.reward) == (Blame.INFRASTRUCTURE, None)
+    assert trajectory.sequences[0].teacher == ()
+    await harness.idle()
+    assert harness.active_attempts == 0
+
+
+async def test_an_attempt_that_waits_for_its_teacher_is_cancelled(store: TrajectoryStore) -> None:
+    teacher = FakeTeacher(None)
+    harness = Harness(store, teach=teacher.teach)
+    playing = asyncio.ensure_future(harness.play())
+    await teacher.asked.wait()
+    harness.pipeline.cancel(cancel())
+    assert (await playing).stop_reason is StopReason.STALE
+    assert teacher.given_up
+    assert harness.provider.log.count("close") == 1
+    await harness.idle()
+    assert harness.active_attempts == 0
+
+
+async def test_the_wait_for_the_teacher_is_not_the_time_of_the_stage(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "DELAY_S", 0.001)
+    harness = Harness(store, teach=FakeTeacher(None).teach)
+    playing = asyncio.ensure_future(harness.play())
+    await harness.until(AttemptDelayed)
+    harness.pipeline.cancel(cancel())
+    await playing

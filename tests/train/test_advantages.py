@@ -229,3 +229,46 @@ def test_a_trajectory_without_reward_is_an_error() -> None:
         token_advantages(
             [msgspec.structs.replace(group, trajectories=(missing,))], AlgorithmConfig()
         )
+
+
+def taught(group: ScoredGroup, rng: random.Random) -> ScoredGroup:
+    """Return the group with log-probs of a teacher, a few of them far off."""
+
+    def of(sequence: TokenSequence) -> TokenSequence:
+        teacher = tuple(
+            rng.choice([-rng.uniform(0.0, 8.0), -50.0]) if sampled else 0.0
+            for sampled in sequence.output_mask()
+        )
+        return msgspec.structs.replace(sequence, teacher=teacher)
+
+    trajectories = tuple(
+        msgspec.structs.replace(each, sequences=tuple(map(of, each.sequences)))
+        for each in group.trajectories
+    )
+    return msgspec.structs.replace(group, trajectories=trajectories)
+
+
+@settings(max_examples=examples(60))
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 4), weight=st.sampled_from([0.0, 0.5, 2.0]))
+def test_distill(seed: int, size: int, weight: float) -> None:
+    rng = random.Random(seed)
+    groups = [taught(random_group(rng, size), rng) for _ in range(2)]
+    algorithm = AlgorithmConfig(advantage="distill", reward_weight=weight)
+    advantages = iter(token_advantages(groups, algorithm))
+    for group in groups:
+        mean = statistics.fmean(each.reward or 0.0 for each in group.trajectories)
+        for trajectory in group.trajectories:
+            for sequence, tensor in zip(trajectory.sequences, next(advantages), strict=True):
+                for at, sampled in enumerate(sequence.output_mask()):
+                    ratio = sequence.teacher[at] - sequence.logprobs[at]
+                    difference = (trajectory.reward or 0.0) - mean
+                    expected = max(-20.0, min(20.0, ratio)) + weight * difference
+                    assert tensor[at].item() == pytest.approx(
+                        expected if sampled else 0.0, abs=1e-5
+                    )
+
+
+def test_distill_needs_the_teacher() -> None:
+    group = random_group(random.Random(0), 2)
+    with pytest.raises(ValueError, match="trajectory t0 has no log-probs of the teacher"):
+        token_advantages([group], AlgorithmConfig(advantage="distill"))

@@ -17,7 +17,7 @@ from rollweave.schema.work import (
     StopReason,
     TokenSequence,
 )
-from rollweave.train.rows import balance, batch_rows, minibatches, overlong_fraction
+from rollweave.train.rows import balance, batch_rows, minibatches, overlong_fraction, teacher_kl
 from tests.support.properties import examples
 from tests.train.builders import make_batch, make_sequence, make_trajectory
 
@@ -163,3 +163,19 @@ def test_balanced_bins_differ_by_one_item_at_most(sizes: list[int], bins: int) -
     assert sorted(index for part in balanced for index in part) == list(range(len(sizes)))
     loads = [sum(sizes[index] for index in part) for part in balanced]
     assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_the_distance_from_a_teacher_is_that_of_the_tokens_it_has_seen() -> None:
+    rng = random.Random(5)
+    plain, seen = make_sequence(rng), make_sequence(rng)
+    mask = seen.output_mask()
+    teacher = tuple(-rng.uniform(0, 9) if sampled else 0.0 for sampled in mask)
+    differences = [
+        own - other
+        for own, other, sampled in zip(seen.logprobs, teacher, mask, strict=True)
+        if sampled
+    ]
+    taught = msgspec.structs.replace(seen, teacher=teacher)
+    expected = sum(differences) / len(differences)
+    assert teacher_kl(batch_of((plain,), (taught,))) == {"kl_teacher": pytest.approx(expected)}
+    assert teacher_kl(batch_of((plain,))) == {}

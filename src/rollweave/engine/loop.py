@@ -294,6 +294,7 @@ class EngineLoop:
             tokens=list(request.tokens),
             limit=len(request.tokens) + limit - 1,
             rank=request.rank,
+            scored=len(request.tokens) if request.prompt_logprobs else 0,
         )
         state = RequestState(
             request,
@@ -389,7 +390,9 @@ class EngineLoop:
         """Run the model over the plan, and sample the next token of each sequence that
         is complete.
         """
-        entries, logits = self._runner.compute(plan)
+        entries, logits, scores = self._runner.compute(plan)
+        for entry, start, logprobs in scores:
+            self._live[entry.id].add_scores(start, logprobs)
         for entry in plan.decode:
             self._recomputed_tokens += self._batcher.advance(entry, 1)
         for entry, count in plan.prefill:

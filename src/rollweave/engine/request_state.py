@@ -37,6 +37,7 @@ class RequestState:
         "entry",
         "limit",
         "logprobs",
+        "prompt_logprobs",
         "prompt_tokens",
         "reported",
         "request",
@@ -61,6 +62,8 @@ class RequestState:
         self.stop_ids = stop_ids
         self.prompt_tokens = len(request.tokens)
         self.logprobs: list[float] = []
+        self.prompt_logprobs: list[float] = []
+        """The log-probs of the prompt's tokens from the second on, if they are wanted."""
         self.version_starts: list[tuple[int, int]] = []
         """The (start, version) of each run of output tokens sampled by one version."""
         self.stop_strings: StopStrings | None = None
@@ -113,6 +116,13 @@ class RequestState:
         return token in self.stop_ids or (
             self.stop_strings is not None and self.stop_strings.feed(token)
         )
+
+    def add_scores(self, start: int, logprobs: list[float]) -> None:
+        """Record the log-probs of the prompt's tokens from position `start` on, which
+        replace those of an earlier computation.
+        """
+        del self.prompt_logprobs[start - 1 :]
+        self.prompt_logprobs.extend(logprobs)
 
     def take_slot(self, now: float, step_clock: float) -> None:
         """Record that the request takes a slot."""
@@ -182,5 +192,6 @@ class RequestState:
             resumed_tokens=len(self.request.resumed.tokens)
             if self.request.resumed is not None
             else 0,
+            prompt_logprobs=tuple(self.prompt_logprobs),
             error=error,
         )

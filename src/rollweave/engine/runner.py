@@ -105,10 +105,14 @@ class Runner:
         if wipe:
             self.pool.clear()
 
-    def compute(self, plan: StepPlan) -> tuple[list[Entry], torch.Tensor]:
+    def compute(
+        self, plan: StepPlan
+    ) -> tuple[list[Entry], torch.Tensor, list[tuple[Entry, int, list[float]]]]:
         """Compute the plan's tokens.
 
-        Return the entries that sample now, and their logits [entries, vocab] in fp32.
+        Return the entries that sample now, their logits [entries, vocab] in fp32, and
+        for each chunk of a prompt that is scored the position of the first token after
+        it was begun, and the log-probs of the tokens from there on.
         """
         decode = plan.decode
         mirrored = 0
@@ -120,23 +124,47 @@ class Runner:
         positions = [entry.computed for entry in decode]
         entries = list(decode)
         sampled = list(range(len(decode)))
+        scored: list[tuple[Entry, range, int]] = []
         for entry, count in plan.prefill:
             start, end = entry.computed, entry.computed + count
             chunks.append(Chunk(entry, start, count, len(ids)))
+            if start + 1 < entry.scored:
+                scored.append((entry, range(start + 1, min(end + 1, entry.scored)), len(ids)))
             ids.extend(entry.tokens[start:end])
             positions.extend(range(start, end))
             if end == len(entry.tokens):
                 entries.append(entry)
                 sampled.append(len(ids) - 1)
+        for _, positions_, row in scored:
+            sampled.extend(range(row, row + len(positions_)))
         device = self.model.device
         batch = Batch(
             ids=torch.tensor(ids, device=device),
             positions=torch.tensor(positions, device=device),
             longest=max(positions) + 1,
             sampled=torch.tensor(sampled, dtype=torch.int64, device=device)
-            if len(sampled) < len(ids)
+            if scored or len(sampled) < len(ids)
             else None,
         )
-        return entries, self.model.forward(
+        logits = self.model.forward(
             batch, self.attention, self.attention.plan(chunks, mirrored=mirrored)
         )
+        if not scored:
+            return entries, logits, []
+        return entries, logits[: len(entries)], _scores(scored, logits[len(entries) :])
+
+
+def _scores(
+    scored: list[tuple[Entry, range, int]], logits: torch.Tensor
+) -> list[tuple[Entry, int, list[float]]]:
+    """Return the log-probs of the tokens at these positions, from logits [positions,
+    vocab].
+    """
+    tokens = [entry.tokens[at] for entry, positions, _ in scored for at in positions]
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    logprobs = (logits.gather(1, chosen).squeeze(1) - logits.logsumexp(1)).tolist()
+    scores = []
+    for entry, positions, _ in scored:
+        scores.append((entry, positions.start, logprobs[: len(positions)]))
+        del logprobs[: len(positions)]
+    return scores

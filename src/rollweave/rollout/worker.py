@@ -12,10 +12,13 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import msgspec
+
 from rollweave.envs.base import Score
 from rollweave.envs.foreign import describe_error
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.driver import Driver, MakeEpisode, TurnResult, record_of
+from rollweave.rollout.driver import DELAY_S, Driver, MakeEpisode, TurnResult, record_of
+from rollweave.rollout.teacher import Teach, TeacherError
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
 from rollweave.schema.errors import DiskError
@@ -32,7 +35,7 @@ from rollweave.schema.rollouts import (
 )
 from rollweave.schema.serving import Sampling
 from rollweave.schema.text import shortened
-from rollweave.schema.work import TRAINABLE, StopReason
+from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence
 
 CLOSE_S = 5.0
 """Maximum seconds for an environment to close before it is killed. The core waits
@@ -127,7 +130,10 @@ class _Attempt:
     run_allowed: asyncio.Event
     task: asyncio.Task[None] | None = None
     started: bool = False
+    closed: bool = False
     cancelled: StopReason | None = None
+    taught: tuple[TokenSequence, ...] | None = None
+    """Its sequences with the teacher's log-probs, if it has a teacher."""
 
     @property
     def key(self) -> Key:
@@ -151,7 +157,8 @@ class _Evaluation:
 class RolloutWorker:
     """Runs attempts. `make_episode` builds the driver of each attempt, and `report`
     receives every report. `draw` draws a task; None if this worker is sent no
-    `DrawTask`.
+    `DrawTask`. `teacher` returns what asks the teacher of an attempt, or None if it has
+    none.
     """
 
     def __init__(
@@ -163,6 +170,7 @@ class RolloutWorker:
         clock: Callable[[], float],
         waiting_limit: int,
         draw: Callable[[DrawTask], None] | None = None,
+        teacher: Callable[[StartInit], Teach | None] = lambda _: None,
     ) -> None:
         """Create a worker without attempts.
 
@@ -171,6 +179,7 @@ class RolloutWorker:
         """
         self._make_episode, self._report, self._spawn = make_episode, report, spawn
         self._clock, self._waiting_limit, self._draw = clock, waiting_limit, draw
+        self._teacher = teacher
         self._attempts: dict[Key, _Attempt] = {}
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
@@ -270,10 +279,12 @@ class RolloutWorker:
             except Exception as bug:  # a bug of Rollweave fails only this attempt
                 reason, error = StopReason.ENV_ERROR, _bug_text(bug)
         except asyncio.CancelledError:
-            episode.kill()  # the run is shutting down and does not wait for an orderly close
+            if not attempt.closed:
+                episode.kill()  # the run is shutting down and does not wait for an orderly close
             self._end(attempt, StopReason.CANCELLED, "the run ended")
             raise
-        await _close_or_kill(episode)
+        if not attempt.closed:
+            await _close_or_kill(episode)
         self._end(attempt, reason, error)
 
     async def _init_and_run(self, attempt: _Attempt) -> StopReason:
@@ -288,7 +299,31 @@ class RolloutWorker:
             )
         )
         await attempt.run_allowed.wait()
-        return await attempt.episode.run(attempt.turns)
+        reason = await attempt.episode.run(attempt.turns)
+        if (teach := self._teacher(command)) is not None:
+            await self._ask_teacher(attempt, reason, teach)
+        return reason
+
+    async def _ask_teacher(self, attempt: _Attempt, reason: StopReason, teach: Teach) -> None:
+        """Get the teacher's log-probs of the attempt's tokens, after its environment is
+        closed. The time that this takes is not the environment's.
+
+        Raises `EpisodeStopError`.
+        """
+        attempt.closed = True
+        await _close_or_kill(attempt.episode)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # which `_close_or_kill` has absorbed
+            raise asyncio.CancelledError
+        started = self._clock()
+        delays = asyncio.create_task(_report_delays(attempt.episode), name="report delays")
+        try:
+            attempt.taught = await teach(attempt.episode.trajectory(reason, "").sequences)
+        except TeacherError as error:
+            raise EpisodeStopError(StopReason.TEACHER_ERROR, str(error)) from error
+        finally:
+            delays.cancel()
+            attempt.turns.record_span("teacher", started, self._clock())
 
     def _end(self, attempt: _Attempt, reason: StopReason, error: str) -> None:
         """Report the end with the record."""
@@ -300,6 +335,8 @@ class RolloutWorker:
                 del self._rolled_out[next(iter(self._rolled_out))]
         try:
             trajectory = attempt.episode.trajectory(reason, error)
+            if attempt.taught is not None:
+                trajectory = msgspec.structs.replace(trajectory, sequences=attempt.taught)
             self._report(AttemptEnded(trajectory=trajectory, turns=turns))
         except DiskError:
             raise
@@ -361,6 +398,13 @@ def _bug_text(bug: Exception) -> str:
     return shortened(
         f"a failure that Rollweave did not foresee: {describe_error('the attempt', bug)}"
     )
+
+
+async def _report_delays(episode: Driver) -> None:
+    """Report regularly that the attempt waits for what does not count as its time."""
+    while True:
+        await asyncio.sleep(DELAY_S)
+        episode.on_delay()
 
 
 async def _close_or_kill(episode: Driver) -> None:

@@ -19,11 +19,13 @@ from rollweave.rollout.driver import AgentConfig, Driver
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import HandlerEpisode
+from rollweave.rollout.teacher import Teach, Teacher
 from rollweave.runtime.images import Images
 from rollweave.runtime.pump import RunClock
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import ImageWait
+from rollweave.schema.rollouts import TeacherWait
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import Decoding, Purpose
 
@@ -45,6 +47,9 @@ class Episodes:
             config.sandbox.backend, warm=config.sandbox.warm, images=self._images
         )
         self._tasks = {task.name: task for task in config.tasks}
+        self._taught = {name for name in self._tasks if config.distills(name)}
+        teacher = config.teacher
+        self._teacher = None if teacher is None else Teacher(teacher, clock=clock.now)
 
     def make(self, command: StartInit) -> Driver:
         name = command.task.tag
@@ -69,11 +74,22 @@ class Episodes:
             listener=self._listener,
         )
 
+    def teacher(self, command: StartInit) -> Teach | None:
+        """Return what asks the teacher about the attempt; None if it learns from none."""
+        taught = command.purpose is Purpose.TRAIN and command.task.tag in self._taught
+        return self._teacher.teach if taught and self._teacher is not None else None
+
+    def teacher_wait(self) -> TeacherWait | None:
+        """Return the wait of this process for the teacher."""
+        return None if self._teacher is None else self._teacher.wait()
+
     async def close(self) -> None:
         """Close what attempts shared, and the environments' processes, after the last
         attempt.
         """
         await self._source.close()
+        if self._teacher is not None:
+            await self._teacher.close()
         if "_listener" in self.__dict__:
             await self._listener.close()
         await self._sandboxes.close()

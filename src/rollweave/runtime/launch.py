@@ -319,6 +319,8 @@ class _Start:
             make_episode=episodes.make,
             make_worker=processes.worker,
             image_waits=episodes.image_waits,
+            teacher=episodes.teacher,
+            teacher_wait=episodes.teacher_wait,
         )
         return World(
             wiring,

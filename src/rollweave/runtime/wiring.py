@@ -13,6 +13,7 @@ from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.effects import Handlers, Timer, rollout_handlers
 from rollweave.runtime.hosts.hosts import Hosts
@@ -21,10 +22,11 @@ from rollweave.runtime.pump import Pump, RunClock
 from rollweave.runtime.supervisors.engines import EngineSupervisor
 from rollweave.runtime.supervisors.workers import MakeWorker, WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.commands import Command, Warn
+from rollweave.schema.commands import Command, StartInit, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.images import ImageWait
+from rollweave.schema.rollouts import TeacherWait
 from rollweave.schema.serving import LoadCheckpoint
 
 WAITING_PER_SLOT = 8
@@ -54,6 +56,10 @@ class Wiring:
     make_worker: MakeWorker
     image_waits: Callable[[], tuple[ImageWait, ...]] = tuple
     """Returns the images that the attempts in this process wait for."""
+    teacher: Callable[[StartInit], Teach | None] = lambda _: None
+    """Returns what asks the teacher of an attempt in this process, if it has one."""
+    teacher_wait: Callable[[], TeacherWait | None] = lambda: None
+    """Returns the wait of this process for the teacher."""
 
 
 class RolloutRuntime:
@@ -116,6 +122,7 @@ class RolloutRuntime:
             spawn=self.tasks.spawn,
             clock=clock,
             waiting_limit=limit,
+            teacher=wiring.teacher,
         )
         self._timer = Timer(clock, self.pump.post)
         self.error: str | None = None
@@ -129,8 +136,8 @@ class RolloutRuntime:
             pipeline=self.pipeline, engines=self.engines, workers=self.workers, timer=self._timer
         )
 
-    def image_waits(self) -> list[Wait]:
-        """Return the images that attempts wait for."""
+    def waits(self) -> list[Wait]:
+        """Return what attempts wait for: images, and the teacher."""
         config, hosts = self._wiring.config, self._wiring.hosts
 
         def host_name(number: int) -> str:
@@ -141,7 +148,12 @@ class RolloutRuntime:
             Wait(component=f"image {wait.image}", what=wait.what, since=wait.since)
             for wait in self._wiring.image_waits()
         ]
-        return [*here, *self.workers.image_waits(host_name)]
+        teacher = self._wiring.teacher_wait()
+        if teacher is not None:
+            here.append(
+                Wait(component=f"teacher {teacher.url}", what=teacher.what, since=teacher.since)
+            )
+        return [*here, *self.workers.image_waits(host_name), *self.workers.teacher_waits()]
 
     def finish(self, error: str) -> None:
         """Let the pump return: the core has finished the run."""

@@ -167,7 +167,7 @@ class World:
         await name_long_waits(
             lambda: [
                 *waits(self._core.state, self._relays.progress()),
-                *self._rollouts.image_waits(),
+                *self._rollouts.waits(),
             ],
             clock=self._wiring.clock.now,
             report=lambda component, line: self._metrics.event(

@@ -78,12 +78,21 @@ class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
     now: float
 
 
+class TeacherWait(Struct, frozen=True, kw_only=True):
+    """Attempts wait for the teacher at `url` since `since`, on the worker's clock."""
+
+    url: str
+    what: str
+    since: float
+
+
 class WorkerBeat(TaggedStruct, frozen=True, kw_only=True):
     """Sent every `BEAT_S` seconds by the event loop of the worker, with the images that
-    it waits for.
+    it waits for, and its wait for the teacher.
     """
 
     images: tuple[ImageWait, ...] = ()
+    teacher: TeacherWait | None = None
 
 
 class WorkerWarned(TaggedStruct, frozen=True, kw_only=True):

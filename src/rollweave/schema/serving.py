@@ -114,7 +114,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     `budget_s` bounds the seconds in a slot (0 means no bound); waiting and suspension
     do not count. With `resumed`, the turn continues after these tokens (Laminar §3.3):
     they count for `max_tokens`, stop strings and `budget_s`, and are part of the
-    result. If they already end the turn, nothing is sampled.
+    result. If they already end the turn, nothing is sampled. With `prompt_logprobs`,
+    the result also has the log-probs of the prompt's tokens.
     """
 
     id: str
@@ -123,6 +124,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     rank: float = 0.0
     budget_s: float = 0.0
     resumed: PartialOutput | None = None
+    prompt_logprobs: bool = False
 
 
 class GenerateResult(Struct, frozen=True, kw_only=True):
@@ -134,6 +136,8 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     `resumed_tokens` of the tokens were in the request; it is 0 if an engine that cannot
     resume started the turn over. With `text_only` the engine returned text alone: the
     tokens are encoded from it, the log-probs are 0, and it is never trained on.
+    `prompt_logprobs` are those of the prompt's tokens from the second on, at temperature
+    1, if they were requested.
     """
 
     id: str
@@ -147,6 +151,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     resumed_tokens: int = 0
     text_only: bool = False
+    prompt_logprobs: tuple[float, ...] = ()
     error: str = ""
 
 

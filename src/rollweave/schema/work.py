@@ -19,6 +19,7 @@ class StopReason(enum.StrEnum):
     ENV_HANG = "env_hang"  # the environment did not answer within its limit
     REWARD_ERROR = "reward_error"
     REWARD_HANG = "reward_hang"
+    TEACHER_ERROR = "teacher_error"  # the teacher gave no log-probs
     ENGINE_FAILURE = "engine_failure"  # a turn failed more often than the retry policy allows
     STALE = "stale"  # aborted by the staleness bound
     SURPLUS = "surplus"  # a redundant member or group that is no longer needed
@@ -50,6 +51,7 @@ BLAME_OF: dict[StopReason, Blame] = {
     StopReason.ENV_HANG: Blame.ENVIRONMENT,
     StopReason.REWARD_ERROR: Blame.ENVIRONMENT,
     StopReason.REWARD_HANG: Blame.ENVIRONMENT,
+    StopReason.TEACHER_ERROR: Blame.INFRASTRUCTURE,
     StopReason.ENGINE_FAILURE: Blame.INFRASTRUCTURE,
     StopReason.STALE: Blame.INFRASTRUCTURE,
     StopReason.SURPLUS: Blame.INFRASTRUCTURE,
@@ -172,7 +174,8 @@ class TurnSpan(Struct, frozen=True, kw_only=True):
 
 class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
-    sampled, and 0.0 outside output segments.
+    sampled, and 0.0 outside output segments. `teacher` has those of a teacher, or is
+    empty without one.
 
     Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
     len(tokens)`; output segments carry a version of at least 0. A weight update in the
@@ -183,8 +186,14 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
     segments: tuple[Segment, ...]
     logprobs: tuple[float, ...]
     turns: tuple[TurnSpan, ...] = ()
+    teacher: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.teacher and len(self.teacher) != len(self.tokens):
+            raise ValueError(
+                f"teacher must have one entry per token, got {len(self.teacher)} "
+                f"for {len(self.tokens)}"
+            )
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(
                 f"logprobs must have one entry per token, got {len(self.logprobs)} "

@@ -112,6 +112,7 @@ server; our handler has its own.
 FAILED_STAGE: Mapping[str, str] = {
     StopReason.ENV_ERROR: "run",
     StopReason.ENV_HANG: "run",
+    StopReason.TEACHER_ERROR: "run",
     StopReason.ENGINE_FAILURE: "run",
     StopReason.REWARD_ERROR: "eval",
     StopReason.REWARD_HANG: "eval",

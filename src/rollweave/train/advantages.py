@@ -14,6 +14,7 @@ import torch
 
 from rollweave.schema.config.sections import OF_CRITIC, AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, StopReason, Trajectory, TurnSpan
+from rollweave.train.losses import MAX_LOG_RATIO
 
 MIN_DEVIATION = 1e-6
 """Standard deviation (of rewards of order one) below which a difference is rounding,
@@ -46,11 +47,15 @@ def token_advantages(
       turn whose key no other turn shares gets 0; turns without a key share one
       baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
+    - `distill` (on-policy distillation, MiniLLM arXiv:2306.08543, GKD arXiv:2306.13649):
+      log p of the teacher - log p with which the engine sampled, of each token alone,
+      within ±`MAX_LOG_RATIO`, plus `reward_weight` times (reward - group mean).
     - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by those of the critic.
 
     A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.
 
-    Raises `ValueError` for a trajectory without a reward.
+    Raises `ValueError` for a trajectory without a reward, or, with `distill`, without
+    the teacher's log-probs.
     """
     for group in groups:
         for trajectory in group.trajectories:
@@ -68,6 +73,14 @@ def token_advantages(
     rewards = [
         [reward_of(trajectory, algorithm) for trajectory in group.trajectories] for group in groups
     ]
+    if algorithm.advantage == "distill":
+        return [
+            _distilled(trajectory, algorithm.reward_weight * value)
+            for group, row in zip(groups, rewards, strict=True)
+            for trajectory, value in zip(
+                group.trajectories, _relative(row, "grpo_no_std"), strict=True
+            )
+        ]
     if algorithm.advantage == "reinforce_pp":
         values = _standardized([reward for row in rewards for reward in row])
     else:
@@ -78,6 +91,22 @@ def token_advantages(
     return [
         _constant(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)
     ]
+
+
+def _distilled(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
+    """Return the teacher's log-ratio of each output token, plus `value`."""
+    advantages = []
+    for sequence in trajectory.sequences:
+        mask = torch.tensor(sequence.output_mask(), dtype=torch.float32)
+        if not sequence.teacher and mask.any():
+            raise ValueError(f"trajectory {trajectory.id} has no log-probs of the teacher")
+        ratio = torch.zeros(len(sequence.tokens), dtype=torch.float64)
+        if sequence.teacher:
+            ratio = torch.tensor(sequence.teacher, dtype=torch.float64) - torch.tensor(
+                sequence.logprobs, dtype=torch.float64
+            )
+        advantages.append((ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).float() + value) * mask)
+    return advantages
 
 
 def _relative(rewards: Sequence[float], estimator: str) -> list[float]:

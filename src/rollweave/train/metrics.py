@@ -13,6 +13,7 @@ not apply to a step are absent.
 | `chi2` | mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout policy |
 | `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
 | `kl_reference` | KL to the starting weights in the direction `algorithm.kl_direction`, where `algorithm.kl` is set |
+| `kl_teacher` | mean of log p(student) - log p(teacher) over the tokens of trajectories that the teacher has seen: KL(rollout policy, teacher) |
 | `entropy` | mean entropy of the policy at the sampling temperature, in nats |
 | `clip_fraction` | share of tokens whose gradient the bounds of the loss removed, or whose weight they truncated (`cispo`) |
 | `mask_fraction` | share of tokens that a correction dropped, or whose weight it truncated; 0 where none was computed |

@@ -6,6 +6,7 @@ same division without communication; it depends only on the seed, the step and t
 """
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -110,6 +111,22 @@ def overlong_fraction(batch: Batch) -> float:
     return sum(map(is_overlong, trajectories)) / max(1, len(trajectories))
 
 
+def teacher_kl(batch: Batch) -> dict[str, float]:
+    """Return the mean of log p(student) - log p(teacher) over the output tokens of which
+    a teacher's log-prob is known: an estimate of KL(student, teacher). Empty if there
+    are none.
+    """
+    total, count = 0.0, 0
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            for sequence in trajectory.sequences:
+                if sequence.teacher:
+                    # both are 0 outside output tokens
+                    total += math.fsum(sequence.logprobs) - math.fsum(sequence.teacher)
+                    count += sum(sequence.output_mask())
+    return {"kl_teacher": total / count} if count else {}
+
+
 def _advantages(
     groups: Sequence[ScoredGroup], algorithms: Sequence[AlgorithmConfig]
 ) -> list[list[list[torch.Tensor]]]:
@@ -118,7 +135,8 @@ def _advantages(
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for place, used in enumerate(algorithms):
-        alike.setdefault((used.advantage, used.gamma, used.overlong), []).append(place)
+        key = (used.advantage, used.gamma, used.overlong, used.reward_weight)
+        alike.setdefault(key, []).append(place)
     advantages: list[list[list[torch.Tensor]]] = [[] for _ in groups]
     for places in alike.values():
         values = iter(token_advantages([groups[at] for at in places], algorithms[places[0]]))

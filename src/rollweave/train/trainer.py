@@ -56,7 +56,7 @@ from rollweave.train.passes import Passes
 from rollweave.train.publishing import WeightPublisher
 from rollweave.train.ratios import group_ratios
 from rollweave.train.residence import Residence
-from rollweave.train.rows import Row, batch_rows, overlong_fraction
+from rollweave.train.rows import Row, batch_rows, overlong_fraction, teacher_kl
 from rollweave.train.update import Update
 from rollweave.train.warmup import SCRATCH_LR, warm_up
 from rollweave.train.weights import (
@@ -240,6 +240,7 @@ class Trainer:
         mean = math.fsum(rewards) / max(1, len(rewards))
         values["reward_mean"] = mean
         values["overlong_fraction"] = overlong_fraction(batch)
+        values |= teacher_kl(batch)
         values["reward_std"] = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(
             max(1, len(rewards))
         )

@@ -392,3 +392,30 @@ async def test_lost_engine_is_reported_and_lost_to_its_clients(served: Served) -
         status, answer = await served.post("/v1/completions", {"prompt": [5]})
         assert status == 503
         assert "killed" in answer["detail"]
+
+
+async def test_completions_score_the_prompt_as_vllm_does(served: Served) -> None:
+    prompt = [5, 9, 2, 77]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}
+    status, answer = await served.post("/v1/completions", body)
+    assert status == 200
+    first, *entries = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert [list(entry) for entry in entries] == [[str(token)] for token in prompt[1:]]
+    assert [
+        entry[str(token)]["decoded_token"] for entry, token in zip(entries, prompt[1:], strict=True)
+    ] == [chr(token) for token in prompt[1:]]
+    for at, entry in enumerate(entries, start=1):
+        # the log-prob of a token is that with which it would be sampled
+        body = {"prompt": prompt[:at], "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
+        _, sampled = await served.post(
+            "/v1/completions", {**body, "allowed_token_ids": [prompt[at]]}
+        )
+        assert sampled["choices"][0]["token_ids"] == [prompt[at]]
+        (expected,) = sampled["choices"][0]["logprobs"]["token_logprobs"]
+        assert entry[str(prompt[at])]["logprob"] == pytest.approx(expected, abs=1e-4)
+    _, plain = await served.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    assert "prompt_logprobs" not in plain["choices"][0]
+    status, answer = await served.post("/v1/completions", {"prompt": prompt, "prompt_logprobs": 5})
+    assert status == 400
+    assert answer["detail"].startswith("prompt_logprobs must be 0 or null")

@@ -65,12 +65,20 @@ CASES = [
         "tasks.0.algorithm.gamma has no effect with advantage grpo, got 0.9",
     ),
     (
+        ["tasks.0.algorithm.reward_weight=0.9"],
+        "tasks.0.algorithm.reward_weight has no effect with advantage grpo, got 0.9",
+    ),
+    (
         ["algorithm.gamma=0.9", "algorithm.advantage=gigpo", "tasks.0.algorithm.gamma=0.8"],
         "algorithm.gamma has no effect where each task domain has its own, got 0.9",
     ),
     (
         ["model.device=cpu", "trainer.save_memory=['activations', 'optimizer']"],
         "trainer.save_memory has no effect for optimizer on model.device cpu, got optimizer",
+    ),
+    (
+        ["algorithm.reward_weight=2"],
+        "algorithm.reward_weight has no effect with algorithm.advantage grpo, got 2.0",
     ),
     (
         ["critic.lr=0.1"],
@@ -144,6 +152,12 @@ USED = [
     ["ablation.policies=['pinned']", "rollout.scheduling=trajectory", "rollout.predictor=history"],
     ["algorithm.kl=0.1", "algorithm.kl_direction=forward"],
     ["algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
+    ["algorithm.advantage=distill", "algorithm.reward_weight=2", "teacher.url=http://a:1"],
+    [
+        "tasks.0.algorithm.advantage=distill",
+        "tasks.0.algorithm.reward_weight=2",
+        "teacher={url='http://a:1', dialect='sglang', model='m', token_env='T', timeout_s=3}",
+    ],
     ["tasks.0.algorithm.advantage=gigpo", "algorithm.gamma=0.9"],
     ["algorithm.advantage=gae_turn", "algorithm.gamma=0.9", "critic.lr=0.1"],
     ["tasks.0.algorithm.advantage=gae", "critic.gae_lambda=1"],
@@ -224,7 +238,7 @@ def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
     of_clusters += ("lora.", "critic.", "sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     of_clusters += ("engines.kind", "engines.python", "engines.args")
-    of_clusters += ("model.implementation",)
+    of_clusters += ("model.implementation", "teacher.", "algorithm.reward_weight")
     keys = [
         key
         for key in settings_of(RunConfig)

@@ -82,6 +82,7 @@ class _Completion(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = True  # always true
 
@@ -178,6 +179,11 @@ class EngineServer:
                 "return_tokens_as_token_ids must be true or null: tokens are named "
                 "by their ids, got False"
             )
+        if body.prompt_logprobs not in (None, 0):
+            raise EngineError(
+                "prompt_logprobs must be 0 or null: only those of the prompt's tokens are known, "
+                f"got {body.prompt_logprobs}"
+            )
         prompt = body.prompt
         if isinstance(prompt, str):
             if self._text is None:
@@ -194,14 +200,19 @@ class EngineServer:
             seed=_seed(body.seed),
         )
         result = await self._generate(
-            GenerateRequest(id=_new_id(), tokens=prompt, sampling=sampling)
+            GenerateRequest(
+                id=_new_id(),
+                tokens=prompt,
+                sampling=sampling,
+                prompt_logprobs=body.prompt_logprobs is not None,
+            )
         )
-        return _json(self._as_completion(body, result, prompt_tokens=len(prompt)))
+        return _json(self._as_completion(body, result, prompt=prompt))
 
     def _as_completion(
-        self, body: _Completion, result: GenerateResult, *, prompt_tokens: int
+        self, body: _Completion, result: GenerateResult, *, prompt: Sequence[int]
     ) -> dict[str, Any]:
-        count = len(result.tokens)
+        count, prompt_tokens = len(result.tokens), len(prompt)
         choice: dict[str, Any] = {
             "index": 0,
             "text": self._visible_text(body, result.tokens) if self._text is not None else "",
@@ -224,6 +235,8 @@ class EngineServer:
             }
         if body.return_token_ids:
             choice["token_ids"] = result.tokens
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(prompt, result)
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": count,
@@ -238,6 +251,18 @@ class EngineServer:
             "choices": [choice],
             "usage": usage,
         }
+
+    def _prompt_logprobs(
+        self, prompt: Sequence[int], result: GenerateResult
+    ) -> list[dict[str, Any] | None]:
+        """Return each token of the prompt with its log-prob and text, as vLLM does: the
+        first has none.
+        """
+        entries: list[dict[str, Any] | None] = [None]
+        for token, logprob in zip(prompt[1:], result.prompt_logprobs, strict=True):
+            text = self._text.decode([token]) if self._text is not None else None
+            entries.append({str(token): {"logprob": logprob, "decoded_token": text}})
+        return entries
 
     def _visible_text(self, body: _Completion, tokens: Sequence[int]) -> str:
         """Return the text before the stop text or the stop token, as OpenAI's clients

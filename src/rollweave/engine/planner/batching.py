@@ -49,6 +49,8 @@ class Entry:
     preemptions: int = 0
     cached: int | None = None
     """Number of tokens found in the prefix cache at the first admission; None before."""
+    scored: int = 0
+    """Number of first tokens whose log-probs are wanted: none comes from the cache."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -265,7 +267,7 @@ class Batcher:
         """Return cached blocks that `entry` can start from, or None if it should wait
         for an earlier request to compute more of them.
         """
-        if not self.ledger.caching:
+        if not self.ledger.caching or entry.scored:
             return []
         entry.keys = self.ledger.keys(entry.tokens, known=entry.keys)
         # The last token is always computed, because it yields the logits.

@@ -121,6 +121,11 @@ class ChatCodec:
             tokenizer, read_template(directory), name=str(directory), eos=_eos(directory, tokenizer)
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint."""
+        return self._tokenizer
+
     def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
         """Return the tokens of a conversation's first messages and of the opening of
         the agent's turn. Raises ChatError.

@@ -74,11 +74,12 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
                     clock=clock.now,
                     waiting_limit=spec.waiting_limit,
                     draw=TaskDrawer(source.draw, tasks=tasks, post=report).draw,
+                    teacher=episodes.teacher,
                 )
                 parent.listen(on_frame)
                 report(WorkerReady(now=clock.now()))
                 while not stopped.is_set():
-                    report(WorkerBeat(images=images.waits()))
+                    report(WorkerBeat(images=images.waits(), teacher=episodes.teacher_wait()))
                     try:
                         async with asyncio.timeout(BEAT_S):
                             await stopped.wait()

@@ -53,6 +53,11 @@ from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape,
 NAMED = 5
 """Maximum number of prompts that are named as too long; the others are counted."""
 
+TEACHER_S = 15.0
+"""Maximum seconds of each request that checks the teacher, which should serve before the
+run.
+"""
+
 SLACK = 8
 """Maximum number of tokens that a template may add to a message because it is not
 empty.
@@ -150,6 +155,7 @@ def _model(
             *_prompts(codec, domains),
             *_overlong(codec, domains),
             *_transcripts(codec, domains),
+            *_teacher(config, codec, elsewhere=elsewhere),
         ]
     assert config.model.path is not None, "the configuration has one of path and scratch"
     directory = Path(config.model.path)
@@ -185,7 +191,26 @@ def _model(
         *_prompts(codec, domains),
         *_overlong(codec, domains),
         *_transcripts(codec, domains),
+        *_teacher(config, codec, elsewhere=elsewhere),
     ]
+
+
+def _teacher(config: RunConfig, codec: ChatCodec, *, elsewhere: bool) -> Iterator[Check]:
+    """Check that the teacher serves, and has the model's vocabulary. A run that is
+    planned for other hosts asks no teacher.
+    """
+    if config.teacher is None or elsewhere:
+        return
+    # most runs need no HTTP client
+    from rollweave.rollout.teacher import check_teacher
+
+    url = config.teacher.url
+    try:
+        compared = check_teacher(config.teacher, codec.tokenizer, limit_s=TEACHER_S)
+    except ConfigError as error:
+        yield fail("teacher", str(error))
+    else:
+        yield ok("teacher", f"{url}: has the model's vocabulary, by {compared} of its tokens")
 
 
 def _shape_of(config: RunConfig) -> ModelShape:

@@ -30,6 +30,7 @@ from rollweave.schema.events import (
 from rollweave.schema.images import AskImage, HoldImage, ImageWait, MissImage
 from rollweave.schema.rollouts import (
     PhaseEnded,
+    TeacherWait,
     WorkerBeat,
     WorkerReady,
     WorkerReport,
@@ -49,6 +50,8 @@ class WorkerProcess(Supervised[WorkerLink]):
     """Run time at which its clock was 0; None until it is ready."""
     images: tuple[ImageWait, ...] = ()
     """The images that it waits for, by its own clock."""
+    teacher: TeacherWait | None = None
+    """Its wait for the teacher, by its own clock."""
 
     @property
     def key(self) -> str:
@@ -120,6 +123,18 @@ class WorkerSupervisor:
             )
         return list(found.values())
 
+    def teacher_waits(self) -> list[Wait]:
+        """Return the wait of each worker for the teacher."""
+        return [
+            Wait(
+                component=f"teacher {wait.url} of worker {worker.name}",
+                what=wait.what,
+                since=wait.since + (worker.offset_s or 0.0),
+            )
+            for worker in self._workers
+            if (wait := worker.teacher) is not None
+        ]
+
     def draw(self, command: DrawTask) -> None:
         """Let a worker draw the task, as soon as one is ready."""
         self._draws[command.group_id] = _Draw(command)
@@ -167,8 +182,8 @@ class WorkerSupervisor:
                     self._send_grants(self._images.on_held(worker.key, report))
             case MissImage():
                 self._send_grants(self._images.on_missed(worker.key, report))
-            case WorkerBeat(images=images):
-                worker.images = images
+            case WorkerBeat(images=images, teacher=teacher):
+                worker.images, worker.teacher = images, teacher
             case WorkerReady():
                 pass
             case PhaseEnded(start=start, end=end):

@@ -67,6 +67,10 @@ RULES: dict[str, Rule] = {
     "algorithm.kl_direction": _unless(
         lambda config: config.algorithm.kl, "while algorithm.kl is 0"
     ),
+    "algorithm.reward_weight": _unless(
+        lambda config: any(config.distills(task.name) for task in config.tasks),
+        "with algorithm.advantage {config.algorithm.advantage}",
+    ),
     "critic.gae_lambda": _has_critic,
     "critic.lr": _has_critic,
     "eval.episodes": _unless(
@@ -141,8 +145,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
 
 
 def _idle_algorithms(config: RunConfig) -> Iterator[tuple[str, str, object]]:
-    """Yield what [algorithm] has that no task domain takes, and discounts of domains
-    whose estimator has none.
+    """Yield what [algorithm] has that no task domain takes, and what domains have that
+    their estimator ignores.
     """
     algorithm = config.algorithm
     for field in TaskAlgorithmConfig.model_fields:
@@ -155,6 +159,10 @@ def _idle_algorithms(config: RunConfig) -> Iterator[tuple[str, str, object]]:
             advantage = task.algorithm.advantage or algorithm.advantage
             where = f"tasks.{number}.algorithm.gamma"
             yield where, f"with advantage {advantage}", task.algorithm.gamma
+        if task.algorithm.reward_weight is not None and not config.distills(task.name):
+            advantage = task.algorithm.advantage or algorithm.advantage
+            where = f"tasks.{number}.algorithm.reward_weight"
+            yield where, f"with advantage {advantage}", task.algorithm.reward_weight
 
 
 def is_changed(section: BaseModel, field: str) -> bool:

@@ -40,6 +40,7 @@ from rollweave.schema.config.sections import (
     ServeConfig,
     SimConfig,
     TaskConfig,
+    TeacherConfig,
     TrainerConfig,
     WarmupConfig,
     WatchdogConfig,
@@ -66,6 +67,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig | None = None
+    teacher: TeacherConfig | None = None
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig | None = None
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
@@ -128,6 +130,10 @@ class RunConfig(Section):
             for task in self.tasks
         )
 
+    def distills(self, name: str) -> bool:
+        """Return whether task domain `name` learns from the teacher."""
+        return self.own_algorithms().get(name, self.algorithm).advantage == "distill"
+
     @property
     def injected(self) -> Faults:
         """The failures of [faults]."""
@@ -175,6 +181,15 @@ class RunConfig(Section):
         fixed |= {
             f"tasks ({task.name}).env": (task.env, envs.get(task.name)) for task in former.tasks
         }
+        names = {task.name for task in self.tasks}
+        fixed |= {  # buffered trajectories have the teacher's log-probs, or lack them
+            f"tasks ({task.name}).algorithm.advantage": (
+                former.own_algorithms().get(task.name, former.algorithm).advantage,
+                self.own_algorithms().get(task.name, self.algorithm).advantage,
+            )
+            for task in former.tasks
+            if task.name in names and former.distills(task.name) != self.distills(task.name)
+        }
         if self.model.scratch is not None and self.max_tokens > former.max_tokens:
             # the model was built for no longer sequences
             fixed["tasks.max_tokens"] = (former.max_tokens, self.max_tokens)
@@ -214,11 +229,12 @@ class RunConfig(Section):
         own = self.own_algorithms()
         for name in names:
             advantage, size = own.get(name, self.algorithm).advantage, self.group_size(name)
-            if advantage not in GROUPLESS and size < 2:
+            rewarded = own.get(name, self.algorithm).reward_weight and advantage == "distill"
+            if (rewarded or advantage not in GROUPLESS) and size < 2:
                 section = name if name in self.own_group_sizes() else "rollout"
-                raise ValueError(
-                    f"{section}.group_size must be at least 2 for {advantage}, got {size}"
-                )
+                which = f"{advantage} with a reward_weight" if rewarded else advantage
+                raise ValueError(f"{section}.group_size must be at least 2 for {which}, got {size}")
+        self._check_teacher()
         if (
             self.algorithm.kl
             and self.algorithm.kl_direction == "forward"
@@ -264,6 +280,30 @@ class RunConfig(Section):
         if self.model.device == "cuda" and self.sim is None:
             self.check_on_gpus()
         return self
+
+    def _check_teacher(self) -> None:
+        """Check that there is a teacher if a task domain learns from one, and that its
+        log-probs are comparable with those of the student.
+        """
+        if not any(self.distills(task.name) for task in self.tasks):
+            if self.teacher is not None:
+                raise ValueError(
+                    "teacher must be left out unless algorithm.advantage is distill, got "
+                    f"{self.algorithm.advantage}"
+                )
+            return
+        if self.teacher is None:
+            raise ValueError("teacher.url must be given with algorithm.advantage distill, got none")
+        if self.rollout.temperature != 1:
+            raise ValueError(
+                "rollout.temperature must be 1 with algorithm.advantage distill, since a teacher's "
+                f"log-probs are at temperature 1, got {self.rollout.temperature}"
+            )
+        if self.rollout.dynamic_sampling:
+            raise ValueError(
+                "rollout.dynamic_sampling must be false with algorithm.advantage distill, which "
+                "also learns from groups of equal rewards, got true"
+            )
 
     def _check_server(self, number: int, group: EngineConfig) -> None:
         """Check that inference servers can be the engines of this run."""

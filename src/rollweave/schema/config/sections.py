@@ -7,10 +7,18 @@ import enum
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from rollweave.schema.address import Hosts
+from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.serving import ServerName
 from rollweave.schema.weights import TransportName
 from rollweave.schema.work import Limits
@@ -42,6 +50,9 @@ def matching(pattern: str, rule: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "be the name of an environment variable")]
 
 
 def _listed(given: Any) -> Any:
@@ -130,9 +141,12 @@ Estimator = Literal[
     "gigpo_no_std",
     "gae",
     "gae_turn",
+    "distill",
 ]
-GROUPLESS: frozenset[Estimator] = frozenset({"reinforce_pp", "gae", "gae_turn"})
-"""Estimators that compare no members of a group: one member is enough."""
+GROUPLESS: frozenset[Estimator] = frozenset({"reinforce_pp", "gae", "gae_turn", "distill"})
+"""Estimators that compare no members of a group: one member is enough; distill does with
+a reward_weight.
+"""
 
 OF_CRITIC: frozenset[Estimator] = frozenset({"gae", "gae_turn"})
 """Estimators that need a critic."""
@@ -172,6 +186,9 @@ class TaskAlgorithmConfig(Section):
 
     advantage: Estimator | None = Field(None, description="Its advantage estimator.")
     gamma: Discount | None = Field(None, description="Its discount per turn.")
+    reward_weight: NotNegative | None = Field(
+        None, description="Its weight of the reward beside the teacher."
+    )
     loss: LossName | None = Field(
         None,
         description="Its policy loss; another one than the run's has its own published "
@@ -517,6 +534,11 @@ class AlgorithmConfig(Section):
     gamma: Discount = Field(
         1.0, description="Discount per turn, for environments with rewards per turn."
     )
+    reward_weight: NotNegative = Field(
+        0.0,
+        description="With advantage distill: weight of (reward - mean of the group), which is "
+        "added to what the teacher says of each token.",
+    )
     loss: LossName = Field("ppo", description="Policy loss (train/losses.py).")
     clip_low: Share | None = Field(
         None,
@@ -615,6 +637,36 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
+class TeacherConfig(Section):
+    """The teacher of the estimator distill: a model behind HTTP, with the student's
+    vocabulary.
+    """
+
+    url: str = Field(
+        description="Address of its server, http://HOST:PORT, which every rollout worker reaches."
+    )
+    dialect: Literal["completions", "sglang"] = Field(
+        "completions",
+        description="completions: /v1/completions with prompt_logprobs (vLLM, `rollweave engine`); "
+        "sglang: SGLang's /generate.",
+    )
+    model: str = Field("", description="Its name at the server; the server's only model if empty.")
+    token_env: Variable | None = Field(
+        None,
+        description="Environment variable that holds the server's bearer token, if it has one.",
+    )
+    timeout_s: Positive = Field(
+        120.0,
+        description="Maximum seconds for the log-probs of one trajectory, with all retries; then "
+        "the attempt fails as teacher_error.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        return parse_address(url, field="teacher.url")
+
+
 class WarmupConfig(Section):
     """Supervised warm-up on scripted transcripts before RL.
 
@@ -671,7 +723,6 @@ RayAddress = Annotated[
     str,
     matching(f"auto|{ENDPOINT}", "be auto, or HOST:PORT of a Ray cluster with a node here"),
 ]
-Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "be the name of an environment variable")]
 
 
 class ClusterConfig(Section):

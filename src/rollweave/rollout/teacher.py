@@ -1,0 +1,328 @@
+"""The teacher of on-policy distillation: a model behind HTTP that tells how likely each
+token of the student's trajectories is.
+
+Invariants: a log-prob belongs to exactly the token that was sent; what cannot be read is
+an error, never a number; a call ends within `timeout_s`, with its retries. Retrying is
+harmless, because scoring changes nothing at the server.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import msgspec
+from tokenizers import Tokenizer
+
+from rollweave.engine.clients.responses import ResponseError, parse
+from rollweave.schema.config.sections import TeacherConfig
+from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.packing import as_json
+from rollweave.schema.rollouts import TeacherWait
+from rollweave.schema.work import TokenSequence
+
+CONNECTIONS = 64
+"""Maximum number of requests of one process that are under way; others wait for them."""
+
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 8.0
+"""Seconds before the first retry, doubled each time, up to the maximum."""
+
+PROBED_TOKENS, PROBE_TOKENS = 512, 64
+"""Number of tokens of the vocabulary that are compared, and that one request has."""
+
+DIFFERING = 0.02
+"""Maximum share of compared tokens whose texts may differ: servers may clean up the
+texts of a few tokens, but those of another vocabulary differ nearly everywhere.
+"""
+
+ERROR_CHARS = 300
+"""Maximum number of characters of a server's message in an error."""
+
+
+class TeacherError(RollweaveError):
+    """The teacher gave no log-probs."""
+
+
+class _RetryableError(Exception):
+    """The teacher could not be reached, or was too busy."""
+
+
+class _TokenLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    decoded_token: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    prompt_logprobs: tuple[dict[str, _TokenLogprob] | None, ...] | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...]
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    input_token_logprobs: tuple[tuple[float | None, int, str | None], ...] | None = None
+
+
+class _Generated(msgspec.Struct, frozen=True):
+    meta_info: _Meta
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[_Model, ...]
+
+
+Teach = Callable[[Sequence[TokenSequence]], Awaitable[tuple[TokenSequence, ...]]]
+"""Returns sequences with the teacher's log-probs. Raises TeacherError."""
+
+Scored = tuple[float, str | None]
+"""A token's log-prob after those before it, and its text if the server names it."""
+
+
+class Teacher:
+    """The teacher that `config` describes. `clock` gives the times of `wait`."""
+
+    def __init__(self, config: TeacherConfig, *, clock: Callable[[], float]) -> None:
+        self._config, self._clock = config, clock
+        self._session: aiohttp.ClientSession | None = None
+        self._model = config.model
+        self._since: dict[object, float] = {}
+        self._trouble = ""
+
+    def wait(self) -> TeacherWait | None:
+        """Return the wait of the calls under way, since the oldest began."""
+        if not self._since:
+            return None
+        count = len(self._since)
+        what = f"{count} {'trajectory waits' if count == 1 else 'trajectories wait'}"
+        return TeacherWait(
+            url=self._config.url,
+            what=f"{what}; {self._trouble}" if self._trouble else what,
+            since=min(self._since.values()),
+        )
+
+    async def teach(self, sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
+        """Return the sequences with the teacher's log-probs of their output tokens.
+
+        Raises TeacherError.
+        """
+        return tuple([await self._taught(sequence) for sequence in sequences])
+
+    async def _taught(self, sequence: TokenSequence) -> TokenSequence:
+        mask = sequence.output_mask()
+        if not any(mask):
+            return sequence
+        end = len(mask) - mask[::-1].index(True)
+        scored = await self.scored(sequence.tokens[:end])
+        teacher = [
+            logprob if wanted else 0.0
+            for (logprob, _), wanted in zip(scored, mask[:end], strict=True)
+        ]
+        teacher += [0.0] * (len(mask) - end)
+        return msgspec.structs.replace(sequence, teacher=tuple(teacher))
+
+    async def scored(self, tokens: Sequence[int], *, texts: bool = False) -> list[Scored]:
+        """Return the log-prob of each token, 0 for the first, and with `texts` its text.
+
+        Raises TeacherError.
+        """
+        with self._waiting():
+            pause_s = FIRST_RETRY_S
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    while True:
+                        try:
+                            return await self._ask(tokens, texts=texts)
+                        except _RetryableError as error:
+                            self._trouble = str(error)
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, MAX_RETRY_S)
+            except TimeoutError:
+                reason = f": {self._trouble}" if self._trouble else ""
+                raise TeacherError(
+                    f"teacher {self._config.url} gave no log-probs within "
+                    f"{self._config.timeout_s:g} s{reason}"
+                ) from None
+            except ResponseError as error:
+                raise TeacherError(f"teacher {self._config.url}: {error}") from error
+
+    async def check_vocabulary(self, tokenizer: Tokenizer) -> int:
+        """Compare the texts of tokens of the student's `tokenizer` with those that the
+        teacher gives them, and return how many were compared.
+
+        Raises TeacherError if it has another vocabulary, or names no texts.
+        """
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = sorted({index * size // PROBED_TOKENS for index in range(PROBED_TOKENS)} | {size - 1})
+        compared, wrong = 0, list[tuple[int, str, str]]()
+        for start in range(0, len(ids), PROBE_TOKENS - 1):
+            # the first token of a prompt has neither log-prob nor text
+            part = [ids[0], *ids[start : start + PROBE_TOKENS - 1]]
+            for token, (_, text) in list(
+                zip(part, await self.scored(part, texts=True), strict=True)
+            )[1:]:
+                own = tokenizer.decode([token], skip_special_tokens=False).strip()
+                if text is None or not own or "\ufffd" in own or not text.strip():
+                    continue
+                compared += 1
+                if text.strip() != own:
+                    wrong.append((token, own, text.strip()))
+        url = self._config.url
+        if 2 * compared < len(ids) and compared < PROBE_TOKENS:
+            raise TeacherError(
+                f"teacher {url} must name the texts of tokens, so that its vocabulary can be "
+                f"compared, got those of {compared} of {len(ids)} tokens"
+            )
+        if len(wrong) > DIFFERING * compared:
+            token, own, other = wrong[0]
+            raise TeacherError(
+                f"teacher {url} must have the student's vocabulary, got another one: "
+                f"{len(wrong)} of {compared} tokens differ, token {token} is {own!r:.40} for the "
+                f"student and {other!r:.40} for the teacher"
+            )
+        return compared
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        call = object()
+        self._since[call] = self._clock()
+        try:
+            yield
+        finally:
+            del self._since[call]
+            if not self._since:
+                self._trouble = ""
+
+    async def _ask(self, tokens: Sequence[int], *, texts: bool) -> list[Scored]:
+        """Send one request. Raises _RetryableError, ResponseError or TeacherError."""
+        if self._config.dialect == "sglang":
+            body: dict[str, Any] = {
+                "input_ids": tokens,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            if texts:
+                body["return_text_in_logprobs"] = True
+            answer = parse(await self._exchange("POST", "/generate", body), _Generated)
+            return _of_sglang(answer, tokens)
+        if not self._model:
+            models = parse(await self._exchange("GET", "/v1/models", None), _Models).data
+            if len(models) != 1:
+                names = ", ".join(model.id for model in models) or "none"
+                raise ResponseError(f"teacher.model must name one of its models ({names})")
+            self._model = models[0].id
+        body = {
+            "model": self._model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        answer_ = parse(await self._exchange("POST", "/v1/completions", body), _Completion)
+        return _of_completion(answer_, tokens)
+
+    async def _exchange(self, method: str, path: str, body: object) -> bytes:
+        url = self._config.url + path
+        data = None if body is None else as_json(body)
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            async with self._open_session().request(
+                method, url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _RetryableError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+        if response.status == 200:
+            return answer
+        detail = answer[: 4 * ERROR_CHARS].decode(errors="replace")[:ERROR_CHARS]
+        text = f"status {response.status} of {path}: {detail}"
+        if response.status == 429 or response.status >= 500:
+            raise _RetryableError(text)
+        raise ResponseError(text)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            variable = self._config.token_env
+            token = os.environ.get(variable, "") if variable is not None else ""
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers={"Authorization": f"Bearer {token}"} if token else {},
+            )
+        return self._session
+
+
+def _of_completion(answer: _Completion, tokens: Sequence[int]) -> list[Scored]:
+    """Return what vLLM's extension `prompt_logprobs` says of each token."""
+    entries = answer.choices[0].prompt_logprobs if answer.choices else None
+    if entries is None:
+        raise ResponseError("its answer has no prompt_logprobs: the server does not offer them")
+    if len(entries) != len(tokens):
+        raise ResponseError(f"it gave {len(entries)} log-probs for {len(tokens)} tokens")
+    scored: list[Scored] = [(0.0, None)]
+    for place, (token, entry) in enumerate(zip(tokens[1:], entries[1:], strict=True), start=1):
+        found = (entry or {}).get(str(token))
+        if found is None:
+            raise ResponseError(f"its answer has no log-prob of token {place}, whose id is {token}")
+        scored.append((_finite(found.logprob, place), found.decoded_token))
+    return scored
+
+
+def _of_sglang(answer: _Generated, tokens: Sequence[int]) -> list[Scored]:
+    entries = answer.meta_info.input_token_logprobs
+    if entries is None or len(entries) != len(tokens):
+        count = 0 if entries is None else len(entries)
+        raise ResponseError(f"it gave {count} log-probs for {len(tokens)} tokens")
+    scored: list[Scored] = []
+    for place, (token, (logprob, id_, text)) in enumerate(zip(tokens, entries, strict=True)):
+        if id_ != token or (logprob is None and place):
+            raise ResponseError(f"its answer has no log-prob of token {place}, whose id is {token}")
+        scored.append((_finite(logprob, place) if logprob is not None and place else 0.0, text))
+    return scored
+
+
+def _finite(logprob: float, place: int) -> float:
+    if not math.isfinite(logprob) or logprob > 1e-3:
+        raise ResponseError(f"the log-prob of token {place} must be at most 0, got {logprob}")
+    return logprob
+
+
+def check_teacher(config: TeacherConfig, tokenizer: Tokenizer, *, limit_s: float) -> int:
+    """Ask the teacher whether it has the student's vocabulary, and return the number of
+    tokens compared. Each request may take `limit_s` at most.
+
+    Raises ConfigError, whose text is the broken rule.
+    """
+    if config.token_env is not None and not os.environ.get(config.token_env):
+        raise ConfigError(f"token_env must be set in the environment, got {config.token_env}")
+    brief = config.model_copy(update={"timeout_s": min(limit_s, config.timeout_s)})
+
+    async def ask() -> int:
+        teacher = Teacher(brief, clock=time.monotonic)
+        try:
+            return await teacher.check_vocabulary(tokenizer)
+        finally:
+            await teacher.close()
+
+    # the caller's thread may have a running event loop
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(asyncio.run, ask()).result()
+        except TeacherError as error:
+            raise ConfigError(str(error).removeprefix("teacher ")) from error

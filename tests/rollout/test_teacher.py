@@ -1,0 +1,304 @@
+"""The teacher's log-probs belong to the student's tokens; every other answer is an
+error that names the teacher, within a limit.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, models
+
+from rollweave.rollout.teacher import PROBED_TOKENS, Teacher, TeacherError, check_teacher
+from rollweave.schema.config.sections import TeacherConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence
+
+DIALECTS = ("completions", "sglang")
+
+
+def logprob(prefix: list[int], token: int) -> float:
+    """Return what the fake teacher thinks of a token after a prefix."""
+    return -((7 * sum(prefix) + token) % 13) / 4
+
+
+def text(token: int) -> str:
+    return f"word{token}"
+
+
+class FakeServer:
+    """A server that speaks both dialects. `spoil` changes an answer, or raises."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.tokens: list[str] = []
+        self.models = ["big"]
+        self.text: Callable[[int], str | None] = text
+        self.spoil: Callable[[Any], Any] = lambda answer: answer
+        self.url = ""
+
+    def application(self) -> web.Application:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._completion),
+                web.post("/generate", self._generate),
+            ]
+        )
+        return app
+
+    async def _read(self, request: web.Request) -> dict[str, Any]:
+        self.tokens.append(request.headers.get("Authorization", ""))
+        body: dict[str, Any] = await request.json()
+        self.requests.append(body)
+        return body
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in self.models]})
+
+    async def _completion(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("big", 1, 0)
+        prompt = body["prompt"]
+        entries: list[Any] = [None]
+        for at, token in enumerate(prompt[1:], start=1):
+            value = {"logprob": logprob(prompt[:at], token), "decoded_token": self.text(token)}
+            entries.append({str(token): value})
+        answer = self.spoil({"choices": [{"prompt_logprobs": entries}]})
+        return answer if isinstance(answer, web.Response) else web.json_response(answer)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        assert (body["return_logprob"], body["logprob_start_len"]) == (True, 0)
+        prompt = body["input_ids"]
+        shown = self.text if body.get("return_text_in_logprobs") else lambda _: None
+        entries = [
+            [logprob(prompt[:at], token) if at else None, token, shown(token)]
+            for at, token in enumerate(prompt)
+        ]
+        answer = self.spoil({"meta_info": {"input_token_logprobs": entries}})
+        return answer if isinstance(answer, web.Response) else web.json_response(answer)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    fake = FakeServer()
+    runner = web.AppRunner(fake.application(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield fake
+    await runner.cleanup()
+
+
+def sequence() -> TokenSequence:
+    """A prompt, an answer, an observation, an answer, and a last observation."""
+    parts = [("prompt", 3), ("output", 2), ("observation", 2), ("output", 3), ("observation", 1)]
+    segments, start = [], 0
+    for kind, count in parts:
+        version = 0 if kind == "output" else -1
+        segments.append(
+            Segment(start=start, end=start + count, kind=SegmentKind(kind), version=version)
+        )
+        start += count
+    tokens = tuple((3 * at) % 11 for at in range(start))
+    return TokenSequence(tokens=tokens, segments=tuple(segments), logprobs=(0.0,) * start)
+
+
+def teacher_of(server: FakeServer, **changes: Any) -> Teacher:
+    config = TeacherConfig.model_validate({"url": server.url, **changes})
+    return Teacher(config, clock=asyncio.get_running_loop().time)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_output_tokens_get_the_log_probs_of_the_teacher(
+    server: FakeServer, dialect: str
+) -> None:
+    teacher = teacher_of(server, dialect=dialect)
+    given = sequence()
+    prompt = TokenSequence(
+        tokens=(1, 2),
+        segments=(Segment(start=0, end=2, kind=SegmentKind.PROMPT),),
+        logprobs=(0.0, 0.0),
+    )
+    taught, untouched = await teacher.teach((given, prompt))
+    await teacher.close()
+    assert untouched == prompt  # nothing was sampled
+    assert len(server.requests) == 1
+    tokens = list(given.tokens)
+    assert list(taught.teacher) == [
+        logprob(tokens[:at], token) if sampled else 0.0
+        for (at, token), sampled in zip(enumerate(tokens), given.output_mask(), strict=True)
+    ]
+    sent = server.requests[0]["prompt" if dialect == "completions" else "input_ids"]
+    assert sent == tokens[:-1]  # the last observation is not sent
+
+
+async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(server: FakeServer) -> None:
+    teacher = teacher_of(server, model="big")
+    waits = []
+
+    def spoil(answer: Any) -> Any:
+        waits.append(teacher.wait())
+        statuses = {1: 503, 2: 429, 3: 500}
+        status = statuses.get(len(server.requests))
+        return answer if status is None else web.Response(status=status, text="loading")
+
+    server.spoil = spoil
+    (taught,) = await teacher.teach((sequence(),))
+    await teacher.close()
+    assert taught.teacher
+    assert len(server.requests) == 4
+    assert [wait.url for wait in waits if wait] == [server.url] * 4
+    last = waits[-1]
+    assert last is not None
+    assert last.what == "1 trajectory waits; status 500 of /v1/completions: loading"
+    assert teacher.wait() is None
+
+
+async def test_a_teacher_that_never_answers_is_given_up_within_the_limit(
+    server: FakeServer,
+) -> None:
+    server.spoil = lambda _: web.Response(status=503, text="busy")
+    teacher = teacher_of(server, timeout_s=0.2)
+    with pytest.raises(TeacherError, match=r"gave no log-probs within 0.2 s: status 503 of .*busy"):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+
+
+async def test_a_teacher_that_is_not_there() -> None:
+    teacher = Teacher(
+        TeacherConfig(url="http://127.0.0.1:9", timeout_s=0.2),
+        clock=asyncio.get_running_loop().time,
+    )
+    with pytest.raises(TeacherError, match=r"teacher http://127.0.0.1:9 gave no log-probs within"):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+
+
+def _without(answer: Any) -> Any:
+    del answer["choices"][0]["prompt_logprobs"]
+    return answer
+
+
+def _shorter(answer: Any) -> Any:
+    answer["choices"][0]["prompt_logprobs"].pop()
+    return answer
+
+
+def _other(answer: Any) -> Any:
+    entries = answer["choices"][0]["prompt_logprobs"]
+    entries[2] = {"99": {"logprob": -1.0}}
+    return answer
+
+
+def _positive(answer: Any) -> Any:
+    for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+        for value in entry.values():
+            value["logprob"] = 3.0
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (_without, "its answer has no prompt_logprobs: the server does not offer them"),
+        (_shorter, "it gave 9 log-probs for 10 tokens"),
+        (_other, "its answer has no log-prob of token 2, whose id is 6"),
+        (_positive, "the log-prob of token 1 must be at most 0, got 3.0"),
+        (lambda _: {"choices": []}, "its answer has no prompt_logprobs"),
+        (lambda _: [], "its answer cannot be read"),
+        (
+            lambda _: web.Response(text='{"choices": [{"prompt_logprobs": [NaN]}]}'),
+            "cannot be read",
+        ),
+        (lambda _: web.Response(status=400, text="too long"), "status 400 of /v1/comp.*: too long"),
+    ],
+)
+async def test_a_wrong_answer_is_an_error_at_once(
+    server: FakeServer, spoil: Callable[[Any], Any], error: str
+) -> None:
+    server.spoil = spoil
+    teacher = teacher_of(server)
+    with pytest.raises(TeacherError, match=error):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [None, [], [[None, 0, None]], [[None, at, None] for at in range(10)]],
+)
+async def test_a_wrong_answer_of_sglang(server: FakeServer, entries: Any) -> None:
+    server.spoil = lambda _: {"meta_info": {"input_token_logprobs": entries}}
+    teacher = teacher_of(server, dialect="sglang")
+    with pytest.raises(TeacherError, match=r"log-probs? "):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+
+
+async def test_a_server_of_several_models_needs_a_name(server: FakeServer) -> None:
+    server.models = ["a", "b"]
+    teacher = teacher_of(server)
+    with pytest.raises(TeacherError, match=r"teacher.model must name one of its models \(a, b\)"):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+
+
+def tokenizer(size: int = 1000) -> Tokenizer:
+    made = Tokenizer(
+        models.WordLevel({text(token): token for token in range(size)}, unk_token=text(0))
+    )
+    made.decoder = decoders.Fuse()
+    return made
+
+
+async def checked(server: FakeServer, size: int = 1000, **changes: Any) -> int:
+    config = TeacherConfig.model_validate({"url": server.url, **changes})
+    return await asyncio.to_thread(check_teacher, config, tokenizer(size), limit_s=5.0)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("size", [7, 1000])
+async def test_a_teacher_with_the_same_vocabulary(
+    server: FakeServer, dialect: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER", "secret")
+    count = await checked(server, size, dialect=dialect, token_env="TEACHER")
+    assert min(size, PROBED_TOKENS) <= count <= PROBED_TOKENS + 1
+    assert set(server.tokens) == {"Bearer secret"}
+    assert all(len(json.dumps(body)) < 2000 for body in server.requests)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_teacher_with_another_vocabulary_is_refused(
+    server: FakeServer, dialect: str
+) -> None:
+    server.text = lambda token: text(token + 1 if token > 500 else token)
+    with pytest.raises(ConfigError, match="must have the student's vocabulary, got another one: "):
+        await checked(server, dialect=dialect)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_teacher_that_names_no_texts_is_refused(server: FakeServer, dialect: str) -> None:
+    server.text = lambda _: None
+    with pytest.raises(ConfigError, match="must name the texts of tokens, so that its vocabulary"):
+        await checked(server, dialect=dialect)
+
+
+async def test_a_smaller_vocabulary_is_refused_in_the_words_of_the_server(
+    server: FakeServer,
+) -> None:
+    server.spoil = lambda _: web.Response(status=400, text="token id 999 is out of vocabulary")
+    with pytest.raises(ConfigError, match=r"status 400 .*: token id 999 is out of vocabulary"):
+        await checked(server)
+
+
+async def test_a_missing_variable_is_named(server: FakeServer) -> None:
+    with pytest.raises(ConfigError, match="token_env must be set in the environment, got NOWHERE"):
+        await checked(server, token_env="NOWHERE")
+    assert not server.requests

@@ -1,0 +1,142 @@
+"""On-policy distillation with a teacher that `rollweave engine` serves: what is stored
+are its log-probs, the student comes nearer to it, and a teacher that cannot teach is
+refused.
+"""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollweave.envs.frozenlake import FrozenLake
+from rollweave.record.store import TrajectoryReader
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.work import Purpose
+from rollweave.train.scratch import build_checkpoint
+from tests.engine.models import oracle_logprobs
+from tests.runtime.real import (
+    GROUPS,
+    MEMBERS,
+    check_totals,
+    lake,
+    lines,
+    living,
+    run_dir,
+    run_to_end,
+)
+
+pytestmark = pytest.mark.slow
+
+EXACT = 1e-4
+
+
+def checkpoint(directory: Path, words: Sequence[str] | None = None) -> Path:
+    """Write a teacher with the vocabulary of the lake, or of these words."""
+    options: dict[str, Any] = {"maps": "fixed"}
+    build_checkpoint(
+        directory,
+        scratch=ScratchModel(hidden=32, layers=1),
+        context=512,
+        words=FrozenLake.words(options) if words is None else words,
+        seed=77,
+    )
+    return directory
+
+
+@contextlib.contextmanager
+def served(model: Path, token_file: Path) -> Iterator[str]:
+    """Serve a checkpoint, and yield its address."""
+    command = [sys.executable, "-m", "rollweave.cli.main", "engine", str(model), "--port", "0"]
+    command += ["--token-file", str(token_file), "--kv-tokens", "8192", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split(" at ")[1].split(",")[0]
+        finally:
+            process.kill()
+
+
+def taught(directory: Path, url: str, **sections: Any) -> RunConfig:
+    return lake(
+        directory,
+        algorithm={"advantage": "distill"},
+        teacher={"url": url, "token_env": "TEACHER_TOKEN"},
+        trainer={"lr": 1e-2},
+        **sections,
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_student_learns_from_a_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, token = checkpoint(tmp_path / "teacher"), tmp_path / "token"
+    with served(model, token) as url:
+        monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
+        config = taught(tmp_path, url, run={"steps": 12}, workers={"count": workers})
+        check_totals(config, run_to_end(config))
+    kl = [line["trainer"]["kl_teacher"] for line in lines(config, "step")]
+    assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
+    teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    found = 0
+    for entry in reader.entries:
+        for sequence in reader.load(entry).sequences:
+            if entry.purpose is not Purpose.TRAIN or not sequence.teacher:
+                assert not sequence.teacher
+                continue
+            found += 1
+            rows = oracle_logprobs(teacher, sequence.tokens)
+            for at, sampled in enumerate(sequence.output_mask()):
+                want = rows[at - 1, sequence.tokens[at]].item() if sampled else 0.0
+                assert sequence.teacher[at] == pytest.approx(want, abs=EXACT)
+    assert found >= 12 * GROUPS * MEMBERS
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"other{number}" for number in range(40)]
+    model, token = checkpoint(tmp_path / "teacher", words), tmp_path / "token"
+    with served(model, token) as url:
+        monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
+        with living(taught(tmp_path, url)) as life:
+            assert life.end() == 2
+            (error,) = life.errors
+    assert error.startswith("error: teacher: ")
+    assert "must have the student's vocabulary" in error or "status 400" in error
+    assert not (tmp_path / "lake").exists()
+
+
+def test_a_teacher_that_is_lost_ends_attempts_and_then_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, token = checkpoint(tmp_path / "teacher"), tmp_path / "token"
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(served(model, token))
+        monkeypatch.setenv("TEACHER_TOKEN", token.read_text().strip())
+        config = taught(tmp_path, url, run={"steps": 1000}, rollout={"retries": 0})
+        teacher = {"url": url, "token_env": "TEACHER_TOKEN", "timeout_s": 1.0}
+        config = RunConfig.model_validate({**config.model_dump(), "teacher": teacher})
+        with living(config) as life:
+            life.until(lambda core: core.state.trainer.step >= 1, "a step")
+            stack.close()
+            assert life.end() == 1
+            (error,) = life.errors
+    assert f"teacher {url} gave no log-probs within 1 s" in error
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    failed = [
+        trajectory
+        for entry in reader.entries
+        if (trajectory := reader.load(entry)).stop_reason == "teacher_error"
+    ]
+    assert failed
+    assert {(each.blame, each.reward) for each in failed} == {("infrastructure", None)}
