@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rollweave.schema.errors import ConfigError
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 """Maximum seconds to ask an interpreter, most of which the disk takes."""
 
 SCRIPT = """
