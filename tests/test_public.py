@@ -27,7 +27,7 @@ def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
     )
 
 
