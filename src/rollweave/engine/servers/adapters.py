@@ -4,16 +4,12 @@ process of the engine adds them to those of the model.
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollweave.engine.servers.published import Publication
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_tensors_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class AdapterMerger:
