@@ -194,7 +194,7 @@ async def requests_in_flight_continue_under_new_weights(
     answers = [engine.generate(request) for request in requests]
     manifest = weights.published(2)
     await engine.stage(manifest)
-    await asyncio.sleep(0.3)  # the server samples some tokens
+    await tokens_are_sampled(engine, 8)
     suspended = await engine.suspend()
     assert suspended.in_flight == 8
     await engine.load(manifest)
@@ -210,6 +210,15 @@ async def requests_in_flight_continue_under_new_weights(
         second = await weights.continued(2, greedy("second", context, count=400 - before.end))
         assert result.tokens[after.start :] == second.tokens
         assert result.logprobs[after.start :] == pytest.approx(second.logprobs, abs=EXACT)
+
+
+async def tokens_are_sampled(engine: EngineClient, turns: int) -> None:
+    """Return once so many turns run and their KV has grown."""
+    async with asyncio.timeout(60):
+        while (stats := await engine.stats()).running < turns:
+            pass
+        while (await engine.stats()).kv_used_tokens <= stats.kv_used_tokens:
+            pass
 
 
 async def adapters_are_added_to_the_first_weights(engine: EngineClient, weights: Weights) -> None:

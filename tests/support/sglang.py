@@ -2,6 +2,7 @@
 is `tests/support/sglang_server.py`.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -33,10 +34,11 @@ def sglang_python(directory: Path, *, without: str = "") -> str:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
     program = directory / "python"
-    path = ":".join([str(site), str(ROOT), *(path for path in sys.path if path)])
+    path = f"{site}:{ROOT}"
     # -I ignores PYTHONPATH
     program.write_text(
-        f'#!/bin/sh\n[ "$1" = -I ] && shift\nPYTHONPATH={path} exec {sys.executable} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = -I ] && shift\n'
+        f'PYTHONPATH={shlex.quote(path)} exec {shlex.quote(sys.executable)} "$@"\n'
     )
     program.chmod(0o755)
     return str(program)

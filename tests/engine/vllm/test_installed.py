@@ -51,7 +51,7 @@ def test_missing_routes_are_named_with_the_version(tmp_path: Path) -> None:
     ("python", "got"),
     [
         ("/no/such/python", "got '/no/such/python', which is no program"),
-        ("false", "got 'false': "),
+        ("false", "got 'false', which failed: exit status 1"),
         ("echo", "got 'echo': "),
     ],
 )

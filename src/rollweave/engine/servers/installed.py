@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from rollweave.io.child import status_text
 from rollweave.schema.errors import ConfigError
 
 LIMIT_S = 60.0
@@ -64,7 +65,14 @@ def installed_version(
         ).stdout
         found = json.loads(answer)
         version, lacks = found["version"], found["lacks"]
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{problem}, got {python!r}, which did not answer within {LIMIT_S:g} s"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        reason = "\n".join(error.stderr.strip().splitlines()[-1:]) or status_text(error.returncode)
+        raise ConfigError(f"{problem}, got {python!r}, which failed: {reason:.200}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{problem}, got {python!r}: {error!s:.200}") from None
     if version is None:
         raise ConfigError(f"{problem}, got {python!r}, which has none")
