@@ -29,7 +29,6 @@ from benchmarks.contract import Figure, Result
 from benchmarks.engine.harness import Harness
 from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
 from rollweave.runtime.preflight.memory import (
-    DTYPE_BYTES,
     Part,
     engine_parts,
     kv_bytes,
@@ -55,6 +54,7 @@ from rollweave.schema.serving import (
     Staged,
 )
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
+from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.schema.work import (
     Batch,
     Blame,
@@ -346,7 +346,7 @@ class _Subject:
             elapsed = time.perf_counter() - started
         computed = sum(len(request.tokens) for request in requests)
         figures["prefill_tokens_per_s"] = computed / elapsed
-        read = parameters(shape) * DTYPE_BYTES[case.dtype]
+        read = parameters(shape) * NUMBER_BYTES[case.dtype]
         single = figures[f"tokens_per_s_{CONCURRENCY[0]}"]
         assert isinstance(single, float)
         figures["decode_bandwidth_share"] = _over(single * read / 1e9, peaks["copy_gb_per_s"])
@@ -379,7 +379,7 @@ class _Subject:
                     )
                 figures[f"kv_export_s_{over}"] = moved - started
                 figures[f"kv_import_s_{over}"] = ended - moved
-                width = DTYPE_BYTES[self._case.dtype]
+                width = NUMBER_BYTES[self._case.dtype]
                 figures["kv_bytes"] = exported.manifest.tokens * kv_bytes(self._shape, width)
         return figures
 

@@ -11,6 +11,9 @@ from typing import Literal
 
 from rollweave.schema.base import Struct, TaggedStruct
 
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number of each format of weights, KV and activations."""
+
 
 class TensorMeta(Struct, frozen=True, kw_only=True):
     """Describes one tensor at bytes `[offset, offset + nbytes)` of the payload.

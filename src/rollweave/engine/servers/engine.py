@@ -25,7 +25,7 @@ from rollweave.engine.clients.resuming import unextended_result
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.control import Control, RefusedError
 from rollweave.engine.servers.phases import UpdateTimes
-from rollweave.engine.servers.process import ServerProcess
+from rollweave.engine.servers.process import ServerProcess, max_context
 from rollweave.engine.servers.published import HeldWeights, published
 from rollweave.engine.servers.versions import OwnDialect
 from rollweave.io.locked_folders import temporary_folder
@@ -77,7 +77,7 @@ Controlling = Suspend | Resume | Load | LoadCheckpoint
 
 
 class ServerKind(Protocol):
-    """What differs between the kinds of servers.
+    """The differences between the kinds of servers.
 
     `name` is its name in errors, `dialect` that of its requests. If `copies_weights`, a
     version that `hold` returns is a copy in the memory of the engine's process. If
@@ -96,9 +96,6 @@ class ServerKind(Protocol):
 
     def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> ServerProcess:
         """Start a server, whose temporary files are in `folder`. Raises EngineError."""
-
-    def max_context(self, spec: EngineSpec, shape: ModelShape) -> int:
-        """Return the maximum length of a sequence, which must fit in the cache."""
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnDialect:
         """Return the dialect of the server."""
@@ -203,7 +200,7 @@ class ServerEngine:
                     version=spec.version,
                     kv_total_tokens=spec.kv_tokens,
                     max_slots=spec.max_slots,
-                    max_context=kind.max_context(spec, shape),
+                    max_context=max_context(spec, shape),
                     stages=True,
                     moves_kv=False,
                 )

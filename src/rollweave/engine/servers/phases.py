@@ -1,4 +1,4 @@
-"""How long each phase of a weight update takes, which an engine writes to its log. The
+"""The seconds of each phase of a weight update, which an engine writes to its log. The
 server generates during the first one, and stops for the others.
 
 | phase | what happens |

@@ -11,12 +11,13 @@ import re
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.io.child import status_text
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.weights.checkpoint import ModelShape
 
 HOST = "127.0.0.1"
 
@@ -95,6 +96,22 @@ def settings_of(spec: EngineSpec) -> ServerSpec:
     """Return the settings of the server of an engine that has one."""
     assert spec.server is not None, "an engine without a server"
     return spec.server
+
+
+def max_context(spec: EngineSpec, shape: ModelShape) -> int:
+    """Return the maximum length of a sequence, which must fit in the cache."""
+    return min(shape.context, spec.kv_tokens)
+
+
+def command_line(
+    options: Mapping[str, object], switches: Iterable[str], args: Iterable[str]
+) -> list[str]:
+    """Return a server's arguments. The user's `args` come last, and take precedence."""
+    return [
+        *(part for name, value in options.items() for part in (f"--{name}", str(value))),
+        *(f"--{name}" for name in switches),
+        *args,
+    ]
 
 
 def inherited() -> dict[str, str]:

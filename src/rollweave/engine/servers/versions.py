@@ -27,14 +27,20 @@ class OwnDialect(Dialect, Protocol):
 
 
 class KnownVersions:
-    """The versions that a server has had, the first of which is `version`."""
+    """The versions that a server has had, the first of which is `version`.
+
+    `key` names the weights that it has now, "" the first ones: prefixes of other weights
+    must not be continued.
+    """
 
     def __init__(self, version: int) -> None:
+        self.key = ""
         self._versions = [max(0, version)]
         self._sent: dict[str, int] = {}
 
-    def changed(self, version: int) -> None:
-        """Record that the server gets this version."""
+    def changed(self, version: int, weights_id: int) -> None:
+        """Record that the server gets these weights."""
+        self.key = str(weights_id)
         self._versions.append(version)
 
     def sent(self, request: GenerateRequest) -> None:

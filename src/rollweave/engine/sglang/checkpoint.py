@@ -15,14 +15,12 @@ import msgspec
 
 from rollweave.engine.servers.published import verified
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import TensorMeta, WeightManifest
+from rollweave.schema.weights import NUMBER_BYTES, TensorMeta, WeightManifest
 from rollweave.weights.checkpoint import ModelShape
 from rollweave.weights.memory import READ_CHUNK, seal
 
 FORMATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """The names of number formats in safetensors."""
-
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 ALIGNMENT = 8
 """Multiple of the header's length, as the safetensors library writes it."""
@@ -79,7 +77,7 @@ def _write(fd: int, tensors: Iterable[TensorMeta], payload: memoryview) -> None:
     """Write a safetensors file, whose tensors follow each other without gaps, those with
     wide numbers first, which keeps all aligned.
     """
-    ordered = sorted(tensors, key=lambda meta: (-WIDTHS[meta.dtype], meta.offset))
+    ordered = sorted(tensors, key=lambda meta: (-NUMBER_BYTES[meta.dtype], meta.offset))
     header, end = dict[str, object](), 0
     for meta in ordered:
         start, end = end, end + meta.nbytes

@@ -1,4 +1,4 @@
-"""What an SGLang must have in order to be an engine."""
+"""The parts that an SGLang must have in order to be an engine."""
 
 from rollweave.engine.servers.installed import installed_version
 from rollweave.engine.sglang.control import ABORT, GENERATE, LOADS, ROUTES

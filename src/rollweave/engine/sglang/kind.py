@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from rollweave.engine.servers.process import ServerProcess, settings_of
+from rollweave.engine.servers.process import ServerProcess, max_context, settings_of
 from rollweave.engine.sglang.checkpoint import CheckpointMemory, checkpoint_of
 from rollweave.engine.sglang.control import SglangControl
 from rollweave.engine.sglang.installed import sglang_version
-from rollweave.engine.sglang.server import SglangServer, max_context
+from rollweave.engine.sglang.server import SglangServer
 from rollweave.engine.sglang.versions import OwnSglang
 from rollweave.schema.serving import DialectName, EngineSpec
 from rollweave.schema.weights import WeightManifest
@@ -26,9 +26,6 @@ class SglangKind:
 
     def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> SglangServer:
         return SglangServer(spec, shape, folder)
-
-    def max_context(self, spec: EngineSpec, shape: ModelShape) -> int:
-        return max_context(spec, shape)
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnSglang:
         return OwnSglang(

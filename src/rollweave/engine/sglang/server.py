@@ -13,8 +13,10 @@ from pathlib import Path
 from rollweave.engine.servers.process import (
     HOST,
     ServerProcess,
+    command_line,
     has_tokenizer,
     inherited,
+    max_context,
     settings_of,
 )
 from rollweave.schema.serving import EngineSpec, ServerSpec
@@ -53,11 +55,6 @@ class SglangServer(ServerProcess):
         )
 
 
-def max_context(spec: EngineSpec, shape: ModelShape) -> int:
-    """Return the maximum length of a sequence, which must fit in the cache."""
-    return min(shape.context, spec.kv_tokens)
-
-
 def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port: int) -> list[str]:
     """Return the server's arguments. The user's come last, and take precedence."""
     context = max_context(spec, shape) + SPARE_TOKENS
@@ -84,11 +81,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         switches.append("enable-deterministic-inference")
     if not has_tokenizer(spec.model):
         switches.append("skip-tokenizer-init")
-    return [
-        *(part for name, value in ours.items() for part in (f"--{name}", str(value))),
-        *(f"--{name}" for name in switches),
-        *settings.args,
-    ]
+    return command_line(ours, switches, settings.args)
 
 
 def environment(*, token: str, folder: Path) -> dict[str, str]:

@@ -23,12 +23,10 @@ class OwnSglang(Sglang):
     def __init__(self, *, version: int, stop_ids: tuple[int, ...], max_context: int) -> None:
         self._stop_ids, self._max_context = stop_ids, max_context
         self._versions = KnownVersions(version)
-        self._key = ""
 
     def changed(self, version: int, weights_id: int) -> None:
         """Record that the server gets these weights, while it is paused."""
-        self._versions.changed(version)
-        self._key = str(weights_id)
+        self._versions.changed(version, weights_id)
 
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         fields = super().fields(request)
@@ -38,8 +36,8 @@ class OwnSglang(Sglang):
         room = max(1, self._max_context - len(request.tokens))
         params["max_new_tokens"] = min(params["max_new_tokens"], room)
         fields["priority"] = round(request.rank * PER_RANK)
-        if self._key:
-            fields["extra_key"] = self._key
+        if self._versions.key:
+            fields["extra_key"] = self._versions.key
         return fields
 
     def encode(self, request: GenerateRequest) -> bytes:

@@ -1,4 +1,4 @@
-"""What a vLLM must have in order to be an engine."""
+"""The parts that a vLLM must have in order to be an engine."""
 
 from rollweave.engine.servers.installed import installed_version
 from rollweave.engine.vllm.control import ABORT, GENERATE, ROUTES

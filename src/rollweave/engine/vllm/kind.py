@@ -6,7 +6,7 @@ from rollweave.engine.servers.process import ServerProcess, settings_of
 from rollweave.engine.vllm.control import VllmControl
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.engine.vllm.mapped import Mapped, mapped
-from rollweave.engine.vllm.server import VllmServer, max_context
+from rollweave.engine.vllm.server import VllmServer
 from rollweave.engine.vllm.versions import OwnVllm
 from rollweave.schema.serving import DialectName, EngineSpec
 from rollweave.schema.weights import WeightManifest
@@ -26,9 +26,6 @@ class VllmKind:
 
     def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> VllmServer:
         return VllmServer(spec, shape, folder)
-
-    def max_context(self, spec: EngineSpec, shape: ModelShape) -> int:
-        return max_context(spec, shape)
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnVllm:
         stop_ids = spec.eos_token_ids or shape.eos_token_ids

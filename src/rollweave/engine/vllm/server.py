@@ -14,12 +14,15 @@ from pathlib import Path
 from rollweave.engine.servers.process import (
     HOST,
     ServerProcess,
+    command_line,
     has_tokenizer,
     inherited,
+    max_context,
     settings_of,
 )
 from rollweave.sandbox.processes import family
 from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape
 
 PLUGIN = Path(__file__).with_name("plugin")
@@ -34,10 +37,8 @@ BATCHED_TOKENS = 16384
 vLLM's generators of a request with a seed cannot continue one there.
 """
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 SHARED_MEMORY = " /dev/shm/"
-"""What precedes the names of shared memory and semaphores in a process's memory map."""
+"""Text before the names of shared memory and semaphores in a process's memory map."""
 
 SPARE_BLOCKS = 2
 """Blocks of the cache that vLLM keeps for itself: a sequence of the maximum length must
@@ -89,16 +90,11 @@ def _maps_of(pid: int) -> list[str]:
     return []
 
 
-def max_context(spec: EngineSpec, shape: ModelShape) -> int:
-    """Return the maximum length of a sequence, which must fit in the cache."""
-    return min(shape.context, spec.kv_tokens)
-
-
 def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port: int) -> list[str]:
     """Return the server's arguments. The user's come last, and take precedence."""
     degree, context = settings.degree, max_context(spec, shape)
     kv_heads = -(-shape.kv_heads // degree)
-    width = ELEMENT_BYTES[spec.dtype]
+    width = NUMBER_BYTES[spec.dtype]
     kv_tokens = spec.kv_tokens + SPARE_BLOCKS * BLOCK_TOKENS
     kv_bytes = 2 * shape.layers * kv_heads * shape.head_dim * width * kv_tokens
     ours: dict[str, object] = {
@@ -127,11 +123,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         if degree == 1:
             ours["distributed-executor-backend"] = "uni"
         switches += ["enforce-eager", "no-enable-chunked-prefill"]
-    return [
-        *(part for name, value in ours.items() for part in (f"--{name}", str(value))),
-        *(f"--{name}" for name in switches),
-        *settings.args,
-    ]
+    return command_line(ours, switches, settings.args)
 
 
 def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]:

@@ -20,12 +20,10 @@ class OwnVllm(Vllm):
         super().__init__()
         self._stop_ids = stop_ids
         self._versions = KnownVersions(version)
-        self._salt = ""
 
     def changed(self, version: int, weights_id: int) -> None:
         """Record that the server gets these weights, while it is paused."""
-        self._versions.changed(version)
-        self._salt = str(weights_id)
+        self._versions.changed(version, weights_id)
 
     def encode(self, request: GenerateRequest) -> bytes:
         fields = self.fields(request)
@@ -34,8 +32,8 @@ class OwnVllm(Vllm):
         sampling["ignore_eos"] = True  # its own list of such tokens may be another one
         sampling["detokenize"] = any(sampling["stop"])
         fields["priority"] = -round(request.rank * PER_RANK)
-        if self._salt:
-            fields["cache_salt"] = self._salt
+        if self._versions.key:
+            fields["cache_salt"] = self._versions.key
         self._versions.sent(request)
         return as_json(fields)
 

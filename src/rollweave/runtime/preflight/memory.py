@@ -16,6 +16,7 @@ from rollweave.engine.servers.kinds import kind_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
+from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape
 
@@ -49,7 +50,6 @@ PUBLICATIONS = 3
 CHECKPOINTS_KEPT = 3
 """Number of checkpoints on disk: the newest, the best, and the one being written."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4
 """Bytes of a number of the trainer, which keeps its weights, gradients and both moments
 in float32.
@@ -182,7 +182,7 @@ def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
 
 def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Part]:
     """Return the uses of memory by one engine."""
-    width = DTYPE_BYTES[config.model.dtype]
+    width = NUMBER_BYTES[config.model.dtype]
     kv = group.kv_tokens * kv_bytes(shape, width)
     parts = [
         Part(what="weights", nbytes=parameters(shape) * width, knob="model"),
@@ -191,7 +191,7 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
     if group.server is not None:
         kind, version = (
             kind_of(group.server),
-            parameters(shape) * DTYPE_BYTES[config.published_dtype],
+            parameters(shape) * NUMBER_BYTES[config.published_dtype],
         )
         parts.append(
             Part(what=kind.name, nbytes=SERVER_BYTES, on_device=False, knob="engines.count")
@@ -255,7 +255,7 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     on_cpu = config.model.device != "cuda"
     micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
     tokens = min(max(micro, longest), batch_tokens(config))
-    width = DTYPE_BYTES[config.model.dtype]
+    width = NUMBER_BYTES[config.model.dtype]
     logits = min(HEAD_LOGITS, tokens * shape.vocab)
     kept = HEAD_COPIES * 4 * logits
     if "activations" in config.trainer.save_memory:
@@ -302,7 +302,7 @@ def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     if config.lora is None:
         return 0
     layers = len(adapter_sizes(shape, config.lora)) // 2
-    return tokens * layers * config.lora.rank * DTYPE_BYTES[config.model.dtype]
+    return tokens * layers * config.lora.rank * NUMBER_BYTES[config.model.dtype]
 
 
 def gathered_layers(shape: ModelShape) -> int:
@@ -343,7 +343,7 @@ def trajectory_bytes(config: RunConfig) -> int:
 
 
 def _versions(config: RunConfig, shape: ModelShape) -> Part:
-    each = trained_parameters(config, shape) * DTYPE_BYTES[config.published_dtype]
+    each = trained_parameters(config, shape) * NUMBER_BYTES[config.published_dtype]
     return Part(
         what="published weights",
         nbytes=PUBLICATIONS * each,
