@@ -40,7 +40,7 @@ def _predicts(config: RunConfig) -> bool:
 
 
 def _discounts(task: TaskConfig, config: RunConfig) -> bool:
-    return (task.algorithm.advantage or config.algorithm.advantage) in DISCOUNTED
+    return config.algorithm_of(task.name).advantage in DISCOUNTED
 
 
 def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
@@ -156,11 +156,11 @@ def _idle_algorithms(config: RunConfig) -> Iterator[tuple[str, str, object]]:
             yield f"algorithm.{field}", where, getattr(algorithm, field)
     for number, task in enumerate(config.tasks):
         if task.algorithm.gamma is not None and not _discounts(task, config):
-            advantage = task.algorithm.advantage or algorithm.advantage
+            advantage = config.algorithm_of(task.name).advantage
             where = f"tasks.{number}.algorithm.gamma"
             yield where, f"with advantage {advantage}", task.algorithm.gamma
         if task.algorithm.reward_weight is not None and not config.distills(task.name):
-            advantage = task.algorithm.advantage or algorithm.advantage
+            advantage = config.algorithm_of(task.name).advantage
             where = f"tasks.{number}.algorithm.reward_weight"
             yield where, f"with advantage {advantage}", task.algorithm.reward_weight
 

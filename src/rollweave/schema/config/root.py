@@ -122,17 +122,18 @@ class RunConfig(Section):
         algorithms = {task.name: task.algorithm.over(self.algorithm) for task in self.tasks}
         return {name: own for name, own in algorithms.items() if own != self.algorithm}
 
+    def algorithm_of(self, name: str) -> AlgorithmConfig:
+        """Return the algorithm of task domain `name`."""
+        return self.own_algorithms().get(name, self.algorithm)
+
     @property
     def has_critic(self) -> bool:
         """True if the estimator of any task domain needs a critic."""
-        return any(
-            (task.algorithm.advantage or self.algorithm.advantage) in OF_CRITIC
-            for task in self.tasks
-        )
+        return any(self.algorithm_of(task.name).advantage in OF_CRITIC for task in self.tasks)
 
     def distills(self, name: str) -> bool:
         """Return whether task domain `name` learns from the teacher."""
-        return self.own_algorithms().get(name, self.algorithm).advantage == "distill"
+        return self.algorithm_of(name).advantage == "distill"
 
     @property
     def injected(self) -> Faults:
@@ -184,8 +185,8 @@ class RunConfig(Section):
         names = {task.name for task in self.tasks}
         fixed |= {  # buffered trajectories have the teacher's log-probs, or lack them
             f"tasks ({task.name}).algorithm.advantage": (
-                former.own_algorithms().get(task.name, former.algorithm).advantage,
-                self.own_algorithms().get(task.name, self.algorithm).advantage,
+                former.algorithm_of(task.name).advantage,
+                self.algorithm_of(task.name).advantage,
             )
             for task in former.tasks
             if task.name in names and former.distills(task.name) != self.distills(task.name)
@@ -226,10 +227,10 @@ class RunConfig(Section):
                 "ablation.policies must have the migration never unless the placement is "
                 f"{' or '.join(PARTITIONS)}, got {migration}"
             )
-        own = self.own_algorithms()
         for name in names:
-            advantage, size = own.get(name, self.algorithm).advantage, self.group_size(name)
-            rewarded = own.get(name, self.algorithm).reward_weight and advantage == "distill"
+            algorithm, size = self.algorithm_of(name), self.group_size(name)
+            advantage = algorithm.advantage
+            rewarded = algorithm.reward_weight and advantage == "distill"
             if (rewarded or advantage not in GROUPLESS) and size < 2:
                 section = name if name in self.own_group_sizes() else "rollout"
                 which = f"{advantage} with a reward_weight" if rewarded else advantage
