@@ -102,7 +102,7 @@ class Checkpoint:
     stored: StoredTensors | None = None
     """The tensors of the model's Hugging Face checkpoint. Not read again."""
     constants: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """Those that training does not change. Not read again."""
+    """Tensors that training does not change. A checkpoint is read without them."""
     critic: Mapping[str, torch.Tensor] | None = None
     critic_optimizer: Mapping[str, torch.Tensor] | None = None
 

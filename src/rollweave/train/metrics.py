@@ -37,6 +37,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rollweave.core.policy.gaps import GAP
 from rollweave.train.distributed import RankGroup
 
 TOKEN_SUMS = (
@@ -118,7 +119,7 @@ class GapMeter:
         if not count:
             return {}
         by_engine = {
-            f"logprob_gap/{engine}": float(total) / float(tokens)
+            f"{GAP}{engine}": float(total) / float(tokens)
             for engine, (total, tokens) in zip(self._engines, sums.tolist(), strict=True)
             if engine and tokens
         }
