@@ -5,7 +5,8 @@ under the figure's name.
 """
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 from rollweave.schema.base import Struct
 
@@ -32,6 +33,12 @@ class Result(Struct, frozen=True, kw_only=True):
     bench: str
     figures: dict[str, Figure]
     conditions: dict[str, Any]
+
+    @classmethod
+    def not_measured(cls, bench: str, figures: Sequence[str], why: str) -> Self:
+        """Return the result of a bench that could measure none of its figures."""
+        reasons = dict.fromkeys(figures, f"not measured: {why}")
+        return cls(bench=bench, figures=dict.fromkeys(figures), conditions=reasons)
 
     @property
     def broken(self) -> list[str]:

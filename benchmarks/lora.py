@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.losses import COMMON, CONFIG, QUICK, SEEDS, TARGET, described, figures_of
-from benchmarks.runs import MeasuredRun, conditions_of, example, recorded
+from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved
 from rollweave.record.rundir import RunDir
 
 LR = "trainer.lr=1e-2"
@@ -39,12 +39,10 @@ def bench_lora(*, seeds: int | None, quick: bool, progress: Callable[[str], None
     count = seeds if seeds is not None else 1 if quick else SEEDS
     runs: dict[str, list[MeasuredRun]] = {name: [] for name in chosen}
     published: dict[str, list[int]] = {name: [] for name in chosen}
-    for seed in range(count):
-        for name, settings in chosen.items():
-            with recorded(path, [*overrides, *settings, f"run.seed={seed}"]) as (_, run, measured):
-                published[name] += published_bytes(run)
-            runs[name].append(measured)
-            progress(f"seed {seed}, {name}: {described(measured)}")
+    for name, seed, run, measured in interleaved(path, overrides, chosen, range(count)):
+        published[name] += published_bytes(run)
+        runs[name].append(measured)
+        progress(f"seed {seed}, {name}: {described(measured)}")
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "seeds": list(range(count)),
         "variants": {name: list(settings) for name, settings in chosen.items()},

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.runs import MeasuredRun, conditions_of, example, measure
+from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved
 
 CONFIG = "frozenlake_fixed.toml"
 TARGET = 0.9
@@ -63,11 +63,9 @@ def bench_losses(*, seeds: int | None, quick: bool, progress: Callable[[str], No
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else 1 if quick else SEEDS
     runs: dict[str, list[MeasuredRun]] = {name: [] for name in chosen}
-    for seed in range(count):
-        for name, settings in chosen.items():
-            run = measure(path, [*overrides, *settings, f"run.seed={seed}"])
-            runs[name].append(run)
-            progress(f"seed {seed}, {name}: {described(run)}")
+    for name, seed, _, run in interleaved(path, overrides, chosen, range(count)):
+        runs[name].append(run)
+        progress(f"seed {seed}, {name}: {described(run)}")
     conditions = conditions_of(path, overrides) | {
         "seeds": list(range(count)),
         "variants": {name: list(settings) for name, settings in chosen.items()},
@@ -88,7 +86,7 @@ def figures_of(
     the reason for a missing one.
     """
     seconds = [time for run in runs if (time := run.reached_s(TARGET)) is not None]
-    steps = [step for run in runs if (step := reached_step(run)) is not None]
+    steps: list[float] = [step for run in runs if (step := run.reached_step(TARGET)) is not None]
     complete = len(seconds) == len(runs)
     if not complete:
         why = (
@@ -108,23 +106,13 @@ def figures_of(
     }
 
 
-def reached_step(run: MeasuredRun) -> float | None:
-    """Return the number of trained steps at the first periodic evaluation at the target;
-    None if there was none.
-    """
-    for line in run.data.evaluations:
-        if not line["final"] and line["success"] and min(line["success"].values()) >= TARGET:
-            return float(line["step"])
-    return None
-
-
 def described(run: MeasuredRun) -> str:
     """Return a line about one run."""
-    seconds, steps = run.reached_s(TARGET), reached_step(run)
+    seconds = run.reached_s(TARGET)
     if seconds is None:
         spent = run.trained_s - run.ready_s
         return f"success {TARGET} not reached; {run.summary.steps} steps in {spent:.1f} s"
-    return f"success {TARGET} after {seconds:.1f} s, {steps:.0f} steps"
+    return f"success {TARGET} after {seconds:.1f} s, {run.reached_step(TARGET)} steps"
 
 
 def _mean_of(runs: Sequence[MeasuredRun], metric: str) -> float | None:

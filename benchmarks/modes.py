@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.runs import MeasuredRun, conditions_of, example, measure, shares
+from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved, shares
 
 CONFIG = "frozenlake_fixed.toml"
 MODES = {
@@ -60,11 +60,9 @@ def bench_modes(*, seeds: int | None, quick: bool, progress: Callable[[str], Non
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else 1 if quick else SEEDS
     runs: dict[str, list[MeasuredRun]] = {name: [] for name in chosen}
-    for seed in range(count):
-        for name, mode in chosen.items():
-            run = measure(path, [*overrides, *mode, f"run.seed={seed}"])
-            runs[name].append(run)
-            progress(f"seed {seed}, {name}: {_described(run, quick=quick)}")
+    for name, seed, _, run in interleaved(path, overrides, chosen, range(count)):
+        runs[name].append(run)
+        progress(f"seed {seed}, {name}: {_described(run, quick=quick)}")
     figures: dict[str, Figure] = {}
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "seeds": list(range(count)),

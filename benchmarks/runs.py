@@ -1,7 +1,7 @@
 """Run a configuration for a bench in a temporary directory, and measure its parts."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,18 @@ class MeasuredRun:
         """Return the seconds from readiness to the first periodic evaluation in which
         every task had `success`; None if none had.
         """
+        line = self._reached(success)
+        return None if line is None else float(line["at"]) - self.ready_s
+
+    def reached_step(self, success: float) -> int | None:
+        """Return the number of trained steps at that evaluation; None if there was none."""
+        line = self._reached(success)
+        return None if line is None else int(line["step"])
+
+    def _reached(self, success: float) -> dict[str, Any] | None:
         for line in self.data.evaluations:
             if not line["final"] and line["success"] and min(line["success"].values()) >= success:
-                return float(line["at"]) - self.ready_s
+                return line
         return None
 
 
@@ -68,6 +77,25 @@ def measure(config: Path, overrides: Sequence[str]) -> MeasuredRun:
     """
     with recorded(config, overrides) as (_, _, measured):
         return measured
+
+
+def interleaved(
+    config: Path,
+    overrides: Sequence[str],
+    variants: Mapping[str, Sequence[str]],
+    seeds: Iterable[int],
+) -> Iterator[tuple[str, int, RunDir, MeasuredRun]]:
+    """Yield variant, seed, directory and measurements of one run after another: every
+    variant with the first seed, then every variant with the next. A run's directory
+    exists until the next run begins.
+
+    Raises RollweaveError where a run fails or is stopped.
+    """
+    for seed in seeds:
+        for name, settings in variants.items():
+            chosen = [*overrides, *settings, f"run.seed={seed}"]
+            with recorded(config, chosen) as (_, run, measured):
+                yield name, seed, run, measured
 
 
 @contextmanager

@@ -201,12 +201,7 @@ def measure_on(
         if not running.why_not:
             result = measure(running, directory)
         else:
-            reason = f"not measured: {running.why_not}"
-            result = Result(
-                bench=bench,
-                figures=dict.fromkeys(figures),
-                conditions=dict.fromkeys(figures, reason),
-            )
+            result = Result.not_measured(bench, figures, running.why_not)
     if result.broken:
         progress(f"broken: {', '.join(result.broken)}; {directory} has the runs")
     else:

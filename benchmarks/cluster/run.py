@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,8 @@ from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
 from rollweave.core.state import EngineStatus, State
 from rollweave.envs.rules import rules_of
-from rollweave.io.process_setup import INTERRUPTED
 from rollweave.record.journal import Replay
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import RollweaveError
 
 LOST_REASONS = ("engine_failure", "world_lost")
 """Reasons for which a trajectory ends because of its host or controller."""
@@ -95,25 +92,6 @@ class ClusterRun(RunUnderTest):
             turns = sum(int(line["turns"]) for line in self._of("step"))
             with contextlib.suppress(OSError):
                 self._cpu.append((turns, _cpu_s(self.pid)))
-
-    def stop(self, limit_s: float) -> dict[str, Any]:
-        """End the run in order, and return its summary.
-
-        Raises RollweaveError where it does not end in time.
-        """
-        os.kill(self.pid, signal.SIGINT)
-        self.wait(lambda: self.status is not None, limit_s, "end after SIGINT")
-        self._reap()
-        self.inspect()
-        if self.status not in (0, INTERRUPTED):
-            raise RollweaveError(self._failure("the run failed"))
-        summary: dict[str, Any] = json.loads(self.run.summary.read_text())
-        return summary
-
-    @property
-    def status(self) -> int | None:
-        """The exit status of the controller; None while it runs."""
-        return self._process.poll() if self._process is not None else None
 
     @property
     def failed(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from rollweave.envs.rules import rules_of
 from rollweave.io.boot import PR_SET_PDEATHSIG
+from rollweave.io.process_setup import INTERRUPTED
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
@@ -112,6 +113,11 @@ class RunUnderTest:
         assert self._process is not None, "the run was started"
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """The exit status of the controller; None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
     def children(self, module: str = "rollweave.") -> list[int]:
         """Return `children_of` the current controller."""
         return children_of(self.pid, module)
@@ -147,9 +153,7 @@ class RunUnderTest:
 
         Raises RollweaveError where it fails, or does not end in time.
         """
-        self.wait(
-            lambda: self._process is not None and self._process.poll() is not None, limit_s, "end"
-        )
+        self.wait(lambda: self.status is not None, limit_s, "end")
         self._reap()
         if self._process is None or self._process.returncode != 0:
             raise RollweaveError(self._failure("the run failed"))
@@ -157,22 +161,17 @@ class RunUnderTest:
         summary: dict[str, Any] = json.loads(self.run.summary.read_text())
         return summary
 
-    def end(self, limit_s: float) -> dict[str, Any]:
-        """Ask the run for an orderly end, and return its summary.
+    def stop(self, limit_s: float) -> dict[str, Any]:
+        """End the run in order, and return its summary.
 
         Raises RollweaveError where it does not end in time.
         """
-        self.inspect()
         os.kill(self.pid, signal.SIGINT)
-        assert self._process is not None, "the run was started"
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise RollweaveError(self._failure(f"the run has not ended in {limit_s:g} s")) from None
+        self.wait(lambda: self.status is not None, limit_s, "end after SIGINT")
         self._reap()
         self.inspect()
-        if not self.run.summary.is_file():
-            raise RollweaveError(self._failure("the run ended without a summary"))
+        if self.status not in (0, INTERRUPTED):
+            raise RollweaveError(self._failure("the run failed"))
         summary: dict[str, Any] = json.loads(self.run.summary.read_text())
         return summary
 
@@ -184,7 +183,7 @@ class RunUnderTest:
         until = time.monotonic() + limit_s
         while not condition():
             self.inspect()
-            if self._process is not None and self._process.poll() is not None and not condition():
+            if self.status is not None and not condition():
                 raise RollweaveError(
                     self._failure(f"the run ended before this condition held: {what}")
                 )

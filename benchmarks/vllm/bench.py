@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
-from benchmarks.losses import reached_step
 from benchmarks.modes import ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, recorded
 from benchmarks.soak.run_under_test import versions_of
@@ -152,10 +151,7 @@ def not_measured(modes: Iterable[str], why: str) -> Result:
     names = [f"{what}_{mode}" for mode in modes for what in ("steps_to_target_ratio", "wall_ratio")]
     names += [f"update_s_{phase}" for phase in PHASES]
     names += ["token_mismatches", "logprob_gap_max", "version_span_errors"]
-    reason = f"not measured: {why}"
-    return Result(
-        bench="vllm", figures=dict.fromkeys(names), conditions=dict.fromkeys(names, reason)
-    )
+    return Result.not_measured("vllm", names, why)
 
 
 def engines_of(kind: str, python: str, model: Path) -> tuple[str, str]:
@@ -255,7 +251,7 @@ def figures_of(
     """
     figures: dict[str, Figure] = {}
     for kind, measured in runs.items():
-        steps = [step for run in measured if (step := reached_step(run)) is not None]
+        steps = [step for run in measured if (step := run.reached_step(TARGET)) is not None]
         seconds = [time for run in measured if (time := run.reached_s(TARGET)) is not None]
         success = [min(rates) for run in measured if (rates := run.summary.success_rate.values())]
         complete = len(steps) == len(measured)
@@ -316,4 +312,4 @@ def _described(run: MeasuredRun) -> str:
     reached, steps = run.reached_s(TARGET), len(run.data.steps)
     if reached is None:
         return f"{steps} steps in {run.trained_s - run.ready_s:.0f} s"
-    return f"success {TARGET} after {reached:.0f} s, {reached_step(run):.0f} steps"
+    return f"success {TARGET} after {reached:.0f} s, {run.reached_step(TARGET)} steps"

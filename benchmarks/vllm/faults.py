@@ -114,7 +114,7 @@ def _survived(
         rejoined_s, before = time.monotonic() - lost_at, run.trained
         run.wait(lambda: run.trained > before, STEP_S, "a step with the new engine")
         seen |= _processes(run)
-        summary = run.end(STEP_S)
+        summary = run.stop(STEP_S)
         ids = run.lineage().ids
         return Survived(
             unaccounted=unaccounted(summary["account"], trained=len(ids)),
