@@ -35,6 +35,7 @@ WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + [
     "<down>",
     "<tool>",
 ]
+LR = 1e-2
 VOCABULARY = 100  # fewer than the tokenizer has
 
 
@@ -67,7 +68,7 @@ def make_config(
 ) -> RunConfig:
     """Build a configuration; `own` has the algorithms of further task domains."""
 
-    settings = {"lr": 1e-2, "warmup_steps": 0, **(trainer or {})}
+    settings = {"lr": LR, "warmup_steps": 0, **(trainer or {})}
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "steps": steps},
