@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 from rollweave.schema.training import (
     Measure,
     Measured,
-    Publish,
-    Published,
     Restore,
     Restored,
     Save,
@@ -27,7 +25,7 @@ from rollweave.schema.training import (
 )
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.trainer import Trainer
-from rollweave.weights.publication import read_tensors
+from tests.train.asking import published
 from tests.train.builders import make_batch, make_config
 from tests.train.ranks import meet
 
@@ -51,12 +49,6 @@ CASES = {
     "lora": CASE | {"lora": {"rank": 3, "alpha": 6.0}},
     "critic": {"trainer": {"minibatches": 2, "micro_tokens": 60}, "advantage": "gae"},
 }
-
-
-def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=version, weights_id=version))
-    assert isinstance(reply, Published), reply
-    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
 def run(
@@ -84,7 +76,7 @@ def run(
         )
         assert isinstance(reply, Trained), reply
         figures = reply.metrics.values
-    first = weights_of(trainer, 3)
+    first = published(trainer, 3)
     measured = trainer.handle(
         Measure(step=3, part=0, groups=make_batch(9, groups=4, size=2).groups)
     )
@@ -95,7 +87,7 @@ def run(
     assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
     last = make_batch(2, step=2, size=2, envs=envs)
     assert isinstance(trainer.handle(TrainOn(batch=last)), Trained)
-    again = weights_of(trainer, 4)
+    again = published(trainer, 4)
     assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
         "a restored trainer goes on the same way"
     )

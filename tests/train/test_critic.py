@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from rollweave.schema.training import (
-    Publish,
-    Published,
     Restore,
     Restored,
     Save,
     Saved,
-    Trained,
     TrainFailed,
     TrainOn,
 )
@@ -26,19 +23,13 @@ from rollweave.train.model import load_model
 from rollweave.train.packing import pack
 from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
-from rollweave.weights.publication import read_tensors
+from tests.train.asking import published, trained
 from tests.train.builders import CPU, make_batch, make_config, make_model
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "m")
-
-
-def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
-    reply = trainer.handle(TrainOn(batch=batch))
-    assert isinstance(reply, Trained), reply
-    return reply.metrics.values
 
 
 def critic_of(trainer: Trainer) -> Critic:
@@ -48,9 +39,7 @@ def critic_of(trainer: Trainer) -> Critic:
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return all weights, and the critic's optimizer."""
-    reply = trainer.handle(Publish(version=trainer.step, weights_id=trainer.step))
-    assert isinstance(reply, Published)
-    policy = {f"policy/{name}": each.clone() for name, each in read_tensors(reply.manifest).items()}
+    policy = {f"policy/{name}": each for name, each in published(trainer, trainer.step).items()}
     critic = critic_of(trainer)
     return policy | critic.tensors() | critic.optimizer_tensors()
 

@@ -15,15 +15,11 @@ from benchmarks.architectures import CONFIGURATIONS, build
 from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
-    Publish,
-    Published,
     Restore,
     Restored,
     Save,
     Saved,
-    Trained,
     TrainFailed,
-    TrainOn,
 )
 from rollweave.train.loading import implementation_of, load_trained_model
 from rollweave.train.lora import NewAdapters
@@ -31,8 +27,8 @@ from rollweave.train.packing import Example, pack
 from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A, AdapterBase, B, adapter_sizes, check_adapter
 from rollweave.weights.checkpoint import read_any_shape, read_shape
-from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+from tests.train.asking import published, trained
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.rank_worker import run
 from tests.train.test_distributed import run_ranks
@@ -44,16 +40,9 @@ ALL: dict[str, Any] = {"rank": 3, "alpha": 6.0}
 SOME: dict[str, Any] = {"rank": 3, "targets": ["q_proj", "mlp.down_proj"]}
 
 
-def published(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=version, weights_id=version))
-    assert isinstance(reply, Published), reply
-    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
-
-
 def train(trainer: Trainer, steps: int) -> None:
     for step in range(trainer.step, steps):
-        reply = trainer.handle(TrainOn(batch=make_batch(step, step=step)))
-        assert isinstance(reply, Trained), reply
+        trained(trainer, make_batch(step, step=step))
 
 
 @torch.no_grad()

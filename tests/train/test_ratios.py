@@ -17,8 +17,6 @@ from rollweave.schema.base import GroupId
 from rollweave.schema.training import (
     Measure,
     Measured,
-    Publish,
-    Published,
     Trained,
     TrainerReply,
     TrainFailed,
@@ -26,9 +24,9 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.trainer import Trainer
-from rollweave.weights.publication import read_tensors
 from tests.support.properties import examples
 from tests.support.training import poisoned
+from tests.train.asking import published
 from tests.train.builders import make_batch, make_config, make_model, make_sequence, make_trajectory
 
 TEMPERATURE = 0.7
@@ -158,14 +156,8 @@ def test_measuring_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
         assert isinstance(measure(trainers[0], *make_batch(9).groups, step=step), Measured)
         for trainer in trainers:
             assert isinstance(trainer.handle(TrainOn(batch=make_batch(step, step=step))), Trained)
-    left, right = (published(trainer) for trainer in trainers)
+    left, right = (published(trainer, 2) for trainer in trainers)
     assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def published(trainer: Trainer) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=2, weights_id=2))
-    assert isinstance(reply, Published)
-    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
 def test_an_impossible_token_gives_a_finite_ratio(model_dir: Path, tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ from rollweave.schema.training import (
     TrainFailed,
     TrainOn,
 )
-from rollweave.schema.work import Batch, StopReason
+from rollweave.schema.work import StopReason
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 from tests.support.training import poisoned
+from tests.train.asking import published, trained
 from tests.train.builders import make_batch, make_config, make_model
 
 
@@ -43,23 +44,10 @@ def new_trainer(model_dir: Path, tmp_path: Path, config: RunConfig | None = None
     return Trainer(config or make_config(), model_dir, tmp_path)
 
 
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=0, weights_id=0))
-    assert isinstance(reply, Published)
-    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
-
-
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )
-
-
-def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
-    reply = trainer.handle(TrainOn(batch=batch))
-    assert isinstance(reply, Trained), reply
-    assert (reply.step, reply.part) == (batch.step, batch.part)
-    return reply.metrics.values
 
 
 def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_path: Path) -> None:
@@ -68,10 +56,10 @@ def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_pat
         tmp_path,
         make_config(trainer={"epochs": 2, "minibatches": 2}, kl=0.1, entropy=0.01),
     )
-    before = weights_of(trainer)
+    before = published(trainer)
     values = trained(trainer, make_batch())
     assert trainer.step == 1
-    after = weights_of(trainer)
+    after = published(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert "lm_head.weight" not in after  # tied weights are published once
     expected = (
@@ -112,7 +100,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     )
     for each in (trainer, untouched):
         trained(each, make_batch(0))
-    before = weights_of(trainer)
+    before = published(trainer)
     batch = make_batch(1, step=1)
     reply = trainer.handle(TrainOn(batch=poisoned(batch, value)))
     if value == -math.inf:  # its ratio is bounded, so that it is only a very improbable token
@@ -122,16 +110,16 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert reply.nonfinite
     assert reply.groups == tuple(group.id for group in batch.groups)
     assert trainer.step == 1
-    assert same(weights_of(trainer), before)
+    assert same(published(trainer), before)
     for step in (1, 2):  # the optimizer's state is as before, too
         for each in (trainer, untouched):
             trained(each, make_batch(step, step=step))
-    assert same(weights_of(trainer), weights_of(untouched))
+    assert same(published(trainer), published(untouched))
 
 
 def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
-    before = weights_of(trainer)
+    before = published(trainer)
     wrong_step = trainer.handle(TrainOn(batch=make_batch(step=3)))
     assert isinstance(wrong_step, TrainFailed)
     assert "expected part 0 of step 0" in wrong_step.error
@@ -155,12 +143,12 @@ def test_answers_bad_batches_with_an_error(model_dir: Path, tmp_path: Path) -> N
         assert not reply.nonfinite
         assert reply.groups == (group.id,)
     assert trainer.step == 0
-    assert same(weights_of(trainer), before)
+    assert same(published(trainer), before)
 
 
 def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
-    before = weights_of(trainer)
+    before = published(trainer)
     batch = make_batch()
     groups = tuple(
         msgspec.structs.replace(
@@ -172,7 +160,7 @@ def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path
     values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
     assert (values["updates"], values["skipped_fraction"], values["reward_mean"]) == (0, 1, 1)
     assert (values["mask_fraction"], values["age/0"]) == (0, 1)
-    assert same(weights_of(trainer), before)
+    assert same(published(trainer), before)
     assert trainer.step == 1
 
 
@@ -187,7 +175,7 @@ def test_micro_batches_do_not_change_the_step(
         config = make_config(trainer={"micro_tokens": micro_tokens}, own=own, aggregate=aggregate)
         trainer = new_trainer(model_dir, tmp_path / str(micro_tokens), config)
         values = trained(trainer, make_batch(envs=("none", "other")[:domains]))
-        weights.append((values["loss"], values["grad_norm"], weights_of(trainer)))
+        weights.append((values["loss"], values["grad_norm"], published(trainer)))
     assert weights[0][:2] == pytest.approx(weights[1][:2], rel=1e-4)
     for name, tensor in weights[0][2].items():
         torch.testing.assert_close(tensor, weights[1][2][name], atol=2e-4, rtol=1e-3)
@@ -197,7 +185,7 @@ def test_a_batch_of_dropped_trajectories_changes_nothing(model_dir: Path, tmp_pa
     for minibatches in (1, 2):
         config = make_config(overlong="drop", trainer={"minibatches": minibatches})
         trainer = new_trainer(model_dir, tmp_path / str(minibatches), config)
-        before = weights_of(trainer)
+        before = published(trainer)
         batch = make_batch()
         groups = tuple(
             msgspec.structs.replace(
@@ -212,7 +200,7 @@ def test_a_batch_of_dropped_trajectories_changes_nothing(model_dir: Path, tmp_pa
         values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
         assert (values["overlong_fraction"], values["tokens"], values["updates"]) == (1, 0, 0)
         assert values["mask_fraction"] == 0
-        assert same(weights_of(trainer), before)
+        assert same(published(trainer), before)
         assert values["reward_mean"] > 0
         assert trained(trainer, make_batch(1, step=1))["updates"] == minibatches
 
@@ -269,7 +257,7 @@ def test_a_restored_trainer_continues_bitwise(
     assert second.handle(Restore(path=str(tmp_path / "c" / "s2"))) == Restored(step=2)
     for step in (2, 3):
         trained(second, make_batch(step, step=step))
-    assert same(weights_of(first), weights_of(second))
+    assert same(published(first), published(second))
 
 
 def test_publishing_names_the_version_and_stopping_removes_it(
@@ -290,8 +278,8 @@ def test_publishes_in_another_number_format(model_dir: Path, tmp_path: Path) -> 
         update={"weights": config.weights.model_copy(update={"dtype": "bfloat16"})}
     )
     full, rounded = (
-        weights_of(new_trainer(model_dir, tmp_path / "a")),
-        weights_of(new_trainer(model_dir, tmp_path / "b", half)),
+        published(new_trainer(model_dir, tmp_path / "a")),
+        published(new_trainer(model_dir, tmp_path / "b", half)),
     )
     assert same({name: tensor.bfloat16() for name, tensor in full.items()}, rounded)
 
@@ -312,7 +300,7 @@ def test_bfloat16_computes_and_publishes_in_bfloat16(model_dir: Path, tmp_path: 
     trainer = new_trainer(model_dir, tmp_path, config)
     values = trained(trainer, make_batch())
     assert math.isfinite(values["loss"])
-    assert {tensor.dtype for tensor in weights_of(trainer).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in published(trainer).values()} == {torch.bfloat16}
 
 
 def test_random_batches_never_make_the_trainer_raise(model_dir: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.architectures import CONFIGURATIONS, build
 from rollweave.schema.errors import TrainerError
-from rollweave.schema.training import Publish, Published, Restore, Restored, Save, Saved, TrainOn
+from rollweave.schema.training import Restore, Restored, Save, Saved, TrainOn
 from rollweave.train.loading import implementation_of, load_trained_model
 from rollweave.train.model import Reference
 from rollweave.train.packing import Example, pack
@@ -22,9 +22,9 @@ from rollweave.train.rescoring import rescore
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_model import TransformersModel, load_transformers_model
 from rollweave.weights.checkpoint import read_sizes
-from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
+from tests.train.asking import published
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.rank_worker import run
 from tests.train.test_distributed import run_ranks
@@ -97,12 +97,6 @@ def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name:
     trainer.handle(TrainOn(batch=make_batch(1, step=1)))
     assert trainer.handle(Restore(path=str(tmp_path / "c"))) == Restored(step=1)
     assert all(torch.equal(tensor, after[key]) for key, tensor in published(trainer, 3).items())
-
-
-def published(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=version, weights_id=version))
-    assert isinstance(reply, Published), reply
-    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
 
 
 def test_logits_in_parts_and_recomputed_activations_give_the_same_results(
