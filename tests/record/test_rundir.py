@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,18 +131,22 @@ def tree(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_directory_in_place_of_a_file_is_reported_and_nothing_changes(
-    tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("put", "found"), [(Path.mkdir, "directory"), (os.mkfifo, "named pipe")], ids=["dir", "fifo"]
+)
+def test_what_is_no_file_is_reported_and_nothing_changes(
+    tmp_path: Path, name: str, put: Callable[[Path], None], found: str
 ) -> None:
     run_config = config(tmp_path)
     with RunDir.claim(run_config, resume=False) as run:
         run.write_config(run_config)
     run.lock.unlink()
-    (run.path / name).mkdir(parents=True)
+    (run.path / name).parent.mkdir(exist_ok=True)
+    put(run.path / name)
     before = tree(run.path)
     with pytest.raises(
         ConfigError,
-        match=rf"^{run.path / name} must be a file, got a directory; move it away$",
+        match=rf"^{run.path / name} must be a file, got a {found}; move it away$",
     ):
         RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before
