@@ -54,6 +54,7 @@ mutants: .venv/ready-test
 lint: .venv/ready-test
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/codespell src docs benchmarks examples *.md
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 

@@ -1,8 +1,8 @@
 """An agent that learns which command to type: a number lies in one of four drawers, and
 bash runs what the agent says.
 
-Small enough to be learnt from random weights in minutes, and real: a shell in a sandbox
-of its own for every attempt.
+Small enough to be learned from random weights in minutes, and real: a shell in a new
+sandbox for every attempt.
 """
 
 import random
@@ -23,7 +23,7 @@ from rollweave import (
     payload_of,
 )
 
-DRAWERS = ("red", "green", "blue", "grey")
+DRAWERS = ("red", "green", "blue", "gray")
 COMMANDS = ("cat", "ls", "rm", "echo")
 
 

@@ -185,7 +185,7 @@ class RayHosts(Hosts):
         self._wait_until_up(CONTROLLERS)
 
     def _start(self, host: int, *options: str, folder: str = "") -> None:
-        """Start a node with files in a folder of its own: those of nodes that start at the
+        """Start a node with files in a separate folder: those of nodes that start at the
         same time would have the same names.
         """
         command = [

@@ -240,7 +240,7 @@ def measured(
         if gpus <= count:
             _program(count, gpus, rounds, afforded_s, figures, conditions)
     conditions["dp"] = (
-        f"task {DOMAINS[0]}, homogeneous workers of degree 1, vectorised with numpy; both find "
+        f"task {DOMAINS[0]}, homogeneous workers of degree 1, vectorized with numpy; both find "
         "the same makespan"
     )
     _annealings(*paper, slow_rounds, figures, conditions)

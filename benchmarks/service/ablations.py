@@ -103,15 +103,15 @@ class Round(Struct, frozen=True, kw_only=True):
         return 1e3 * self.action_s / self.turns
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return self.slot_s / (ENGINES * SLOTS * self.seconds)
 
     @property
-    def useful_utilisation(self) -> float:
+    def useful_utilization(self) -> float:
         return self.wanted_slot_s / (ENGINES * SLOTS * self.seconds)
 
 
-FIGURES = ("jobs_per_s", "action_ms", "utilisation", "useful_utilisation")
+FIGURES = ("jobs_per_s", "action_ms", "utilization", "useful_utilization")
 
 
 def ablations(
@@ -337,7 +337,7 @@ def conditions_of(plan: AblationPlan) -> dict[str, Any]:
         "no_bash": "tmux in the sandbox: send-keys, wait-for, capture-pane in one process; no "
         "polling",
         "no_cleanup": "the trainer does not cancel the rollouts that it no longer needs",
-        "utilisation": "occupied share of all slots; useful_utilisation counts turns of wanted "
+        "utilization": "occupied share of all slots; useful_utilization counts turns of wanted "
         "rollouts only",
         "ablation_ratio": "throughput of wanted rollouts, full over without; medians of rounds; "
         "geometric mean of the three",

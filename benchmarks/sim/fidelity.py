@@ -88,14 +88,14 @@ CONDITIONS = {
     "ratio_tokens_per_s": "simulated over live, of the sampled tokens in that time",
     "engines_busy": "share of that run's time, after its start, in which an engine had turns",
     "engines_computing": "share of its time in which an engine computed steps",
-    "modelled": (
+    "modeled": (
         "the engine's steps (measured after the run on turns of its lengths, while up to two other "
         "processes keep the other cores busy), the trainer's steps, publications and loads of this "
         "run, its lengths, the round trip to the engine, and a controller that handles one event "
         "after another, each in the mean CPU time of this run's (including environments, chat and "
         "journal, which it computes)"
     ),
-    "not_modelled": (
+    "not_modeled": (
         "cores that controller, engine and trainer share: each takes its mean time, independent of "
         "the others; the engine's time for accepting requests; other load that changes between the "
         "run and the measurement"

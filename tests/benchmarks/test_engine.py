@@ -69,15 +69,15 @@ def test_results_do_not_depend_on_the_batch(result: Result) -> None:
     assert 0 < value(result, "batch_logprob_change_max_small") <= 1e-4
 
 
-@pytest.mark.parametrize("behaviour", ["crashes", pytest.param("dies", marks=pytest.mark.slow)])
-def test_a_vllm_that_fails_is_null_with_the_reason(tmp_path: Path, behaviour: str) -> None:
-    result = compare([small()], turns=40, python=fake_python(tmp_path, behaviour), eager=True)
+@pytest.mark.parametrize("behavior", ["crashes", pytest.param("dies", marks=pytest.mark.slow)])
+def test_a_vllm_that_fails_is_null_with_the_reason(tmp_path: Path, behavior: str) -> None:
+    result = compare([small()], turns=40, python=fake_python(tmp_path, behavior), eager=True)
     assert set(result.figures) == {*SPEEDS, *RATIOS, *EXACTNESS}
     assert value(result, "ratio_to_hf_16_small") > 0
     words = {"crashes": "no kernel for heads of 16", "dies": "out of memory"}
     for name in ("ratio_to_vllm_16_small", "tokens_per_s_vllm_16_small"):
         assert result.figures[name] is None
-        assert words[behaviour] in result.conditions[name]
+        assert words[behavior] in result.conditions[name]
 
 
 def test_changes_counts_results_that_differ() -> None:

@@ -298,7 +298,7 @@ def test_ratios_are_medians_of_rounds_and_a_missing_one_has_a_reason() -> None:
     }
     figures = figures_of(rounds, conditions)
     assert (figures["jobs_per_s_full"], figures["action_ms_full"]) == (4.0, 20.0)
-    assert (figures["utilisation_full"], figures["useful_utilisation_full"]) == (0.75, 0.5)
+    assert (figures["utilization_full"], figures["useful_utilization_full"]) == (0.75, 0.5)
     assert (figures["ablation_ratio_balancing"], figures["ablation_ratio_cleanup"]) == (2.0, 8.0)
     assert figures["ablation_ratio"] == pytest.approx(4.0)
     assert figures["ablation_ratio_bash"] is figures["jobs_per_s_no_bash"] is None

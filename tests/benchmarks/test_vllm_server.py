@@ -32,9 +32,9 @@ with VllmServer(sys.argv[1], sys.argv[2], kv_bytes=1, eager=True, scratch=Path(s
 """
 
 
-def server(tmp_path: Path, behaviour: str = "") -> VllmServer:
+def server(tmp_path: Path, behavior: str = "") -> VllmServer:
     return VllmServer(
-        fake_python(tmp_path, behaviour),
+        fake_python(tmp_path, behavior),
         str(tmp_path),
         kv_bytes=1,
         eager=True,
@@ -130,15 +130,15 @@ def test_the_wait_for_a_server_has_a_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "reason"),
+    ("behavior", "reason"),
     [
         ("dies", "did not answer"),
         ("refuses", "status 400.*no such thing"),
         ("short", "gave 4 tokens instead of 5"),
     ],
 )
-def test_requests_that_fail_are_a_reason(tmp_path: Path, behaviour: str, reason: str) -> None:
-    with server(tmp_path, behaviour) as peer:
+def test_requests_that_fail_are_a_reason(tmp_path: Path, behavior: str, reason: str) -> None:
+    with server(tmp_path, behavior) as peer:
         peer.wait_ready()
         with pytest.raises(PeerError, match=reason):
             peer.generate(REQUESTS)

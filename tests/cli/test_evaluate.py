@@ -58,8 +58,8 @@ def test_the_interval_solves_wilsons_equation(rate: float, count: int) -> None:
     deviations under p.
     """
     z = 1.96
-    centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
-    for end in (centre - half_width(rate, count), centre + half_width(rate, count)):
+    center = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    for end in (center - half_width(rate, count), center + half_width(rate, count)):
         assert abs(end - rate) == pytest.approx(
             z * math.sqrt(max(0.0, end * (1 - end)) / count), abs=1e-9
         )

@@ -106,7 +106,7 @@ async def test_a_constructor_and_a_close_that_fail() -> None:
     with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
         guarded("BadConstructor")
     with pytest.raises(EnvError, match="making the environment raised TypeError"):
-        guarded("Echo", colour="red")
+        guarded("Echo", color="red")
     with pytest.raises(EnvError, match=r"making the environment: .*cannot import nowhere"):
         GuardedEnv("nowhere:X", {}, faults=NONE, seed=0, block=False)
     with pytest.raises(EnvError, match="close raised RuntimeError: cannot close"):

@@ -14,7 +14,7 @@ from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoil
 
 from .sandboxes import NAMES, SPEC, opened, python
 
-SIGNALLED = """
+SIGNALED = """
 import contextlib, os, signal
 for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
     if pid != os.getpid():
@@ -36,7 +36,7 @@ async def test_killing_or_stopping_the_server_spoils_the_sandbox(
 ) -> None:
     sandbox = await backend.start(SPEC)
     with pytest.raises(SandboxSpoiledError) as lost:
-        await _twice(sandbox, python(SIGNALLED.replace("SIGNAL", signal)))
+        await _twice(sandbox, python(SIGNALED.replace("SIGNAL", signal)))
     assert await SandboxHandler().run_exception(lost.value) is not None
     with pytest.raises(SandboxSpoiledError):
         await sandbox.exec(["true"])

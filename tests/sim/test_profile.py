@@ -72,7 +72,7 @@ def test_no_other_nonnegative_prices_fit_better(measured, column, step):
         return (((amounts @ prices - relative) / scale) ** 2).sum()
 
     moved = prices.copy()
-    # the error is convex, so that no better neighbour along any price means no better
+    # the error is convex, so that no better neighbor along any price means no better
     # fit at all
     for sign in (1, -1):
         moved[column] = max(

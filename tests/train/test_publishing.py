@@ -118,9 +118,7 @@ def test_a_rank_that_cannot_reach_the_memory_publishes_a_part(tmp_path: Path) ->
         start("far", tmp_path, world_size=2, prefix=("unshare", "-Urpf", "--mount-proc"))
     )
     assert [status for status, _, _ in ranks] == [0, 0], ranks
-    assert ranks[0][2].count("trainer ranks [0, 1] have memory of their own") == 1, (
-        "it says so once"
-    )
+    assert ranks[0][2].count("trainer ranks [0, 1] do not share memory") == 1, "it says so once"
 
 
 def test_a_rank_that_dies_fails_the_version_without_a_hang(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def slow_logprobs(model: Any, tokens: tuple[int, ...]) -> tuple[torch.Tensor, to
 def slow_token(
     logprob: torch.Tensor,
     entropy: torch.Tensor,
-    behaviour: float,
+    behavior: float,
     advantage: float,
     proximal: torch.Tensor,
     reference: torch.Tensor,
@@ -52,7 +52,7 @@ def slow_token(
 ) -> torch.Tensor:
     """Return a token's loss; `moved` is the mean log-ratio of its sequence."""
     low, high, _ = algorithm.loss_values
-    old = torch.tensor(behaviour) if algorithm.correction == "bypass" else proximal
+    old = torch.tensor(behavior) if algorithm.correction == "bypass" else proximal
     ratio = torch.exp(logprob - old)
     if algorithm.loss == "gspo":
         ratio = torch.exp(torch.tensor(moved)) * torch.exp(logprob) / torch.exp(logprob).detach()
@@ -61,12 +61,12 @@ def slow_token(
     if algorithm.loss == "cispo":
         loss = -bounded.detach() * advantage * logprob
     elif algorithm.loss == "dppo":
-        change = torch.exp(logprob.detach()) - torch.exp(torch.tensor(behaviour))
+        change = torch.exp(logprob.detach()) - torch.exp(torch.tensor(behavior))
         outside = change > high if advantage > 0 else change < -low
         loss = logprob * 0.0 if outside else -ratio * advantage
     elif algorithm.loss == "dual_clip" and advantage < 0:
         loss = torch.minimum(loss, torch.tensor(-3.0 * advantage))
-    importance = torch.exp(proximal - behaviour)
+    importance = torch.exp(proximal - behavior)
     if algorithm.correction == "decoupled":
         loss = loss * (importance if importance <= IS_CAP else 0.0)
     elif algorithm.correction == "tis":

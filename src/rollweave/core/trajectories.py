@@ -70,7 +70,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage not in (Stage.EVAL, Stage.CLOSING):
         known = run.state.trajectories.get(event.trajectory_id)
-        # or the store would keep it for ever
+        # or the store would keep it forever
         if known is None or known.stage is Stage.ENDED:
             run.emit(Evict(trajectory_ids=(event.trajectory_id,), reason="late"))
         return

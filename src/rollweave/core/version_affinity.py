@@ -229,7 +229,7 @@ def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
     if newest is None or newest == engine.weights_id:
         return None
     # A version published during a load waits until the engine has launched something,
-    # or it might load for ever.
+    # or it might load forever.
     fresh = (
         engine.status is EngineStatus.SERVING
         and engine.launched == 0

@@ -70,7 +70,7 @@ def on_ending_signals(handle: Callable[[], object]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     ending = _Ending(loop, handle)
     with _woken_by_signals(loop):
-        former = {number: signal.signal(number, ending.signalled) for number in ENDING}
+        former = {number: signal.signal(number, ending.signaled) for number in ENDING}
         try:
             yield
         finally:
@@ -123,7 +123,7 @@ class _Ending:
         self._ending_until = math.inf
         """Monotonic time until which further signals are ignored, after two signals."""
 
-    def signalled(self, number: int, _: object) -> None:
+    def signaled(self, number: int, _: object) -> None:
         if self._closed and time.monotonic() < self._ending_until:
             return
         if self._closed or (self._pending and self._received == 1):

@@ -185,8 +185,8 @@ class RunningSandbox:
         if why == KILLED and self._spoiled:
             return SandboxSpoiledError(f"the sandbox is gone: {self._spoiled}")
         # Nothing inside a PID namespace can signal its first process.
-        signalled = self._contained and why.startswith(f"{ENDED} -")
-        kind = SandboxLostError if why in OUTSIDE or signalled else SandboxSpoiledError
+        signaled = self._contained and why.startswith(f"{ENDED} -")
+        kind = SandboxLostError if why in OUTSIDE or signaled else SandboxSpoiledError
         return kind(f"the sandbox is gone: {why}")
 
 

@@ -243,7 +243,7 @@ class Supervisor:
         receiver = spare
         try:
             receiver = receiver or self._fork_spare()
-            # The sandbox's files are in memory too, and have limits of their own.
+            # The sandbox's files are in memory too, and are limited separately.
             most = limits["memory_bytes"] + limits["disk_bytes"] + SHM_BYTES
             receiver.group.limit(memory_bytes=most, processes=limits["processes"])
             socket.send_fds(

@@ -1,1 +1,3 @@
-"""The nouns of the system: frozen structs without behaviour beyond their invariants."""
+"""Frozen structs for events, commands and messages, without behavior beyond their
+invariants.
+"""

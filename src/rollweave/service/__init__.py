@@ -1,1 +1,1 @@
-"""Rollouts as a service: the doors of `runtime/serving.py`."""
+"""Rollouts as a service: the HTTP API, its clients, and adapters to other trainers."""

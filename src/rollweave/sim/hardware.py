@@ -112,7 +112,7 @@ LINKS = {
         # Latency: assumption.
         Link(name="rdma", bytes_per_s=50 * GB, latency_s=5e-6, per_gpu=True),
         # 200 Gb/s between clusters, shared by all users (RollArt §7.1, ROSE §6).
-        # Latency: assumption, one data centre.
+        # Latency: assumption, one data center.
         Link(name="ethernet", bytes_per_s=25 * GB, latency_s=1e-4, per_gpu=False),
         # Gen5 x16, one direction: 32 GT/s x 16 lanes at 128b/130b. Latency: assumption.
         Link(name="pcie", bytes_per_s=63 * GB, latency_s=5e-6, per_gpu=True),

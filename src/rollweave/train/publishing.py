@@ -120,7 +120,7 @@ class WeightPublisher:
             owners.append(next(among, rank))
         if self._ranks.is_first and len(set(owners)) > 1:
             _log.warning(
-                "trainer ranks %s have memory of their own: relays put the weights together",
+                "trainer ranks %s do not share memory: relays put the weights together",
                 sorted(set(owners)),
             )
         return owners

@@ -432,7 +432,7 @@ def _converted(
     state = {name: parameter.detach() for name, parameter in causal.named_parameters()}
     names = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}
     fixed = {tensor.untyped_storage()._cdata: name for name, tensor in constants.items()}
-    assert len(names) == len(state), "parameters on the meta device have memory of their own"
+    assert len(names) == len(state), "parameters on the meta device share memory"
     written = {**state, **constants}
     model: Any = causal
     model._weight_conversions = conversions

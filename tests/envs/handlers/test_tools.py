@@ -202,7 +202,7 @@ async def test_limit_errors_propagate() -> None:
 
 
 async def test_refuses_invalid_tools_at_once() -> None:
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ValueError, match="distinct names"):
         await converse(Scripted([]), ASK, [Counter().tool(), Counter().tool()])
     bad = Tool(
         name="bad", description="", parameters={"type": "nothing"}, call=Counter().tool().call

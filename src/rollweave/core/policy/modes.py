@@ -74,8 +74,8 @@ def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) 
     `core/version_affinity` decides.)
 
     `in_flight` counts training groups that are not complete yet. `too_old`: nothing
-    launched under the engines' version could still be trained on, so waiting would
-    wait for ever.
+    launched under the engines' version could still be trained on, and the wait would
+    never end.
     """
     if too_old:
         return True

@@ -159,7 +159,7 @@ def _intervals(rng: random.Random, params: Mapping[str, Any], size: int) -> str:
 
 
 def _sales(rng: random.Random, params: Mapping[str, Any], size: int) -> str:
-    shops = ["north", "south", "east", "west", "centre"]
+    shops = ["north", "south", "east", "west", "center"]
     return "\n".join(
         f"{rng.choice(LETTERS)},{rng.choice(shops)},{rng.randint(1, 60)}" for _ in range(size)
     )
@@ -218,7 +218,7 @@ FAMILIES: dict[str, Family] = {
     "maze": Family(
         about="The input is a square of `.` (free) and `#` (wall). Print the least number of steps "
         "from the upper left to the lower right corner over free places, each step to one of the "
-        "{ways} neighbours, or {none} where there is no way.",
+        "{ways} neighbors, or {none} where there is no way.",
         params=lambda rng: {
             "ways": rng.choice([4, 8]),
             "none": rng.choice([-1, 0, 999, "none", "blocked"]),

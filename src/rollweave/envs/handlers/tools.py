@@ -69,7 +69,7 @@ async def converse(
     known = {tool.name: (tool, _checker(tool)) for tool in tools}
     if len(known) < len(tools):
         raise ValueError(
-            f"tools must have names of their own, got {', '.join(tool.name for tool in tools)}"
+            f"tools must have distinct names, got {', '.join(tool.name for tool in tools)}"
         )
     fields = {tool.name: _text_field(tool) for tool in tools} if calls == "text" else {}
     history = list(messages)

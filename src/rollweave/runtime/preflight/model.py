@@ -438,7 +438,7 @@ def _disk(config: RunConfig, shape: ModelShape, *, elsewhere: bool) -> Iterator[
             parent = parent.parent
         total, _, free = shutil.disk_usage(parent)
     except (OSError, ValueError):
-        return  # no directory can have this name: `run.dir` has a check of its own
+        return  # no directory can have this name: `run.dir` is checked separately
     if not total:
         return  # /proc and the like hold no files at all; the check of `run.dir` reports that
     text += f" of {human_bytes(free)} free"

@@ -260,8 +260,8 @@ class TaskConfig(Section):
     isolation: Literal["inline", "process"] = Field(
         "inline",
         description="Where the environment runs: inline, its plain methods on a thread of the "
-        "process that runs the attempt (the controller, or a rollout worker), or in a process of "
-        "its own, which is killed if a call hangs.",
+        "process that runs the attempt (the controller, or a rollout worker), or in a separate "
+        "process, which is killed if a call hangs.",
     )
 
     @property

@@ -104,7 +104,7 @@ def fig4(quick: bool) -> list[Row]:
         / seconds(h20.but(without=("prefix_cache",)), "frozenlake", size)
         for size in sizes[: 1 if quick else 2]
     }
-    maths = {
+    math_ratios = {
         size: seconds(h20, "gem-math", size) / seconds(h800, "gem-math", size) for size in sizes
     }
     note = mean_of(steps, "rollout")
@@ -136,7 +136,7 @@ def fig4(quick: bool) -> list[Row]:
                 ours=value,
                 note=note,
             )
-            for size, value in maths.items()
+            for size, value in math_ratios.items()
         ),
     ]
 

@@ -15,7 +15,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-BEHAVIOUR = os.environ.get("FAKE_VLLM", "")
+BEHAVIOR = os.environ.get("FAKE_VLLM", "")
 CHILD = """
 import fcntl, signal
 lock = open("child.lock", "w")
@@ -36,22 +36,22 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/version":
             self.answer(200, {"version": "0.0-fake"})
         else:
-            self.answer(503 if BEHAVIOUR == "never_ready" else 200, {})
+            self.answer(503 if BEHAVIOR == "never_ready" else 200, {})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         wanted = asked["sampling_params"]["max_tokens"]
-        if BEHAVIOUR == "dies":
+        if BEHAVIOR == "dies":
             print("out of memory", file=sys.stderr, flush=True)
             os._exit(9)
-        if BEHAVIOUR == "hangs":
+        if BEHAVIOR == "hangs":
             Path("asked").open("w").close()
             signal.pause()
-        if BEHAVIOUR == "refuses":
+        if BEHAVIOR == "refuses":
             self.answer(400, {"error": "no such thing"})
         else:
             assert asked["sampling_params"]["ignore_eos"]
-            tokens = asked["token_ids"][:1] * (wanted - (BEHAVIOUR == "short"))
+            tokens = asked["token_ids"][:1] * (wanted - (BEHAVIOR == "short"))
             self.answer(200, {"choices": [{"token_ids": tokens}]})
 
     def answer(self, status: int, body: object) -> None:
@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    if BEHAVIOUR == "crashes":
+    if BEHAVIOR == "crashes":
         sys.exit("no kernel for heads of 16")
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
