@@ -35,8 +35,11 @@ def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     engine.max_slots, engine.kv_tokens = 0, 0
     before = dict(run.state.measured[""])
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
+    assert costs.rate_of(engine) == rate(profile(1, gain=1.9), slots=1, kv_tokens=1)
     assert run.state.measured[""] == before
+    run.state.measured = {}
+    costs.joined(run, engine, ())
+    assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
     assert run.state.measured[""][1].rate == costs.rate_of(engine)
     assert run.state.measured[""][1].slots == 1

@@ -38,6 +38,8 @@ class World:
         self.config, self.restless = config, restless
         self.stages = seed % 3 != 0  # engines can receive weights while they serve
         self.moves_kv = seed % 4 != 0  # engines can move KV
+        self.measures = seed % 5 != 0  # engines measure themselves
+        self.preempts = seed % 7 != 0  # turns of higher rank take the slots of others
         self.staged: dict[str, list[int]] = {}  # engine → weights received beside others
         self.colocated = config.trainer.colocated
         # engines with memory for weights, and of these the ones that are giving it back
@@ -148,9 +150,11 @@ class World:
                 profile=tuple(
                     e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.engine_degrees[name])
                     for batch in (1, 4, 16)
+                    if self.measures
                 ),
                 stages=self.stages,
                 moves_kv=self.moves_kv,
+                preempts=self.preempts,
             )
         )
 

@@ -1,6 +1,6 @@
 """An attempt at a trajectory: finding it, its legal stages, its open turn, its end.
 
-Everything else in the core stands above this module. It touches the state and the
+Everything else in the core, but for `costs`, stands above this module. It touches the state and the
 indices, and it emits commands; it decides nothing. The attempt's stages:
 
     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED → ENDED (only if dropped)
@@ -13,6 +13,7 @@ consequences, within the same event.
 
 from collections.abc import Mapping
 
+from rollweave.core import costs
 from rollweave.core.policy.workers import worker_for
 from rollweave.core.run import AttemptOver, Run
 from rollweave.core.state import (
@@ -100,7 +101,9 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         case Queued():
             del run.state.turns.queue[trajectory.id]
         case OnEngine(engine=engine_id):
-            run.fleet.vacate(run.state.engines[engine_id], trajectory.id, turn)
+            engine = run.state.engines[engine_id]
+            costs.charge(run, engine)
+            run.fleet.vacate(engine, trajectory.id, turn)
             abort(run, trajectory, turn, engine_id)
         case Held():
             pass

@@ -77,7 +77,8 @@ def _check_turns(run: Run) -> None:
     waiting: set[str] = set(state.turns.queue)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
     for engine in state.engines.values():
-        assert run.scheduling.preempts or len(engine.active) <= max(engine.max_slots, 0), engine
+        preempts = run.scheduling.preempts and engine.preempts
+        assert preempts or len(engine.active) <= max(engine.max_slots, 0), engine
         assert not engine.draining or all(
             share.engine_id != engine.id
             for partition in state.partitions.values()

@@ -1,51 +1,67 @@
-"""The cost of a token on an engine of a kind, from what the engines measured of
-themselves when they joined.
+"""The cost of a token on an engine of a kind: from what the engines measured of
+themselves when they joined or, for engines that do not measure themselves, from the
+turns that they have finished (`core/policy/turn_times`).
 
-A kind is a class of hardware and a parallel degree. The class is the pool through which
-an engine found its place or, if it may be on any host, the pools of that host.
+A kind is a class of engines and a parallel degree. The class is the pool through which
+an engine found its place or, if it may be on any host, the pools of that host; followed
+by the inference server, if it has one. An engine that a client of a service registered
+is a class by itself.
+
+Invariant: all engines of an unmeasured kind have the same rate, apart from their slots
+and KV: that of another kind until enough of their turns are done.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from rollweave.core.policy.interference import tabulate
 from rollweave.core.policy.placement import ByTable, Groups
+from rollweave.core.policy.turn_times import TurnTime, TurnTimes, step_times
 from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Measured
-from rollweave.schema.events import StepTime
+from rollweave.core.state import Engine, Measured, Turn, Use
+from rollweave.schema.events import StepTime, TurnDone
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
-"""Step times of an engine that did not measure itself: only comparisons between equal
+"""Step times of an engine of which nothing is known: only comparisons between equal
 engines are meaningful.
 """
 
+NEW_RATE = 0.1
+"""Relative change of a step's estimated time from which trajectories are placed anew."""
+
 
 Kind = tuple[str, int]
-"""A class of hardware, and a parallel degree."""
+"""A class of engines, and a parallel degree."""
 
 
 def kind_of(run: Run, engine: Engine) -> Kind:
     """Return the kind of an engine."""
+    if run.state.serving and engine.joined:
+        return engine.id, engine.degree
     host = run.state.hosts.up.get(engine.host)
-    return engine.pool or "+".join(host.pools if host is not None else ()), engine.degree
+    hardware = engine.pool or "+".join(host.pools if host is not None else ())
+    server = run.config.engines[engine.group].server
+    return hardware if server is None else f"{hardware}/{server}", engine.degree
 
 
 def measured_of(run: Run, engine: Engine) -> Measured | None:
-    """Return the measurements of engines of this kind, if one has measured itself."""
+    """Return the costs of engines of this kind, if they are known."""
     hardware, degree = kind_of(run, engine)
     return run.state.measured.get(hardware, {}).get(degree)
 
 
 def prevailing_hardware(run: Run) -> str:
-    """Return the class of hardware that most engines have."""
+    """Return the class that most engines have."""
     counts = Counter(kind_of(run, engine)[0] for engine in run.state.engines.values())
     return max(counts, key=lambda hardware: counts[hardware], default="")
 
 
 def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
     """Return a number for each kind of these engines, which have joined: its degree if
-    all have the same hardware, otherwise a number that is greater for faster kinds.
+    all are of one class, otherwise a number that is greater for faster kinds.
     """
     kinds = {kind_of(run, engine): rate_of(engine) for engine in engines}
     if len({hardware for hardware, _ in kinds}) <= 1:
@@ -60,15 +76,128 @@ def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
     """Record the rate of an engine that is ready, and the profile that it measured of
     itself, if it did.
     """
-    slots = max(1, engine.max_slots)
+    engine.measured = bool(profile)
+    if profile:
+        _set_rate(run, engine, profile)
+        _set_costs(run, engine, profile)
+    else:
+        _set_rate(run, engine, _known_profile(run, engine))
+
+
+def left(run: Run, engine: Engine) -> None:
+    """Forget the costs of an engine that is a kind by itself."""
+    if run.state.serving and engine.joined:
+        run.state.measured.pop(engine.id, None)
+        run.state.turn_times.pop(engine.id, None)
+
+
+def _set_rate(run: Run, engine: Engine, profile: Sequence[StepTime]) -> None:
+    slots, kv_tokens = max(1, engine.max_slots), max(1, engine.kv_tokens)
+    engine.rate = rate(profile, slots=slots, kv_tokens=kv_tokens)
     if (load := run.length_index.loads.get(engine.id)) is not None:
         load.work_s = None  # it was computed at another rate
-    engine.rate = rate(profile or UNMEASURED, slots=slots, kv_tokens=max(1, engine.kv_tokens))
-    if profile:
-        hardware, degree = kind_of(run, engine)
-        run.state.measured.setdefault(hardware, {})[degree] = Measured(
-            profile=profile, slots=slots, rate=engine.rate
+
+
+def _set_costs(
+    run: Run, engine: Engine, profile: tuple[StepTime, ...], prompt_s: float | None = None
+) -> None:
+    """Record the costs of the engine's kind, and reprice all engines that have not
+    measured themselves.
+    """
+    hardware, degree = kind_of(run, engine)
+    slots = max(1, engine.max_slots)
+    run.state.measured.setdefault(hardware, {})[degree] = Measured(
+        profile=profile,
+        slots=slots,
+        rate=rate(profile, slots=slots, kv_tokens=max(1, engine.kv_tokens)),
+        prompt_s=prompt_s,
+    )
+    for other in run.state.engines.values():
+        if other.rate is not None and not other.measured:
+            _set_rate(run, other, _known_profile(run, other))
+
+
+def _known_profile(run: Run, engine: Engine) -> Sequence[StepTime]:
+    """Return the profile of the engine's kind. While it is not known, it is assumed that
+    the engine costs as much as others, of its degree if possible.
+    """
+    known = measured_of(run, engine)
+    if known is None:
+        classes = run.state.measured.values()
+        same = [by_degree[engine.degree] for by_degree in classes if engine.degree in by_degree]
+        others = same or [measured for by_degree in classes for measured in by_degree.values()]
+        known = others[0] if others else None
+    return UNMEASURED if known is None else known.profile
+
+
+# Costs learned from finished turns.
+
+
+def charge(run: Run, engine: Engine) -> Use:
+    """Return the engine's use until now. Call before its turns change."""
+    use, load = engine.use, run.fleet.loads.get(engine.id)
+    if load is not None:
+        tokens = load.tokens
+    else:  # it takes no turns now
+        trajectories = run.state.trajectories
+        tokens = sum(trajectories[name].open_turn.context_tokens for name in engine.active)
+    seconds = run.now - use.at
+    engine.use = Use(
+        at=run.now,
+        turn_s=use.turn_s + seconds * len(engine.active),
+        context_s=use.context_s + seconds * tokens,
+        prompt_tokens=use.prompt_tokens,
+    )
+    return engine.use
+
+
+def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> None:
+    """Learn from a finished turn what the steps of an unmeasured engine cost. The engine
+    has just been charged for it.
+
+    Left out are turns that have begun elsewhere, whose tokens may be of another engine,
+    and those during which the engine did not serve, because it loaded weights.
+    """
+    if engine.measured or not run.compares_engines:
+        return
+    computed = max(0, turn.context_tokens - event.cached_tokens)
+    use = engine.use = msgspec.structs.replace(
+        engine.use, prompt_tokens=engine.use.prompt_tokens + computed
+    )
+    before, elapsed = turn.use_before, run.now - turn.since
+    seconds, turn_s = elapsed - event.queue_s, use.turn_s - before.turn_s
+    if turn.dispatch or turn.since < engine.since or min(seconds, turn_s) <= 0:
+        return
+    hardware, degree = kind_of(run, engine)
+    times = run.state.turn_times.setdefault(hardware, {}).setdefault(degree, TurnTimes())
+    due = times.add(
+        TurnTime(
+            seconds=seconds,
+            output_tokens=max(1, event.output_tokens),
+            prompt_tokens=use.prompt_tokens - before.prompt_tokens,
+            batch=min(max(1.0, turn_s / elapsed), float(max(1, engine.max_slots))),
+            # contexts grow during turns, which are half done on average
+            context=(use.context_s - before.context_s) / turn_s + event.output_tokens / 2,
         )
+    )
+    if due:
+        _estimate(run, engine, times)
+
+
+def _estimate(run: Run, engine: Engine, times: TurnTimes) -> None:
+    times.estimated_at = times.count
+    former = measured_of(run, engine)
+    profile, prompt_s = step_times(times, slots=max(1, engine.max_slots))
+    _set_costs(run, engine, profile, prompt_s)
+    if former is None or _differ(former.profile, profile):
+        run.state.partitions = {}
+
+
+def _differ(former: Sequence[StepTime], profile: Sequence[StepTime]) -> bool:
+    return len(former) != len(profile) or any(
+        abs(after.seconds - before.seconds) > NEW_RATE * before.seconds
+        for before, after in zip(former, profile, strict=True)
+    )
 
 
 def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Kind]) -> Groups:

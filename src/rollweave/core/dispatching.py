@@ -7,7 +7,7 @@ Invariant: an engine is given more turns than it has slots only by a turn that p
 
 from collections.abc import Mapping
 
-from rollweave.core import assignment, turn_priority
+from rollweave.core import assignment, costs, turn_priority
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import EngineLoad, choose
@@ -280,6 +280,7 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     if run.scheduling.assigns and not trajectory.kv_resident:
         trajectory.kv_resident = True
         run.reindex(trajectory)
+    turn.use_before = costs.charge(run, engine)
     run.fleet.occupy(engine, trajectory.id, turn)
     run.emit(
         StartTurn(

@@ -103,6 +103,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
         return
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
     engine.stages, engine.moves_kv = event.stages, event.moves_kv
+    engine.preempts = event.preempts
     costs.joined(run, engine, event.profile)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)
@@ -344,6 +345,7 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     """Remove an engine without turns for good."""
     state = run.state
     del state.engines[engine.id]
+    costs.left(run, engine)
     if engine.leaving:
         _count_departure(state, engine)
     _membership_changed(run)

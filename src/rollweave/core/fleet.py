@@ -143,7 +143,9 @@ def _turns(state: State, engine: Engine) -> list[Turn]:
 
 
 def _load(engine: Engine, ranks: list[float], tokens: int) -> EngineLoad:
-    lowest = ranks[-engine.max_slots] if len(ranks) >= engine.max_slots > 0 else -math.inf
+    lowest = -math.inf
+    if len(ranks) >= engine.max_slots > 0:
+        lowest = ranks[-engine.max_slots] if engine.preempts else math.inf
     return EngineLoad(
         id=engine.id,
         active=len(engine.active),

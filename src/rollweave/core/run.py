@@ -184,6 +184,11 @@ class Run:
         return self.config.trainer.colocated and not self.state.serving
 
     @property
+    def compares_engines(self) -> bool:
+        """True if a policy compares what work costs on engines."""
+        return self.scheduling.assigns or self.config.allocation is not None
+
+    @property
     def pacing(self) -> Pacing:
         """The pacing of the mode; a service always shares one pace."""
         return (

@@ -10,6 +10,7 @@ import enum
 import msgspec
 
 from rollweave.core.counters import Counters, Idle
+from rollweave.core.policy.turn_times import TurnTimes
 from rollweave.core.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.events import StepTime
@@ -55,6 +56,18 @@ class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     given: int  # turns that this engine had been given, with this one
 
 
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """The use of an engine so far: the number of its turns, and of the tokens of their
+    contexts, summed over the seconds until `at`, and the prompt tokens that it computed for
+    turns that are done.
+    """
+
+    at: float = 0.0
+    turn_s: float = 0.0
+    context_s: float = 0.0
+    prompt_tokens: int = 0
+
+
 class Turn(msgspec.Struct, kw_only=True):
     """A turn that the episode waits for, and its place."""
 
@@ -70,6 +83,7 @@ class Turn(msgspec.Struct, kw_only=True):
         0  # tokens sampled, as last reported by its engine: KV beside that of the context
     )
     avoid: list[EngineId] = []
+    use_before: Use = Use()  # of its engine, when it was given to it
 
 
 class Trajectory(msgspec.Struct):
@@ -160,7 +174,8 @@ class EngineStatus(enum.StrEnum):
 
 
 class Measured(msgspec.Struct):
-    """The measurements of the engines of one degree on one class of hardware.
+    """The costs of the engines of one kind: measured by themselves, or estimated from
+    finished turns.
 
     They are kept when the last of these engines is gone.
     """
@@ -168,6 +183,7 @@ class Measured(msgspec.Struct):
     profile: tuple[StepTime, ...]
     slots: int
     rate: Rate
+    prompt_s: float | None = None  # seconds of a prompt's token; None if they were not estimated
 
 
 class Engine(msgspec.Struct):
@@ -183,8 +199,10 @@ class Engine(msgspec.Struct):
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
     turns_given: int = 0  # turns that it was given so far
     oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
-    # follows from its measured steps, its slots and KV; None before it has joined
+    # follows from the steps of its kind, its slots and KV; None before it has joined
     rate: Rate | None = None
+    measured: bool = False  # it has measured its steps itself
+    use: Use = Use()
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
@@ -195,6 +213,7 @@ class Engine(msgspec.Struct):
     )
     stages: bool = False  # it can receive weights while it serves
     moves_kv: bool = True  # to and from other engines
+    preempts: bool = True  # a turn of higher rank takes the slot of one of its turns
     # colocated placement: it gives its memory back for the trainer, or has given it
     released: bool = False
     staging_id: int = -1  # weights that it receives while it serves
@@ -572,7 +591,9 @@ class State(msgspec.Struct):
     buffer: dict[GroupId, None] = {}
     unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
     domains: dict[str, DomainStats] = {}  # by task domain
-    measured: dict[str, dict[int, Measured]] = {}  # by class of hardware, and degree
+    measured: dict[str, dict[int, Measured]] = {}  # by class of engines, and degree
+    # of engines that do not measure themselves, by the same
+    turn_times: dict[str, dict[int, TurnTimes]] = {}
     consolidated_at: float = 0.0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     partitions: dict[str, Partition] = {}  # by the pool that trajectories prefer, "" for none

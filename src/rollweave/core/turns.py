@@ -7,6 +7,7 @@ engine's `active`, and one that is held in neither, while its trajectory's KV mo
 
 from rollweave.core import (
     attempts,
+    costs,
     dispatching,
     lengths,
     migration,
@@ -59,7 +60,9 @@ def on_done(run: Run, event: TurnDone) -> None:
     trajectory, turn, engine = answered
     if len(engine.active) > engine.max_slots:
         engine.oversubscribed_at = run.now
+    costs.charge(run, engine)
     run.fleet.vacate(engine, trajectory.id, turn)
+    costs.learn_turn(run, engine, turn, event)
     run.dirty_queues += [None, engine.id]
     engine.consecutive_timeouts = 0
     if run.state.serving:
@@ -162,6 +165,7 @@ def fail(run: Run, trajectory: Trajectory, engine: Engine, error: str) -> None:
     another engine, or give up the attempt.
     """
     turn = trajectory.open_turn
+    costs.charge(run, engine)
     run.fleet.vacate(engine, trajectory.id, turn)
     run.warn(
         engine.id, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed"

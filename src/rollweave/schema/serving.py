@@ -370,7 +370,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     `profile` holds its decode step times by increasing batch size, if
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
     copy of the weights, and so can receive them while it generates; `moves_kv`, if it
-    can export and import KV.
+    can export and import KV; `preempts`, if a request takes the slot of one of lower rank.
     """
 
     version: int
@@ -380,6 +380,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     profile: tuple[StepTime, ...] = ()
     stages: bool = False
     moves_kv: bool = True
+    preempts: bool = True
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):

@@ -357,14 +357,17 @@ class SimFleet:
                 prefix_cache=self._prefix_cache,
                 kv_tokens=room,
             )
+            own = settings.server is None
             self._post(
                 e.EngineJoined(
                     engine_id=node.id,
                     epoch=node.epoch,
                     max_slots=settings.max_slots,
                     kv_total_tokens=room,
-                    profile=_profile(cost, settings.max_slots, room),
+                    profile=_profile(cost, settings.max_slots, room) if own else (),
                     stages=True,
+                    moves_kv=own,
+                    preempts=own,
                 )
             )
 

@@ -25,7 +25,7 @@ loaded engine (Heddle §7, Verl*).
 
 class EngineLoad(Struct, frozen=True, kw_only=True):
     """An engine that may take a turn: it has `active` turns, of which `slots` run, the
-    lowest of these at rank `lowest`.
+    lowest of these at rank `lowest`; infinite if no turn takes the slot of another.
 
     `tokens` is the context of all these turns.
     """

@@ -426,6 +426,7 @@ class HttpEngine:
             max_slots=slots,
             max_context=kv_tokens,
             moves_kv=False,
+            preempts=False,
         )
 
     async def _compare_with_reference(self, reference: Reference) -> None:

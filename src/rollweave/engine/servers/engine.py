@@ -203,6 +203,7 @@ class ServerEngine:
                     max_context=max_context(spec, shape),
                     stages=True,
                     moves_kv=False,
+                    preempts=False,
                 )
             )
             handling = self._spawn(self._handle_all(commands), "commands")

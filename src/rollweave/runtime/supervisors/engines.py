@@ -188,6 +188,7 @@ class EngineSupervisor:
             profile=ready.profile,
             stages=ready.stages,
             moves_kv=ready.moves_kv,
+            preempts=ready.preempts,
         )
         self._post(joined)
         assert engine.link is not None, "the engine is ready"

@@ -1,0 +1,186 @@
+"""Estimate what an engine's steps cost from the turns that it has finished, for engines
+that do not measure themselves.
+
+A turn takes a step for each token that it samples, and the time in which prompts are
+computed while it runs:
+
+    seconds = tokens · (fixed + batch · (sequence + context · per_context)) + prompts · prompt
+
+`batch` is the mean number of turns on the engine meanwhile, `context` the mean length of
+their contexts, and `prompts` the number of prompt tokens computed. The four prices are
+those of `core/policy/work.Rate` and the one of a prompt token. They are fitted without
+negative prices, by relative errors, to the newest turns of each batch size, so that a
+fleet that is full most of the time still knows its empty steps.
+
+- *Outliers* (a server that paused, a request that waited inside it) have no weight:
+  Tukey's biweight over the median error, iterated.
+- *Few turns, or turns that are all alike*, do not determine four prices. A prior with the
+  usual proportions, scaled to the median turn, decides what the turns do not: it weighs
+  as much as one turn would if the turns had no error.
+
+Invariants: an estimate is a function of the kept turns, whatever their order within a
+batch size; if all turns take k times as long, so do the estimated steps.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollweave.schema.base import Struct
+from rollweave.schema.events import StepTime
+
+KEPT = 32
+"""Maximum number of turns that are kept for each batch size (by powers of two)."""
+
+FIRST_TURNS = 16
+"""Number of turns before the first estimate: of fewer, a median can be an outlier."""
+
+ROUNDS = 8
+"""Number of times that the weights of turns are computed: afterwards they hardly change."""
+
+BIWEIGHT = 4.685
+"""Error, in standard deviations, from which a turn has no weight: 95 % efficiency for
+normal errors (Tukey).
+"""
+
+MIN_ERROR = 0.01
+"""Minimum standard deviation that is assumed of relative errors: a turn is known no more
+exactly than the time that the controller takes to see its end.
+"""
+
+PRIOR_ERROR = 2.0
+"""Standard deviation that is assumed of the prior's proportions, relative to them."""
+
+
+LEAST_SHARE = 1e-3
+"""Minimum fixed price as a share of the prior's, so that no step takes no time."""
+
+
+class TurnTime(Struct, frozen=True, kw_only=True):
+    """A finished turn: it sampled `output_tokens` in `seconds`, during which the engine
+    computed `prompt_tokens` of prompts, this turn's and others', and had `batch` turns with
+    `context` tokens each, in the mean.
+    """
+
+    seconds: float
+    output_tokens: int
+    prompt_tokens: int
+    batch: float
+    context: float
+
+
+class TurnTimes(msgspec.Struct):
+    """The newest turns by batch size, as its power of two, and the number of all turns."""
+
+    kept: dict[int, list[TurnTime]] = {}
+    count: int = 0
+    estimated_at: int = 0  # the number of turns when the last estimate was made
+
+    def add(self, turn: TurnTime) -> bool:
+        """Add a turn; return whether a new estimate is due: half of the kept turns are new."""
+        newest = self.kept.setdefault(int(turn.batch).bit_length(), [])
+        newest.append(turn)
+        if len(newest) > KEPT:
+            del newest[0]
+        self.count += 1
+        kept = sum(len(turns) for turns in self.kept.values())
+        needed = max(FIRST_TURNS, kept / 2)
+        return self.count - self.estimated_at >= needed
+
+    @property
+    def turns(self) -> list[TurnTime]:
+        return [turn for batch in sorted(self.kept) for turn in self.kept[batch]]
+
+
+class Prices(Struct, frozen=True, kw_only=True):
+    """The seconds of a step, of a sequence in it, of a token of the sequences' contexts,
+    and of a token of a prompt.
+    """
+
+    fixed_s: float
+    sequence_s: float
+    context_s: float
+    prompt_s: float
+
+    def step_s(self, batch: float, context: float) -> float:
+        return self.fixed_s + batch * (self.sequence_s + context * self.context_s)
+
+
+PRIOR = Prices(fixed_s=1.0, sequence_s=1.0 / 32, context_s=1.0 / (1 << 17), prompt_s=1.0 / 32)
+"""Usual proportions: a batch of 32 takes twice as long as one sequence, and so do contexts
+of 131,072 tokens, whose KV is then as large as the weights (16 GB at 128 KB a token). A
+token of a prompt takes as long as one of another sequence.
+"""
+
+
+def estimate(turns: Sequence[TurnTime]) -> Prices:
+    """Return the prices that fit these turns best. Raises ValueError without turns."""
+    if not turns:
+        raise ValueError("turns must have at least one finished turn, got none")
+    rows = np.array([_features(turn) for turn in turns])
+    rows /= np.array([turn.seconds for turn in turns])[:, None]
+    prior = np.array([PRIOR.fixed_s, PRIOR.sequence_s, PRIOR.context_s, PRIOR.prompt_s])
+    prior /= float(np.median(rows @ prior))
+    columns = rows * prior
+    shares = np.ones(len(prior))  # of the prior's prices
+    for _ in range(ROUNDS):
+        errors = columns @ shares - 1
+        deviation = max(MIN_ERROR, 1.4826 * float(np.median(np.abs(errors))))
+        weights = np.clip(1 - np.square(errors / (BIWEIGHT * deviation)), 0, None) ** 2
+        shares = non_negative_ridge(columns, weights, (deviation / PRIOR_ERROR) ** 2)
+    shares[0] = max(shares[0], LEAST_SHARE)
+    fixed, sequence, context, prompt = (float(price) for price in shares * prior)
+    return Prices(fixed_s=fixed, sequence_s=sequence, context_s=context, prompt_s=prompt)
+
+
+def _features(turn: TurnTime) -> tuple[float, float, float, float]:
+    sequences = turn.output_tokens * turn.batch
+    return turn.output_tokens, sequences, sequences * turn.context, turn.prompt_tokens
+
+
+def non_negative_ridge(
+    columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], ridge: float
+) -> npt.NDArray[np.float64]:
+    """Return the non-negative x with the least Σ weights · (columns · x − 1)² +
+    ridge · Σ (x − 1)², for a `ridge` above 0.
+    """
+    weighted = columns.T * weights
+    size = columns.shape[1]
+    matrix = weighted @ columns + ridge * np.eye(size)
+    target = weighted.sum(axis=1) + ridge
+    best, least = np.zeros(size), np.inf
+    # The best x is the unconstrained one of the columns that it uses, so all choices of
+    # columns are tried, all of them first: if that one is not negative, it is the best.
+    for used in itertools.product((True, False), repeat=size):
+        chosen = list(used)
+        x = np.zeros(size)
+        x[chosen] = np.linalg.solve(matrix[np.ix_(chosen, chosen)], target[chosen])
+        error = float(x @ matrix @ x - 2 * target @ x)
+        if (x >= 0).all() and error < least:
+            best, least = x, error
+            if all(used):
+                break
+    return best
+
+
+def step_times(turns: TurnTimes, *, slots: int) -> tuple[tuple[StepTime, ...], float]:
+    """Return the estimated profile of an engine, as one that measures itself would report
+    it, and the seconds of a token of a prompt.
+
+    It has steps of 1, 2, 4, … sequences up to `slots`, at half the mean context and at
+    twice that.
+    """
+    kept = turns.turns
+    prices = estimate(kept)
+    context = float(np.median([turn.context for turn in kept]))
+    contexts = sorted({max(1, round(context / 2)), max(2, round(2 * context))})
+    batches = sorted({*(1 << power for power in range(slots.bit_length())), slots})
+    profile = tuple(
+        StepTime(batch=batch, context=length, seconds=prices.step_s(batch, length))
+        for length in contexts
+        for batch in batches
+    )
+    return profile, prices.prompt_s

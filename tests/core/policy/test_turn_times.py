@@ -1,0 +1,197 @@
+"""Prices from finished turns: exact where the turns determine them, whatever else was slow,
+and those of the prior where they do not.
+"""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.policy import turn_times
+from rollweave.core.policy.turn_times import (
+    FIRST_TURNS,
+    KEPT,
+    PRIOR,
+    Prices,
+    TurnTime,
+    TurnTimes,
+    estimate,
+    non_negative_ridge,
+    step_times,
+)
+from rollweave.core.policy.work import rate
+from tests.support.properties import examples
+
+PRICES = st.builds(
+    Prices,
+    fixed_s=st.floats(0.5, 5.0),
+    sequence_s=st.floats(0.02, 0.2),
+    context_s=st.floats(2e-6, 2e-5),
+    prompt_s=st.floats(0.005, 0.1),
+)
+
+
+def turn(random_: random.Random, prices: Prices, *, error: float = 0.0) -> TurnTime:
+    """A turn of an engine whose load, contexts and prompts vary."""
+    batch = random_.uniform(1, 32)
+    context = random_.choice([500.0, 4000.0, 20_000.0])
+    output, prompts = random_.randint(20, 400), random_.choice([0, 300, 5000])
+    exact = output * prices.step_s(batch, context) + prompts * prices.prompt_s
+    return TurnTime(
+        seconds=exact * random_.uniform(1 - error, 1 + error),
+        output_tokens=output,
+        prompt_tokens=prompts,
+        batch=batch,
+        context=context,
+    )
+
+
+def off(found: Prices, prices: Prices) -> float:
+    """The greatest relative error of a step's time, and of a prompt token's."""
+    steps = [
+        found.step_s(batch, context) / prices.step_s(batch, context)
+        for batch in (1, 8, 32)
+        for context in (500, 20_000)
+    ]
+    return max(abs(ratio - 1) for ratio in (*steps, found.prompt_s / prices.prompt_s))
+
+
+@settings(max_examples=examples(100))
+@given(prices=PRICES, seed=st.integers(0, 999))
+def test_turns_that_determine_the_prices_yield_them(prices: Prices, seed: int) -> None:
+    chance = random.Random(seed)
+    assert off(estimate([turn(chance, prices) for _ in range(100)]), prices) < 0.01
+
+
+@settings(max_examples=examples(100))
+@given(prices=PRICES, seed=st.integers(0, 999), factor=st.sampled_from([0.05, 3.0, 100.0]))
+def test_a_fifth_of_the_turns_may_be_outliers(prices: Prices, seed: int, factor: float) -> None:
+    chance = random.Random(seed)
+    turns = [turn(chance, prices, error=0.05) for _ in range(200)]
+    slow = [
+        TurnTime(
+            seconds=one.seconds * (factor if number % 5 == 0 else 1),
+            output_tokens=one.output_tokens,
+            prompt_tokens=one.prompt_tokens,
+            batch=one.batch,
+            context=one.context,
+        )
+        for number, one in enumerate(turns)
+    ]
+    assert off(estimate(slow), prices) < 0.25
+
+
+@settings(max_examples=examples(100))
+@given(seed=st.integers(0, 999), scale=st.floats(1e-3, 1e3), count=st.integers(1, 40))
+def test_an_engine_that_is_slower_throughout_has_higher_prices(
+    seed: int, scale: float, count: int
+) -> None:
+    chance = random.Random(seed)
+    turns = [turn(chance, PRIOR, error=0.3) for _ in range(count)]
+    found = estimate(turns)
+    scaled = estimate(
+        [
+            TurnTime(
+                seconds=scale * one.seconds,
+                output_tokens=one.output_tokens,
+                prompt_tokens=one.prompt_tokens,
+                batch=one.batch,
+                context=one.context,
+            )
+            for one in turns
+        ]
+    )
+    for name in Prices.__struct_fields__:
+        assert getattr(scaled, name) == pytest.approx(scale * getattr(found, name), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_equal_turns_have_the_proportions_of_the_prior(count: int) -> None:
+    """They say what a batch of 8 costs, and nothing of others."""
+    equal = TurnTime(seconds=40.0, output_tokens=10, prompt_tokens=0, batch=8.0, context=100.0)
+    found = estimate([equal] * count)
+    assert found.step_s(8, 100) == pytest.approx(4.0)
+    assert found.step_s(32, 100) / found.step_s(1, 100) == pytest.approx(
+        PRIOR.step_s(32, 100) / PRIOR.step_s(1, 100), rel=1e-3
+    )
+
+
+def test_estimates_need_a_turn() -> None:
+    with pytest.raises(ValueError, match="at least one finished turn"):
+        estimate([])
+
+
+@settings(max_examples=examples(200))
+@given(seed=st.integers(0, 9999), rows=st.integers(1, 12), ridge=st.sampled_from([1e-4, 0.1, 1.0]))
+def test_no_other_non_negative_point_is_better(seed: int, rows: int, ridge: float) -> None:
+    """The slow reference descends coordinate by coordinate until nothing changes."""
+    chance = np.random.default_rng(seed)
+    columns, weights = chance.normal(size=(rows, 3)), chance.uniform(0, 1, size=rows)
+
+    def error(x: np.ndarray) -> float:
+        missed = weights @ np.square(columns @ x - 1)
+        return float(missed + ridge * np.square(x - 1).sum())
+
+    slow = np.ones(3)
+    for _ in range(5000):
+        for at in range(3):
+            rest = columns @ slow - columns[:, at] * slow[at] - 1
+            curvature = weights @ np.square(columns[:, at]) + ridge
+            slow[at] = max(0.0, (ridge - weights @ (columns[:, at] * rest)) / curvature)
+    found = non_negative_ridge(columns, weights, ridge)
+    assert (found >= 0).all()
+    assert error(found) <= error(slow) + 1e-9
+
+
+@settings(max_examples=examples(50))
+@given(batches=st.lists(st.floats(1, 40), min_size=1, max_size=400))
+def test_the_newest_turns_of_each_batch_size_are_kept(batches: list[float]) -> None:
+    times, added = TurnTimes(), []
+    for number, batch in enumerate(batches):
+        one = TurnTime(
+            seconds=1.0 + number, output_tokens=1, prompt_tokens=0, batch=batch, context=1.0
+        )
+        times.add(one)
+        added.append(one)
+    sizes = [(1 << power, 2 << power) for power in range(6)]
+    kept = [[one for one in added if low <= one.batch < high][-KEPT:] for low, high in sizes]
+    assert times.turns == list(itertools.chain.from_iterable(kept))
+    assert times.count == len(batches)
+
+
+def test_estimates_are_due_when_half_of_the_turns_are_new() -> None:
+    times, due = TurnTimes(), []
+    for number in range(200):
+        one = TurnTime(seconds=1.0, output_tokens=1, prompt_tokens=0, batch=1.0, context=1.0)
+        if times.add(one):
+            times.estimated_at = times.count
+            due.append(number + 1)
+    assert due[:3] == [FIRST_TURNS, 2 * FIRST_TURNS, 3 * FIRST_TURNS]
+    assert all(after - before == FIRST_TURNS for before, after in itertools.pairwise(due))
+
+
+def test_the_profile_is_that_of_an_engine_with_these_prices() -> None:
+    chance, times = random.Random(3), TurnTimes()
+    prices = Prices(fixed_s=2.0, sequence_s=0.1, context_s=1e-5, prompt_s=0.02)
+    for _ in range(100):
+        times.add(turn(chance, prices))
+    profile, prompt_s = step_times(times, slots=24)
+    assert sorted({point.batch for point in profile}) == [1, 2, 4, 8, 16, 24]
+    found = rate(profile, slots=24, kv_tokens=10**6)
+    assert found.fixed_s == pytest.approx(prices.fixed_s, rel=0.02)
+    assert found.sequence_s == pytest.approx(prices.sequence_s, rel=0.02)
+    assert found.context_s == pytest.approx(prices.context_s, rel=0.02)
+    assert prompt_s == pytest.approx(prices.prompt_s, rel=0.02)
+
+
+def test_a_step_always_takes_time() -> None:
+    """These turns are explained by their prompts alone."""
+    turns = [
+        TurnTime(seconds=number, output_tokens=1, prompt_tokens=number, batch=1.0, context=1.0)
+        for number in range(100, 200)
+    ]
+    assert estimate(turns).step_s(1, 1) > 0
+    assert turn_times.LEAST_SHARE > 0
