@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
@@ -156,6 +157,7 @@ def measure(cases: Sequence[GpuCase], *, device: str, say: Say) -> Result:
     conditions: dict[str, Any] = {"device": device, "requests_together": TOGETHER}
     if device == "cpu":
         conditions["device"] = "cpu: there is no CUDA device"
+        conditions["decode_tokens_per_s"] = "the variants are the same engine on a CPU"
         conditions["train_peak_bytes"] = "with 64 MiB of buffers for publishing"
         conditions["train_peak_bytes_optimizer"] = "moments are in the host's memory anyway"
     with _part("peaks", PEAKS, "", figures, conditions, say):
@@ -195,6 +197,31 @@ SAVINGS: dict[str, tuple[str, ...]] = {
 """Suffix of a figure → `trainer.save_memory`."""
 
 MEMORY = tuple(f"{what}{saved}" for what in ("train_peak_bytes", "train_s") for saved in SAVINGS)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gathered": {"paged_attention": False},
+    "kernel": {"cuda_graphs": False},
+    "graphs": {},
+}
+"""Ways of decoding → settings of the engine, each faster than the one before where
+there is a GPU: attention that gathers blocks, a kernel that reads them where they lie, and
+that kernel in CUDA graphs.
+"""
+
+REPEATS = 3
+"""Number of measurements of each; the first one is a warm-up."""
+
+LONG = 4
+"""Number of requests that decode after a long prompt."""
+
+ATTENTION = tuple(
+    f"{figure}_{load}"
+    for load in (*CONCURRENCY, "long")
+    for figure in (
+        *(f"decode_tokens_per_s_{variant}" for variant in VARIANTS),
+        "kernel_over_gathered",
+        "graphs_over_kernel",
+    )
+)
 SHARED = ("two_engines_over_one", "beside_trainer_over_alone", "train_beside_engine_over_alone")
 
 
@@ -210,6 +237,7 @@ def _measure_case(
         peaks = {name: figures.get(name) for name in PEAKS}
         works: list[tuple[str, Sequence[str], Callable[[], dict[str, Figure]]]] = [
             ("engine", DECODE, lambda: subject.decode(peaks)),
+            ("attention", ATTENTION, subject.attention),
             ("KV", KV, subject.kv),
             ("trainer", TRAIN, subject.train),
             ("memory", MEMORY, subject.memory),
@@ -320,7 +348,7 @@ class _Subject:
     def __init__(self, case: GpuCase, path: Path, scratch: Path, device: str) -> None:
         self._case, self._path, self._scratch, self._device = case, path, scratch, device
         self._seeds = itertools.count(1)
-        tokens = max(CONCURRENCY) * 2 * (case.prompt + case.output) + 2 * case.prefill
+        tokens = max(CONCURRENCY) * 2 * (case.prompt + case.output) + LONG * case.prefill
         self._spec = EngineSpec(
             id=EngineId("bench"),
             model=str(path),
@@ -352,6 +380,30 @@ class _Subject:
         figures["decode_bandwidth_share"] = _over(single * read / 1e9, peaks["copy_gb_per_s"])
         flops = 2 * computed * (parameters(shape) - shape.vocab * shape.hidden)
         figures["prefill_flops_share"] = _over(flops / elapsed / 1e12, peaks["matmul_tflops"])
+        return figures
+
+    def attention(self) -> dict[str, Figure]:
+        """Return output tokens per second of each way of decoding, measured in turn."""
+        self._must_fit(self._engine_parts() * len(VARIANTS))
+        figures: dict[str, Figure] = {}
+        with ExitStack() as stack:
+            engines = {
+                variant: stack.enter_context(Harness(replace(self._spec, **changes)))
+                for variant, changes in VARIANTS.items()
+            }
+            for load in (*CONCURRENCY, "long"):
+                count, prompt = (LONG, self._case.prefill) if load == "long" else (load, None)
+                rates: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+                for _ in range(REPEATS):
+                    for variant, engine in engines.items():
+                        rates[variant].append(self._rate(engine, int(count), prompt=prompt))
+                # the first ones compile kernels and record graphs
+                best = {variant: max(found[1:]) for variant, found in rates.items()}
+                figures |= {
+                    **{f"decode_tokens_per_s_{name}_{load}": rate for name, rate in best.items()},
+                    f"kernel_over_gathered_{load}": best["kernel"] / best["gathered"],
+                    f"graphs_over_kernel_{load}": best["graphs"] / best["kernel"],
+                }
         return figures
 
     def kv(self) -> dict[str, Figure]:
@@ -486,10 +538,10 @@ class _Subject:
         sampling = Sampling(temperature=1.0, max_tokens=output, seed=seed)
         return GenerateRequest(id=str(seed), tokens=tuple(tokens), sampling=sampling)
 
-    def _rate(self, engine: Harness, count: int) -> float:
+    def _rate(self, engine: Harness, count: int, *, prompt: int | None = None) -> float:
         """Return output tokens per second, prefill included."""
         case = self._case
-        requests = [self._request(case.prompt, case.output) for _ in range(count)]
+        requests = [self._request(prompt or case.prompt, case.output) for _ in range(count)]
         started = time.perf_counter()
         engine.generate(requests)
         return count * case.output / (time.perf_counter() - started)

@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import DECODE, KV, MEMORY, PEAKS, SHARED, TINY, TRAIN, measure
+from benchmarks.gpu import ATTENTION, DECODE, KV, MEMORY, PEAKS, SHARED, TINY, TRAIN, measure
 from rollweave.schema.errors import EngineError
 from rollweave.weights.checkpoint import read_shape, read_sizes
 
 torch.set_num_threads(1)
 
-FIGURES = {*PEAKS, *(f"{name}_tiny" for name in (*DECODE, *KV, *TRAIN, *MEMORY, *SHARED))}
+FIGURES = {
+    *PEAKS,
+    *(f"{name}_tiny" for name in (*DECODE, *ATTENTION, *KV, *TRAIN, *MEMORY, *SHARED)),
+}
 
 
 def test_every_figure_is_positive() -> None:
@@ -23,7 +26,7 @@ def test_every_figure_is_positive() -> None:
     assert all(isinstance(value, float | int) and value > 0 for value in result.figures.values())
     assert result.figures["weights_bytes_tiny"] == 328_576
     assert result.conditions["device"] == "cpu: there is no CUDA device"
-    assert len(said) == 7
+    assert len(said) == 8
     peaks = [result.figures[f"train_peak_bytes{saved}_tiny"] for saved in ("_activations", "")]
     assert peaks[0] < peaks[1]  # type: ignore[operator]
 
@@ -33,7 +36,7 @@ def test_a_part_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch
         raise EngineError("out of cheese")
 
     monkeypatch.setattr(gpu, "_peaks", fail)
-    for name in ("train", "kv", "memory", "shared"):
+    for name in ("attention", "train", "kv", "memory", "shared"):
         monkeypatch.setattr(gpu._Subject, name, fail)
     result = measure([TINY], device="cpu", say=lambda _: None)
     assert set(result.figures) == FIGURES
@@ -41,7 +44,7 @@ def test_a_part_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch
     shares = {"decode_bandwidth_share_tiny", "prefill_flops_share_tiny"}
     assert missing == {
         *PEAKS,
-        *(f"{name}_tiny" for name in (*KV, *TRAIN, *MEMORY, *SHARED)),
+        *(f"{name}_tiny" for name in (*ATTENTION, *KV, *TRAIN, *MEMORY, *SHARED)),
         *shares,
     }
     assert missing <= set(result.conditions)

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from rollweave.schema.serving import FinishReason
+from rollweave.engine.paged_attention import PagedAttention
+from rollweave.engine.runner import Runner
+from rollweave.schema.serving import EngineSpec, FinishReason
 from tests.engine.models import VOCAB, build, drive, logprob_error, request, save, spec
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.3}
@@ -74,3 +77,62 @@ def test_a_device_that_is_not_there_is_refused(path: str) -> None:
 def test_a_missing_model_is_refused(device: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"config\.json must be readable"):
         drive(spec(str(tmp_path), device=device), [request("r", PROMPTS[0], max_tokens=2)])
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
+    """The runners of the engines that a test drives."""
+    made: list[Runner] = []
+    begin = Runner.__init__
+
+    def remember(self: Runner, spec: EngineSpec) -> None:
+        made.append(self)
+        begin(self, spec)
+
+    monkeypatch.setattr(Runner, "__init__", remember)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "heads", [{}, {"num_key_value_heads": 4}, {"num_attention_heads": 6}], ids=["2", "1", "3"]
+)
+def test_kernel_and_graphs_compute_a_full_forward_pass(
+    device: str, dtype: str, heads: dict[str, int], runners: list[Runner], tmp_path: Path
+) -> None:
+    """On a GPU, blocks of 16 tokens and heads of 16 are attended by FlexAttention, and
+    decoding steps are replayed, with 2, 1 and 3 query heads for a key head. Some
+    requests wait for a slot, so that few and many rows decode.
+    """
+    model = build("qwen3", **heads)
+    requests = [
+        request(f"r{number}", prompt, max_tokens=30 - 4 * number, temperature=1.0, seed=number)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    of = spec(
+        save(model, tmp_path), device=device, dtype=dtype, block_tokens=16, max_slots=4,
+        kv_tokens=416, prefill_chunk_tokens=70,
+    )  # fmt: skip
+    for changes in ({}, {"cuda_graphs": False}, {"paged_attention": False}):
+        results = drive(replace(of, **changes), requests).results
+        for each, prompt in zip(requests, PROMPTS, strict=True):
+            assert logprob_error(model, prompt, results[each.id]) < TOLERANCE[dtype]
+    if device == "cuda":
+        assert [isinstance(one.attention, PagedAttention) for one in runners] == [True, True, False]
+        assert [one.graphs is not None for one in runners] == [True, False, False]
+
+
+def test_many_rows_of_long_contexts(device: str, runners: list[Runner], tmp_path: Path) -> None:
+    """Several processors of a GPU share the context of one sequence."""
+    model = build("qwen3", max_position_embeddings=4096)
+    length = 1500 if device == "cuda" else 150
+    prompts = [[(11 * at + number) % VOCAB for at in range(length)] for number in range(5)]
+    requests = [
+        request(f"r{number}", prompt, max_tokens=6, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    of = spec(save(model, tmp_path), device=device, block_tokens=16, kv_tokens=16 * length)
+    results = drive(of, requests).results
+    for each, prompt in zip(requests, prompts, strict=True):
+        assert logprob_error(model, prompt, results[each.id]) < TOLERANCE["float32"]
+    assert device == "cpu" or runners[0].graphs is not None

@@ -2,7 +2,11 @@
 executed for each layer.
 
 The step's tokens are one flat list: first one token of each decoding sequence, then the
-chunks of the prefilling ones. Decoding reads the dense mirror if there is one. All
+chunks of the prefilling ones. Two classes implement `Attention`: `GatheredAttention`
+here, for CPUs, for deterministic engines, and wherever the other one cannot be used;
+and `PagedAttention` (`engine/paged_attention.py`), for GPUs.
+
+`GatheredAttention` decodes from the dense mirror if there is one. All
 other tokens are attended in *groups*: sequences of similar chunk and context length are
 padded to a rectangle, their blocks gathered, and attended in one call. Query heads that
 share a key head are folded into the query axis, so keys and values are never repeated.
@@ -14,6 +18,7 @@ shape does not depend on chunk bounds or neighbors.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +53,32 @@ class Chunk:
     offset: int
 
 
+Plan = TypeVar("Plan")
+
+
+class Attention(Protocol[Plan]):
+    """Writes the step's KV and attends over it."""
+
+    def rows(self, decoding: list[Entry]) -> list[Entry]:
+        """Return the sequence of each of the first tokens of a step in which these
+        decode: the same sequences, in another order if that is cheaper. Repetitions may
+        follow them, whose results are not used.
+        """
+        ...
+
+    def plan(self, chunks: Sequence[Chunk], *, rows: int) -> Plan:
+        """Lay out one step. The first chunks are one token of each of its `rows`."""
+        ...
+
+    def attend(self, layer: int, qkv: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Compute attention from rotated queries, keys and values of the flat list,
+        which lie side by side.
+
+        [tokens, (heads + 2 kv_heads) * head_dim] becomes [tokens, heads * head_dim].
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Group:
     """A padded rectangle, `sequences` by `queries`.
@@ -80,7 +111,7 @@ class Dense:
 
 
 @dataclass(slots=True)
-class AttentionPlan:
+class GatheredPlan:
     """`slots[i]` is the pool position of token i's KV.
 
     The first `mirrored` tokens decode through the mirror.
@@ -92,8 +123,8 @@ class AttentionPlan:
     dense: Dense | None
 
 
-class Attention:
-    """Writes the step's KV and attends over it.
+class GatheredAttention:
+    """Attention over blocks that are gathered first, or over the mirror.
 
     It owns no state beyond the pool and the mirror.
     """
@@ -115,13 +146,17 @@ class Attention:
             for value in (0.0, float("-inf"))
         )
 
-    def plan(self, chunks: Sequence[Chunk], *, mirrored: int) -> AttentionPlan:
-        """Lay out one step.
+    def rows(self, decoding: list[Entry]) -> list[Entry]:
+        """Return the mirror's rows, or `decoding` if the mirror has no room."""
+        if self.mirror is not None and self.mirror.place(decoding):
+            return self.mirror.rows
+        return decoding
 
-        The first `mirrored` chunks are the mirror's rows, in order, one token each.
-        """
-        slots = self._slots(chunks)
-        plan = AttentionPlan(slots=slots, mirrored=mirrored, groups=[], dense=None)
+    def plan(self, chunks: Sequence[Chunk], *, rows: int) -> GatheredPlan:
+        """Lay out one step."""
+        mirrored = rows if self.mirror is not None and self.mirror.rows else 0
+        slots = self._tensor(slots_of(chunks, self.pool.block_tokens))
+        plan = GatheredPlan(slots=slots, mirrored=mirrored, groups=[], dense=None)
         if mirrored:
             plan.dense = self._plan_dense([chunk.start for chunk in chunks[:mirrored]])
         rest = chunks[mirrored:]
@@ -160,20 +195,6 @@ class Attention:
         end = (piece.start // TILE_ROWS + 1) * TILE_ROWS
         return -(-end // (size * TILE_CONTEXT_BLOCKS)) * TILE_CONTEXT_BLOCKS
 
-    def _slots(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        size = self.pool.block_tokens
-        slots: list[int] = []
-        for chunk in chunks:
-            blocks = chunk.entry.blocks
-            if chunk.count == 1:
-                slots.append(blocks[chunk.start // size] * size + chunk.start % size)
-            else:
-                slots.extend(
-                    blocks[at // size] * size + at % size
-                    for at in range(chunk.start, chunk.start + chunk.count)
-                )
-        return self._tensor(slots)
-
     def _group(self, pieces: list[Chunk]) -> Group:
         blocks = max(self._context_blocks(piece) for piece in pieces)
         queries = TILE_ROWS if self.tiles else max(piece.count for piece in pieces)
@@ -206,12 +227,7 @@ class Attention:
     def _tensor(self, values: list[int] | npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def attend(self, layer: int, qkv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Compute attention from rotated queries, keys and values of the flat list,
-        which lie side by side.
-
-        [tokens, (heads + 2 kv_heads) * head_dim] becomes [tokens, heads * head_dim].
-        """
+    def attend(self, layer: int, qkv: torch.Tensor, plan: GatheredPlan) -> torch.Tensor:
         width = self.query_width
         q, kv = qkv.split_with_sizes((width, qkv.shape[1] - width), dim=1)
         self.pool.layer_tokens[layer].index_copy_(0, plan.slots, kv)
@@ -258,6 +274,21 @@ class Attention:
         )
         flat = unfolded.reshape(count * queries, self.query_width)
         return flat if group.real is None else flat.index_select(0, group.real)
+
+
+def slots_of(chunks: Sequence[Chunk], size: int) -> list[int]:
+    """Return the pool position of each token, in blocks of `size` tokens."""
+    slots: list[int] = []
+    for chunk in chunks:
+        blocks = chunk.entry.blocks
+        if chunk.count == 1:
+            slots.append(blocks[chunk.start // size] * size + chunk.start % size)
+        else:
+            slots.extend(
+                blocks[at // size] * size + at % size
+                for at in range(chunk.start, chunk.start + chunk.count)
+            )
+    return slots
 
 
 def _tiles(chunk: Chunk) -> list[Chunk]:

@@ -50,7 +50,8 @@ class PagedPool:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.width = 2 * shape.kv_heads * shape.head_dim
-        self._layers, self._device, self._dtype = shape.layers, device, dtype
+        self.device = device
+        self._layers, self._dtype = shape.layers, dtype
         self._place(0 if released else blocks)
 
     def _place(self, blocks: int) -> None:
@@ -58,11 +59,16 @@ class PagedPool:
             self._layers,
             blocks * self.block_tokens,
             self.width,
-            device=self._device,
+            device=self.device,
             dtype=self._dtype,
         )
         self.by_block = self.data.view(self._layers, blocks, self.block_tokens * self.width)
         self.layer_tokens, self.layer_blocks = self.data.unbind(0), self.by_block.unbind(0)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that fit, also of a pool that is released."""
+        return self.blocks * self.block_tokens
 
     def release(self) -> None:
         """Free the memory."""

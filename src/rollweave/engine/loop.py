@@ -321,8 +321,9 @@ class EngineLoop:
         if staged is None:
             self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
             return
-        self._runner.model.weights = staged
+        self._runner.update(staged)
         self._loaded(manifest.version, manifest.weights_id, started)
+        del staged
         if self._runner.model.device.type == "cuda":
             torch.cuda.empty_cache()  # give the memory of the former copy back
 

@@ -9,13 +9,13 @@ takes adapters instead, and adds them to the weights of the base (`weights/adapt
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch.nn.functional import silu
 
-from rollweave.engine.attention import TILE_ROWS, Attention, AttentionPlan
+from rollweave.engine.attention import TILE_ROWS, Attention, Plan
 from rollweave.schema.errors import WeightsError
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape
@@ -89,6 +89,19 @@ class DecoderWeights:
             for _ in range(shape.layers)
         ]
         self._interleave = torch.arange(shape.head_dim, device=device).view(2, -1).t().reshape(-1)
+
+    def copy_from(self, other: "DecoderWeights") -> None:
+        """Copy another version of the same model over this one, in place."""
+        for own, new in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(new)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from (self.embed, self.norm)
+        if not self.shape.tied:
+            yield self.head
+        for layer in self.layers:
+            parts = (getattr(layer, field.name) for field in fields(layer))
+            yield from (part for part in parts if part is not None)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the parameters.
@@ -210,6 +223,13 @@ class Decoder:
         """
         return DecoderWeights(self.shape, device=self.device, dtype=self.dtype)
 
+    def update(self, staged: DecoderWeights, *, in_place: bool) -> None:
+        """Use these parameters from now on: themselves, or copied over those in use."""
+        if in_place:
+            self.weights.copy_from(staged)
+        else:
+            self.weights = staged
+
     def release(self) -> None:
         """Free the memory of the parameters."""
         self.weights = self._without_memory()
@@ -224,7 +244,7 @@ class Decoder:
 
     # Computation
 
-    def forward(self, batch: Batch, attention: Attention, plan: AttentionPlan) -> torch.Tensor:
+    def forward(self, batch: Batch, attention: Attention[Plan], plan: Plan) -> torch.Tensor:
         """Return the logits (fp32) of the sampled tokens of `batch`, [sampled, vocab].
 
         Writes the KV of all its tokens.
@@ -300,12 +320,15 @@ class Decoder:
         The table grows by doubling, up to the longest sequence that occurs.
         """
         if needed > len(self._rotations):
-            length = max(needed, 2 * len(self._rotations), 1024)
-            angles = (
-                torch.arange(length, device=self.device).float()[:, None, None] * self._inv_freq
-            )
-            self._rotations = torch.polar(torch.ones_like(angles), angles)
+            self.reserve(max(needed, 2 * len(self._rotations), 1024))
         return self._rotations.index_select(0, positions)
+
+    def reserve(self, length: int) -> None:
+        """Compute the rotations of the first `length` positions now, so that a step
+        within them allocates no other table.
+        """
+        angles = torch.arange(length, device=self.device).float()[:, None, None] * self._inv_freq
+        self._rotations = torch.polar(torch.ones_like(angles), angles)
 
     @property
     def parameters(self) -> int:

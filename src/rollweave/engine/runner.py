@@ -1,23 +1,30 @@
 """Computes one step plan: gathers its tokens into one flat batch, runs the model, and
 returns the logits of the entries that sample.
 
-It owns the model, the paged pool and the mirror. The planner's entries name blocks;
-this module maps them to memory.
+It owns the model, the paged pool and the mirror, and chooses how attention is computed.
+The planner's entries name blocks; this module maps them to memory.
 """
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from rollweave.engine.attention import Attention, Chunk
+from rollweave.engine.attention import Attention, Chunk, GatheredAttention
+from rollweave.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from rollweave.engine.kv import DenseMirror, PagedPool
-from rollweave.engine.model import Batch, Decoder
+from rollweave.engine.model import Batch, Decoder, DecoderWeights
+from rollweave.engine.paged_attention import CHECK_TOLERANCE, PagedAttention, obstacle
 from rollweave.engine.planner.batching import Entry, StepPlan
 from rollweave.io.device import device_named, give_back_memory
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
+
+_log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -27,7 +34,7 @@ class Runner:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        directory = Path(spec.model)
+        directory, self._spec = Path(spec.model), spec
         self.shape: ModelShape = read_shape(directory)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(spec.dtype)
         if dtype is None:
@@ -64,13 +71,63 @@ class Runner:
         # below fp32.
         dense = device.type == "cpu" and dtype is torch.float32 and not spec.deterministic
         self.mirror = DenseMirror(self.shape, self.pool, budget=spec.kv_tokens) if dense else None
-        self.attention = Attention(self.shape, self.pool, self.mirror, tiles=spec.deterministic)
+        self.attention: Attention[Any] = GatheredAttention(
+            self.shape, self.pool, self.mirror, tiles=spec.deterministic
+        )
+        self.graphs: DecodeGraphs | None = None
+        self._accelerated = not spec.released
+        if self._accelerated:
+            self._accelerate()
+
+    def _accelerate(self) -> None:
+        """On a GPU, replace the attention by the kernel that reads the pool, if that
+        computes the same, and prepare CUDA graphs of decoding steps.
+        """
+        spec, pool = self._spec, self.pool
+        if not self.on_gpu or spec.deterministic or not spec.paged_attention:
+            return
+        rows, context = spec.max_slots, min(self.shape.context, pool.tokens)
+        reason = obstacle(self.shape, pool)
+        if not reason:
+            try:
+                paged = PagedAttention(self.shape, pool, max_rows=rows, context=context)
+                difference = paged.difference(self.attention)
+                if difference > CHECK_TOLERANCE[self.model.dtype]:
+                    reason = f"its values differ by {difference:.2g}"
+            except Exception as error:  # any of torch's compilers may fail
+                reason = f"{type(error).__name__}: {error}"
+        if reason:
+            _log.warning("FlexAttention is not used: %s", reason)
+            return
+        self.attention = paged
+        if spec.cuda_graphs:
+            self.graphs = DecodeGraphs(
+                self.model,
+                paged,
+                max_rows=rows,
+                context=context,
+                recorder=lambda: CudaRecorder(pool.device),
+            )
+
+    def update(self, staged: DecoderWeights) -> None:
+        """Compute with these weights from now on. Graphs read them at the place of the
+        former ones, to which they are copied.
+        """
+        self.model.update(staged, in_place=self.graphs is not None)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the caller frees their memory
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.pool.device.type == "cuda"
 
     def release(self) -> None:
         """Give back the memory of weights and KV. Nothing can be computed until
         `reclaim`.
         """
         self.released = True
+        if self.graphs is not None:
+            self.graphs.clear()
         self.model.release()
         self.pool.release()
         if self.mirror is not None:
@@ -89,6 +146,9 @@ class Runner:
             self.release()
             raise WeightsError(f"no room for weights and KV: {error}") from error
         self.released = False
+        if not self._accelerated:
+            self._accelerated = True
+            self._accelerate()
 
     def drop(self, entry: Entry) -> None:
         """Release what is kept for `entry`, which gave up its slot."""
@@ -114,16 +174,16 @@ class Runner:
         for each chunk of a prompt that is scored the position of the first token after
         it was begun, and the log-probs of the tokens from there on.
         """
-        decode = plan.decode
-        mirrored = 0
-        if self.mirror is not None and self.mirror.place(decode):
-            decode = self.mirror.rows
-            mirrored = len(decode)
-        chunks = [Chunk(entry, entry.computed, 1, row) for row, entry in enumerate(decode)]
-        ids = [entry.tokens[entry.computed] for entry in decode]
-        positions = [entry.computed for entry in decode]
-        entries = list(decode)
-        sampled = list(range(len(decode)))
+        rows = self.attention.rows(plan.decode)
+        entries = rows[: len(plan.decode)]
+        if self.graphs is not None and not plan.prefill:
+            logits = self._replayed(rows)
+            if logits is not None:
+                return entries, logits[: len(entries)], []
+        chunks = [Chunk(entry, entry.computed, 1, row) for row, entry in enumerate(rows)]
+        ids = [entry.tokens[entry.computed] for entry in rows]
+        positions = [entry.computed for entry in rows]
+        sampled = list(range(len(entries)))
         scored: list[tuple[Entry, range, int]] = []
         for entry, count in plan.prefill:
             start, end = entry.computed, entry.computed + count
@@ -147,11 +207,23 @@ class Runner:
             else None,
         )
         logits = self.model.forward(
-            batch, self.attention, self.attention.plan(chunks, mirrored=mirrored)
+            batch, self.attention, self.attention.plan(chunks, rows=len(rows))
         )
         if not scored:
             return entries, logits, []
         return entries, logits[: len(entries)], _scores(scored, logits[len(entries) :])
+
+    def _replayed(self, rows: Sequence[Entry]) -> torch.Tensor | None:
+        """Return the logits of a decoding step from its graph; None if it cannot be
+        recorded, and then no other step is.
+        """
+        assert self.graphs is not None
+        try:
+            return self.graphs.compute(rows)
+        except RuntimeError as error:
+            self.graphs = None
+            _log.warning("CUDA graphs are not used: %s: %s", type(error).__name__, error)
+            return None
 
 
 def _scores(

@@ -116,6 +116,7 @@ class Processes:
             # not in a service, whose engines serve the model's own weights
             released=self._config.trainer.colocated and self._version < 0,
             kv_host=host.address,
+            cuda_graphs="cuda_graphs" not in self._config.ablation.without,
             lora_scale=None if self._config.lora is None else self._config.lora.scale,
             server=ServerSpec(
                 kind=kind,

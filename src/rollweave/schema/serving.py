@@ -540,7 +540,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     after `Suspend.release`, and measures nothing. `kv_host` is the address on which it
     exports KV over TCP. With `server`, an inference server computes instead of our
     engine. With `lora_scale`, new versions are adapters of `model`, whose output is
-    multiplied by it.
+    multiplied by it. On a GPU, `paged_attention` uses a kernel that reads KV where it
+    lies, and `cuda_graphs` replays recorded decoding steps; neither is used if
+    `deterministic`.
     """
 
     id: EngineId
@@ -561,3 +563,5 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     kv_host: str = "127.0.0.1"
     server: ServerSpec | None = None
     lora_scale: float | None = None
+    paged_attention: bool = True
+    cuda_graphs: bool = True

@@ -51,6 +51,7 @@ def ignored(config: RunConfig) -> list[str]:
             f"{name}.{field}"
             for field in _changed(section, fields or tuple(type(section).model_fields))
         ]
+    names += ["ablation.without"] if "cuda_graphs" in config.ablation.without else []
     names += ["lora"] if config.lora is not None else []
     injected = config.injected
     names += [f"faults.{field}" for field in _changed(injected, tuple(type(injected).model_fields))]

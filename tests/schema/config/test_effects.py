@@ -123,6 +123,15 @@ CASES = [
         ["rollout.mode=sync", "trainer.colocated=true", "ablation.without=['staging']"],
         "ablation.without has no effect for staging with trainer.colocated, got staging",
     ),
+    (
+        ["model.device=cpu", "ablation.without=['cuda_graphs']"],
+        "ablation.without has no effect for cuda_graphs on model.device cpu, got cuda_graphs",
+    ),
+    (
+        ["engines.deterministic=true", "ablation.without=['cuda_graphs']"],
+        "ablation.without has no effect for cuda_graphs where all engines are servers or "
+        "deterministic, got cuda_graphs",
+    ),
     (["eval.episodes=3"], "eval.episodes has no effect while eval.every is 0"),
     (["eval.stop_at=0.5"], "eval.stop_at has no effect while eval.every is 0"),
     (
@@ -175,6 +184,7 @@ USED = [
     ["eval.final_episodes=0", "eval.episodes=3"],
     ["rollout.group_size=6"],
     ["trainer.save_memory=['optimizer']"],
+    ["model.device=cuda", "ablation.without=['cuda_graphs']"],
     ["model.device=cpu", "trainer.save_memory=['activations']"],
     ["rollout.mode=sync", "trainer.colocated=true"],
 ]

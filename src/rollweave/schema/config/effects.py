@@ -127,6 +127,12 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
         yield "ablation.without", "for deltas while weights.relays is 0", "deltas"
     if "staging" in config.ablation.without and config.trainer.colocated:
         yield "ablation.without", "for staging with trainer.colocated", "staging"
+    if "cuda_graphs" in config.ablation.without:
+        if config.model.device == "cpu":
+            yield "ablation.without", "for cuda_graphs on model.device cpu", "cuda_graphs"
+        elif all(group.server is not None or group.deterministic for group in config.engines):
+            why = "for cuda_graphs where all engines are servers or deterministic"
+            yield "ablation.without", why, "cuda_graphs"
     for number, group in enumerate(config.engines):
         if group.server is not None and is_changed(group, "prefill_chunk_tokens"):
             argument = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}

@@ -349,6 +349,7 @@ Mechanism = Literal[
     "deltas",
     "staging",
     "prefix_cache",
+    "cuda_graphs",
 ]
 
 
@@ -373,7 +374,8 @@ class AblationConfig(Section):
         "slowest one before each turn), reward_overlap (rewards wait until the whole "
         "batch is rolled out), repack (mode decoupled: the tail of an engine's batch "
         "stays), deltas (relays send whole weights), staging (engines stop while they "
-        "receive new weights), prefix_cache (an engine forgets finished turns).",
+        "receive new weights), prefix_cache (an engine forgets finished turns), "
+        "cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
     )
 
     @model_validator(mode="after")
