@@ -116,6 +116,12 @@ def test_who_may_not_join() -> None:
     assert refusal(state) == "no host is up"
     state.phase = Phase.FINISHED
     assert refusal(state, 4) == "the run is over"
+    attached = grouped(1, 1)
+    attached.engines[0] = attached.engines[0].model_copy(update={"address": ("http://a:1",)})
+    slot = EngineSlot(id=EngineId("e3"))
+    taken = state_of(engine(0), next_number=3)
+    assert "1 servers, each with an engine" in membership.why_not_join(attached, taken, slot)
+    assert membership.why_not_join(attached, state_of(next_number=3), slot) == ""
     slot = EngineSlot(id=EngineId("e9"))
     assert "[allocation] decides" in membership.why_not_join(planned(5, [1, 2]), State(), slot)
 

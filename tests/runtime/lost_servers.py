@@ -19,14 +19,13 @@ EXACT = 1e-4
 """Maximum difference of a log-prob between the trainer and a server in float32."""
 
 
-def serving(version: int) -> Any:
-    """Return whether both engines serve this version or a later one."""
+def serving(version: int, engines: int = 2) -> Any:
+    """Return whether so many engines serve this version or a later one."""
 
     def condition(core: Core) -> bool:
-        engines = core.state.engines.values()
-        return len(engines) == 2 and all(
-            engine.status is EngineStatus.SERVING and engine.version >= version
-            for engine in engines
+        found = core.state.engines.values()
+        return len(found) == engines and all(
+            engine.status is EngineStatus.SERVING and engine.version >= version for engine in found
         )
 
     return condition

@@ -153,9 +153,10 @@ def _rank(config: RunConfig, rank: int, hosts: Sequence[HostSlot]) -> Demand:
 def _engine(config: RunConfig, slot: EngineSlot, hosts: Sequence[HostSlot]) -> Demand:
     group = config.engines[slot.group] if slot.group < len(config.engines) else None
     pools = config.pools_of(group.pool if group is not None else None)
+    attached = group is not None and group.address
     return Demand(
         process=slot.id,
-        devices=slot.degree if _on_gpus(config, hosts, pools) else 0,
+        devices=slot.degree if not attached and _on_gpus(config, hosts, pools) else 0,
         pools=pools,
     )
 

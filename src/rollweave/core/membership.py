@@ -119,6 +119,11 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
             f"there are {len(config.engines)} groups of engines, numbered from 0, and no group "
             f"{slot.group}"
         )
+    addresses = config.engines[slot.group].address
+    if addresses and sum(one.group == slot.group for one in state.engines.values()) >= len(
+        addresses
+    ):
+        return f"engines.{slot.group}.address has {len(addresses)} servers, each with an engine"
     if number_of(slot.id) < state.membership.next_number:
         return f"{slot.id} was the name of another engine"
     if not state.hosts.up:

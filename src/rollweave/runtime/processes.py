@@ -8,11 +8,13 @@ started by `runtime/links/relay.py`.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
+from rollweave.engine.vllm.attached import holder_name, server_token
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.trainer import (
@@ -29,7 +31,12 @@ from rollweave.runtime.supervisors.predictor import in_process as predict_in_pro
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
 from rollweave.runtime.wiring import waiting_limit
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import BLOCK_TOKENS, TRAINER_THREADS, ModeName
+from rollweave.schema.config.sections import (
+    BLOCK_TOKENS,
+    TRAINER_THREADS,
+    EngineConfig,
+    ModeName,
+)
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec
@@ -126,6 +133,7 @@ class Processes:
                 degree=slot.degree,
                 start_s=watchdog.start_s,
                 control_s=watchdog.weights_s / 2,
+                **self._attached(engines),
             )
             if kind is not None
             else None,
@@ -155,6 +163,16 @@ class Processes:
         return EngineClient(
             name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s
         )
+
+    def _attached(self, engines: EngineConfig) -> dict[str, Any]:
+        """Return the settings of a server of another owner; none for one of ours."""
+        if not engines.address:
+            return {}
+        return {
+            "addresses": engines.address,
+            "token": server_token(engines.token_env, engines.token_file),
+            "holder": holder_name(self._run.path),
+        }
 
     def trainer(self, epoch: int, fresh: bool, ranks: Sequence[RankSlot]) -> TrainerBackend:
         """Start a trainer with these ranks. If it is `fresh`, it is not restored, and

@@ -518,16 +518,20 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
 
     With `scaled_logprobs`, requests have temperatures other than 0 and 1, at which their
     log-probs must be. The server must be ready within `start_s`, and answer each control
-    call within `control_s`.
+    call within `control_s`. With `addresses`, it is not started: the engine leases one of
+    the servers there as `holder`, with their `token`.
     """
 
     kind: ServerName
-    python: str
+    python: str = ""
     args: tuple[str, ...] = ()
     scaled_logprobs: bool = False
     degree: int = 1
     start_s: float
     control_s: float
+    addresses: tuple[str, ...] = ()
+    token: str = ""
+    holder: str = ""
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

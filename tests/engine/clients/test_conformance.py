@@ -3,8 +3,10 @@ and the embedded engine.
 """
 
 import asyncio
+import contextlib
+import functools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -55,6 +57,7 @@ from tests.support.engines import (
     vllm_spec,
 )
 from tests.support.sglang import sglang_spec
+from tests.support.vllm_server import attached_spec, free_port, start_vllm_server
 
 Connect = Callable[..., EngineBackend]
 
@@ -78,9 +81,11 @@ import; one test of it covers the connection.
 SERVERS = (
     pytest.param("vllm", marks=needs_vllm),
     pytest.param("sglang", marks=pytest.mark.slow),
+    pytest.param("attached", marks=pytest.mark.slow),
 )
 """A server behind the process of an engine: a real vLLM, which starts in tens of seconds,
-and `tests/support/sglang_server.py`, which computes with the embedded engine.
+`tests/support/sglang_server.py`, which computes with the embedded engine, and
+`tests/support/vllm_server.py`, which does so too and is started before the engine.
 """
 HTTP = ("fake over HTTP", "ours over HTTP")
 """An engine in a thread, served to a client, which controls neither its weights and KV
@@ -113,8 +118,24 @@ def over_http(engine: EngineClient) -> HttpEngine:
     return client
 
 
+@pytest.fixture(scope="module")
+def vllm_server(vllm_model: Path) -> Iterator[Callable[[], int]]:
+    """Return the port of a server, which starts when it is first needed."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start() -> int:
+            port = free_port()
+            stack.enter_context(start_vllm_server(vllm_model, port, "--slots", "4"))
+            return port
+
+        yield start
+
+
 @pytest.fixture
-async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterator[Connect]:
+async def connect(
+    tmp_path: Path, model: Path, vllm_model: Path, vllm_server: Callable[[], int]
+) -> AsyncIterator[Connect]:
     """Start engines, and end all of them."""
     clients: list[EngineClient | HttpEngine] = []
 
@@ -126,7 +147,9 @@ async def connect(tmp_path: Path, model: Path, vllm_model: Path) -> AsyncIterato
             server = vllm_spec()
         elif kind == "sglang":
             server = sglang_spec(tmp_path)
-        path = "broken" if broken else str(vllm_model if kind == "vllm" else model)
+        elif kind == "attached":
+            server = attached_spec(vllm_server())
+        path = "broken" if broken else str(vllm_model if kind in ("vllm", "attached") else model)
         spec = EngineSpec(
             id=EngineId("e0"),
             model=path,

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.engine.vllm_server import START_S, VARIABLE
 from rollweave.engine.servers.control import RefusedError
+from rollweave.engine.servers.process import inherited
 from rollweave.engine.vllm.control import VllmControl
-from rollweave.engine.vllm.server import VllmServer
+from rollweave.engine.vllm.server import PLUGIN, TOKEN, VllmServer
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult
 from rollweave.weights.checkpoint import read_shape
@@ -29,6 +31,7 @@ from tests.support.server_engines import (
     started,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
+from tests.support.vllm_server import SECRET, attached_spec, free_port, running
 
 pytestmark = list(needs_vllm)
 
@@ -93,6 +96,35 @@ async def test_updates_are_exact_and_refused_ones_leave_the_old_weights(
     """One server, because each takes tens of seconds to start."""
     async with started(weights, tmp_path, vllm_spec()) as (engine, _):
         await updates_are_exact_and_refused_ones_leave_the_old_weights(engine, weights)
+
+
+async def test_a_server_that_already_runs_is_leased_updated_and_left(
+    weights: Weights, tmp_path: Path
+) -> None:
+    """The first engine ends while the server is paused in the middle of an update."""
+    port, kv_bytes = free_port(), str(16 << 20)
+    options = {"model": weights.model, "port": port, "host": "127.0.0.1", "dtype": "float32"}
+    options |= {"max-num-seqs": 16, "max-num-batched-tokens": 16384, "block-size": 32}
+    options |= {"kv-cache-memory-bytes": kv_bytes, "distributed-executor-backend": "uni"}
+    command = [os.environ[VARIABLE], str(PLUGIN / "rollweave_vllm_leases.py")]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command += ["--enforce-eager", "--no-enable-chunked-prefill", "--skip-tokenizer-init"]
+    variables = {
+        **inherited(),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        TOKEN: SECRET,
+    }
+    with running(command, variables, port, START_S) as process:
+        async with started(weights, tmp_path, attached_spec(port)) as (engine, pid):
+            await updates_are_exact_and_refused_ones_leave_the_old_weights(engine, weights)
+            await engine.suspend()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.wait([engine.lost])
+        async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
+            await agrees(engine, weights, 0)
+        assert process.poll() is None
 
 
 async def test_adapters_are_added_to_the_first_weights(weights: Weights, tmp_path: Path) -> None:

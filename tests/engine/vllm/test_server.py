@@ -80,6 +80,7 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
     assert (info / "METADATA").read_text().startswith("Metadata-Version")
     assert {path.stem for path in PLUGIN.glob("*.py")} == {
         "rollweave_vllm",
+        "rollweave_vllm_leases",
         "rollweave_vllm_weights",
     }
 

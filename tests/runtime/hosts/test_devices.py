@@ -43,6 +43,16 @@ def config(tmp_path: Path, device: str = "auto", degree: int = 1) -> RunConfig:
     )
 
 
+def test_an_engine_whose_server_already_runs_has_no_gpu(tmp_path: Path) -> None:
+    auto = config(tmp_path)
+    auto.engines[0] = auto.engines[0].model_copy(update={"address": ("http://a:1",)})
+    engines, _, unbound = bind_all(
+        auto, first_engines(auto), machine_of(auto, relays=0, inproc=False)
+    )
+    assert {engine.devices for engine in engines if engine.group == 0} == {()}
+    assert unbound == []
+
+
 def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
     auto = config(tmp_path)
     machine = machine_of(auto, relays=0, inproc=False)

@@ -77,3 +77,56 @@ def test_a_model_from_scratch_cannot_change_its_heads() -> None:
     assert "heads of 16" in line
     assert "heads of 32" in line
     assert loads(CONFIG).strays_from(loads(CONFIG)) == []
+
+
+ATTACHED = """
+[run]
+name = "lake"
+[model]
+path = "/models/tiny"
+[[tasks]]
+env = "frozenlake"
+[[engines]]
+kind = "vllm"
+address = ["http://10.0.0.7:8000", "http://10.0.0.8:8000"]
+token_env = "VLLM_TOKEN"
+"""
+
+
+def test_there_is_one_engine_for_each_address() -> None:
+    config = loads(ATTACHED)
+    assert config.engines[0].count == 2
+    assert loads(dumps(config)) == config
+    one = loads(ATTACHED, ["engines.0.address='http://10.0.0.7:8000/'"]).engines[0]
+    assert (one.address, one.count) == (("http://10.0.0.7:8000",), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["engines.0.address=['tcp://a:1']"], "address must be http://host:port"),
+        (["engines.0.kind='sglang'"], "engines.0.address must be left out unless kind is vllm"),
+        (["engines.0.python='python3.9'"], "engines.0.python must be left out with engines.0.addr"),
+        (["engines.0.degree=2"], "engines.0.degree must be left out with engines.0.address"),
+        (["engines.0.count=3"], "engines.0.count must be the number of addresses (2)"),
+        (["engines.0.token_file='/t'"], "engines.0 must have one of token_env and token_file"),
+        (
+            ["engines.0.address=['http://a:1', 'http://a:1/']"],
+            "engines.0.address must name each server once in all [[engines]], got http://a:1 2 times",
+        ),
+        (
+            ["engines.0.address=[]"],
+            "engines.0.token_env must be left out without engines.0.address",
+        ),
+    ],
+)
+def test_settings_of_attached_servers_are_checked(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        loads(ATTACHED, overrides)
+    (line,) = str(error.value).splitlines()
+    assert problem in line
+
+
+def test_an_attached_server_has_a_checkpoint() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path must be given with engines\.0\.address"):
+        loads(ATTACHED.replace('path = "/models/tiny"', "[model.scratch]\nhidden = 64"))

@@ -49,6 +49,24 @@ BODY_S = 30.0
 and only has to be transferred.
 """
 
+
+class TooLongError(EngineError):
+    """An answer has more bytes than allowed."""
+
+
+async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the body of an answer. Raises TooLongError if it has more than `limit`
+    bytes.
+    """
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise TooLongError(f"an answer of more than {limit} bytes")
+    return b"".join(parts)
+
+
 OnRetry = Callable[[str, int, float], None]
 """Called when a server cannot be reached yet, with the reason, the number of tries and
 the seconds to the next try.
@@ -204,24 +222,20 @@ class Transport:
 
     async def _read_body(self, response: aiohttp.ClientResponse, path: str) -> bytes:
         """Read the body, within its limits."""
-        parts, size = [], 0
         scope = asyncio.timeout(self._body_s)
         try:
             async with scope:
-                async for part in response.content.iter_chunked(1 << 16):
-                    parts.append(part)
-                    size += len(part)
-                    if size > ANSWER_BYTES:
-                        raise EngineError(
-                            f"{self._name} answers {path} with more than {ANSWER_BYTES} bytes"
-                        )
+                return await read_bounded(response, ANSWER_BYTES)
+        except TooLongError:
+            raise EngineError(
+                f"{self._name} answers {path} with more than {ANSWER_BYTES} bytes"
+            ) from None
         except TimeoutError:
             if not scope.expired():
                 raise
             raise EngineError(
                 f"{self._name} did not end its answer to {path} within {self._body_s:g} s"
             ) from None
-        return b"".join(parts)
 
     # Health
 

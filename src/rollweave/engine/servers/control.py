@@ -32,6 +32,11 @@ class Control(Protocol):
     async def connect(self) -> None:
         """Check the server, and prepare it for updates of its weights."""
 
+    async def reset(self, label: str) -> None:
+        """Pause a server that this engine has not started, and end what its former user
+        has left. The model's weights must follow.
+        """
+
     async def pause(self) -> None:
         """Stop before the next step and keep all requests; their KV is recomputed after
         `resume`, since it may have other weights by then.

@@ -25,8 +25,8 @@ from rollweave.engine.clients.resuming import unextended_result
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.control import Control, RefusedError
 from rollweave.engine.servers.phases import UpdateTimes
-from rollweave.engine.servers.process import ServerProcess, max_context
-from rollweave.engine.servers.published import HeldWeights, published
+from rollweave.engine.servers.process import Server, max_context
+from rollweave.engine.servers.published import HeldWeights, published, published_model
 from rollweave.engine.servers.versions import OwnDialect
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
@@ -94,13 +94,15 @@ class ServerKind(Protocol):
         whose text is the broken rule, if it has none that can be an engine.
         """
 
-    def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> ServerProcess:
-        """Start a server, whose temporary files are in `folder`. Raises EngineError."""
+    async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
+        """Start a server, whose temporary files are in `folder`, or lease one that already
+        runs. Raises EngineError.
+        """
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnDialect:
         """Return the dialect of the server."""
 
-    def control(self, spec: EngineSpec, server: ServerProcess) -> Control:
+    def control(self, spec: EngineSpec, server: Server) -> Control:
         """Return the control of the server."""
 
     def hold(
@@ -138,10 +140,11 @@ class ServerEngine:
         """
         try:
             shape = read_any_shape(Path(self._spec.model))
-            await asyncio.to_thread(self._kind.version, self._settings.python)
+            if not self._settings.addresses:
+                await asyncio.to_thread(self._kind.version, self._settings.python)
             with temporary_folder(f"rollweave-{self._settings.kind}-") as folder:
                 self._folder = folder
-                self._server = self._kind.start(self._spec, shape, folder)
+                self._server = await self._kind.start(self._spec, shape, folder)
                 await self._run(shape, commands)
         except (ConfigError, EngineError, OSError) as error:
             self._reply(EngineFatal(error=str(error)))
@@ -187,10 +190,16 @@ class ServerEngine:
             kv_tokens=spec.kv_tokens,
             token=self._server.token,
         )
+        self._control = kind.control(spec, self._server)
+        if settings.addresses:
+            try:
+                await self._restore()
+            except BaseException:
+                await self._control.close()
+                raise
         self._http = HttpEngine(
             where, start_s=settings.start_s, reply_s=REPLY_S, spoken=self._dialect
         )
-        self._control = kind.control(spec, self._server)
         try:
             await self._http.ready()
             await asyncio.to_thread(self._server.on_ready)
@@ -221,6 +230,26 @@ class ServerEngine:
         finally:
             await self._http.close()
             await self._control.close()
+
+    async def _restore(self) -> None:
+        """Give a server that others have used before the model's own weights, since they
+        may have left it in any state.
+        """
+        control, spec = self._control, self._spec
+        label = str(max(0, spec.version))
+        await control.connect()
+        await control.reset(label)
+        publishing = asyncio.to_thread(published_model, Path(spec.model), self._shape, self._folder)
+        with await publishing as publication:
+            held = await asyncio.to_thread(
+                self._kind.hold, spec, publication.manifest, self._shape, self._folder
+            )
+            try:
+                await control.check(held)
+                await control.swap(held, label)
+            finally:
+                held.close()
+        await control.resume()
 
     # Commands
 

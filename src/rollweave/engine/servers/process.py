@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rollweave.io.child import status_text
 from rollweave.schema.errors import EngineError
@@ -41,6 +42,22 @@ find versions of its requirements that are not meant for it.
 """
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+class Server(Protocol):
+    """A server at `url` that requires `token`."""
+
+    url: str
+    token: str
+
+    def on_ready(self) -> None:
+        """Clean up once the server and all of its children have started."""
+
+    async def ended(self) -> str:
+        """Wait for the end of the server, and return the reason."""
+
+    def kill(self) -> None:
+        """End the server, or give it up if it is not ours. This does not wait."""
 
 
 class ServerProcess:

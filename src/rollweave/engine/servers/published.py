@@ -2,15 +2,19 @@
 
 import mmap
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rollweave.schema.errors import WeightsError
+from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.checkpoint import ModelShape, read_tensors_of
 from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Publication(Protocol):
@@ -57,6 +61,35 @@ def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mma
         os.close(fd)
         raise
     return fd, buffer
+
+
+def published_model(
+    model: Path, shape: ModelShape, folder: Path
+) -> AbstractContextManager[Publication]:
+    """Publish the weights of a checkpoint from this process, as version 0. Raises
+    WeightsError.
+    """
+    from rollweave.weights.publication import Draft, bytes_of, lay_out
+
+    def tensors() -> Iterator[tuple[str, "torch.Tensor"]]:
+        wanted = shape.tensors()
+        return ((name, tensor) for name, tensor in read_tensors_of(model) if name in wanted)
+
+    try:
+        metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors())
+        draft = Draft(metas, version=0, weights_id=0, directory=folder)
+        try:
+            for meta, (_, tensor) in zip(metas, tensors(), strict=True):
+                draft.writer.write(meta.offset, bytes_of(tensor))
+        except OSError as error:
+            draft.abandon()
+            raise draft.error(error) from error
+        except BaseException:
+            draft.abandon()
+            raise
+    except ConfigError as error:
+        raise WeightsError(str(error)) from error
+    return draft.finish()
 
 
 def published(command: LoadCheckpoint) -> AbstractContextManager[Publication]:

@@ -66,6 +66,9 @@ class SglangControl(Calls):
             )
         self._checksums = await self._ranks()
 
+    async def reset(self, label: str) -> None:
+        raise ControlError("SGLang must be started by its engine")
+
     async def pause(self) -> None:
         """Take back all requests, whose tokens stay, before the next step; their KV is
         computed again after `resume`.

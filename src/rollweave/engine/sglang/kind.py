@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollweave.engine.servers.process import ServerProcess, max_context, settings_of
+from rollweave.engine.servers.process import Server, max_context, settings_of
 from rollweave.engine.sglang.checkpoint import CheckpointMemory, checkpoint_of
 from rollweave.engine.sglang.control import SglangControl
 from rollweave.engine.sglang.installed import sglang_version
@@ -24,7 +24,7 @@ class SglangKind:
     def version(self, python: str) -> str:
         return sglang_version(python)
 
-    def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> SglangServer:
+    async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
         return SglangServer(spec, shape, folder)
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnSglang:
@@ -34,7 +34,7 @@ class SglangKind:
             max_context=max_context(spec, shape),
         )
 
-    def control(self, spec: EngineSpec, server: ServerProcess) -> SglangControl:
+    def control(self, spec: EngineSpec, server: Server) -> SglangControl:
         settings = settings_of(spec)
         return SglangControl(
             server.url,

@@ -19,6 +19,9 @@ ROUTES = {
 }
 """The control routes that a server must have, and their methods."""
 
+ATTACHED_ROUTES = ("/abort_requests",)
+"""Further control routes that a server of another owner must have."""
+
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 
@@ -40,11 +43,20 @@ class VllmControl(Calls):
     """The control routes of the server at `url`. A call takes at most `limit_s`."""
 
     def __init__(self, url: str, *, token: str, limit_s: float) -> None:
-        super().__init__("vLLM", url, ROUTES, token=token, limit_s=limit_s)
+        routes = {**ROUTES, **dict.fromkeys(ATTACHED_ROUTES, "POST")}
+        super().__init__("vLLM", url, routes, token=token, limit_s=limit_s)
 
     async def connect(self) -> None:
         """Prepare the server for updates of its weights."""
         await self.call("/init_weight_transfer_engine", {"init_info": {}})
+
+    async def reset(self, label: str) -> None:
+        """Pause a server whose state is unknown: its requests end, and so does an update
+        that its former user has begun. Its weights may be any, and must be given anew.
+        """
+        await self.pause()
+        await self.call("/abort_requests", {})
+        await self.give_up(label)
 
     async def pause(self) -> None:
         """Stop before the next step and keep all requests; their KV is recomputed after

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from rollweave.engine.servers.process import ServerProcess, settings_of
+from rollweave.engine.servers.process import Server, settings_of
+from rollweave.engine.vllm.attached import attach
 from rollweave.engine.vllm.control import VllmControl
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.engine.vllm.mapped import Mapped, mapped
@@ -24,14 +25,16 @@ class VllmKind:
     def version(self, python: str) -> str:
         return vllm_version(python)
 
-    def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> VllmServer:
+    async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
+        if settings_of(spec).addresses:
+            return await attach(spec)
         return VllmServer(spec, shape, folder)
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnVllm:
         stop_ids = spec.eos_token_ids or shape.eos_token_ids
         return OwnVllm(version=spec.version, stop_ids=stop_ids)
 
-    def control(self, spec: EngineSpec, server: ServerProcess) -> VllmControl:
+    def control(self, spec: EngineSpec, server: Server) -> VllmControl:
         limit_s = settings_of(spec).control_s
         return VllmControl(server.url, token=server.token, limit_s=limit_s)
 

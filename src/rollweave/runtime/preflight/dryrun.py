@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollweave.core.membership import first_engines
 from rollweave.engine.servers.kinds import kind_of
+from rollweave.engine.vllm.attached import check_servers, holder_name, server_token
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -31,12 +32,14 @@ from rollweave.runtime.preflight.model import examine_model
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
-from rollweave.schema.base import Struct
+from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import EngineConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.hosts import Resources
+from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
@@ -229,13 +232,51 @@ def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
     if config.sim is not None or config.cluster is not None or elsewhere:
         return
     for number, group in enumerate(config.engines):
-        if group.server is not None:
+        if group.address:
+            yield _attached(config, number, group)
+        elif group.server is not None:
             kind = kind_of(group.server)
             field = f"engines.{number}.python"
             try:
                 yield ok(field, f"{kind.name} {kind.version(group.python)} in {group.python}")
             except ConfigError as error:
                 yield fail(field, str(error))
+
+
+def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
+    """Check the servers of a group that the run does not start."""
+    field = f"engines.{number}"
+    try:
+        token = server_token(group.token_env, group.token_file)
+    except ConfigError as error:
+        name, _, rule = str(error).partition(" ")
+        return fail(f"{field}.{name}", rule)
+    assert config.model.path is not None, "its server has a checkpoint"
+    spec = EngineSpec(
+        id=EngineId(""),
+        model=str(Path(config.model.path).absolute()),
+        dtype=config.model.dtype,
+        max_slots=group.max_slots,
+        kv_tokens=group.kv_tokens,
+        prefix_cache="prefix_cache" not in config.ablation.without,
+        server=ServerSpec(
+            kind="vllm",
+            scaled_logprobs=config.scales_logprobs,
+            start_s=config.watchdog.start_s,
+            control_s=config.watchdog.weights_s / 2,
+            addresses=group.address,
+            token=token,
+            holder=holder_name(Path(config.run.dir) / config.run.name),
+        ),
+    )
+    try:
+        found = check_servers(spec)
+    except ConfigError as error:
+        return fail(f"{field}.address", str(error))
+    servers = ", ".join(
+        f"vLLM {about.version} at {url}" for url, about in zip(group.address, found, strict=True)
+    )
+    return ok(f"{field}.address", servers)
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:

@@ -182,6 +182,11 @@ def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
 
 def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Part]:
     """Return the uses of memory by one engine."""
+    if group.address:
+        # the server's memory is its owner's; its process publishes the model once
+        each = parameters(shape) * MASTER_BYTES
+        first = Part(what="first weights", nbytes=each, on_device=False, knob="model")
+        return [first, *_process(config, knob="engines.count")]
     width = NUMBER_BYTES[config.model.dtype]
     kv = group.kv_tokens * kv_bytes(shape, width)
     parts = [

@@ -268,16 +268,8 @@ class RunConfig(Section):
         if self.allocation is not None:
             self._check_allocation(self.allocation)
         for number, group in enumerate(self.engines):
-            if group.server is not None:
-                self._check_server(number, group)
-                continue
-            for name in ("python", "args"):
-                value = getattr(group, name)
-                if value != EngineConfig.model_fields[name].default:
-                    raise ValueError(
-                        f"engines.{number}.{name} must be left out unless kind is vllm or sglang, "
-                        f"got {value!r}"
-                    )
+            self._check_address(number, group)
+            self._check_server(number, group)
         if self.model.device == "cuda" and self.sim is None:
             self.check_on_gpus()
         return self
@@ -306,8 +298,62 @@ class RunConfig(Section):
                 "also learns from groups of equal rewards, got true"
             )
 
+    def _check_address(self, number: int, group: EngineConfig) -> None:
+        """Check the settings of servers that the run does not start."""
+        field = f"engines.{number}"
+        if not group.address:
+            for name in ("token_env", "token_file"):
+                if getattr(group, name) is not None:
+                    raise ValueError(
+                        f"{field}.{name} must be left out without {field}.address, got "
+                        f"{getattr(group, name)!r}"
+                    )
+            return
+        if group.kind != "vllm":
+            raise ValueError(
+                f"{field}.address must be left out unless kind is vllm, got kind {group.kind}"
+            )
+        for name in ("python", "args", "degree"):
+            if (value := getattr(group, name)) != EngineConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{field}.{name} must be left out with {field}.address, whose server already "
+                    f"runs, got {value!r}"
+                )
+        if group.count != len(group.address):
+            raise ValueError(
+                f"{field}.count must be the number of addresses ({len(group.address)}) or left "
+                f"out, got {group.count}"
+            )
+        addresses = [address for group in self.engines for address in group.address]
+        for address in group.address:
+            if addresses.count(address) > 1:
+                raise ValueError(
+                    f"{field}.address must name each server once in all [[engines]], got {address} "
+                    f"{addresses.count(address)} times"
+                )
+        if (group.token_env is None) is (group.token_file is None):
+            given = "neither" if group.token_env is None else "both"
+            raise ValueError(
+                f"{field} must have one of token_env and token_file with address, got {given}"
+            )
+        if self.model.path is None and self.sim is None:
+            raise ValueError(
+                f"model.path must be given with {field}.address, whose server has loaded a "
+                "checkpoint, got none"
+            )
+
     def _check_server(self, number: int, group: EngineConfig) -> None:
-        """Check that inference servers can be the engines of this run."""
+        """Check that inference servers can be the engines of this run, and that others have
+        no settings of servers.
+        """
+        if group.server is None:
+            for name in ("python", "args"):
+                if (value := getattr(group, name)) != EngineConfig.model_fields[name].default:
+                    raise ValueError(
+                        f"engines.{number}.{name} must be left out unless kind is vllm or sglang, "
+                        f"got {value!r}"
+                    )
+            return
         field = f"engines.{number}.kind"
         if self.trainer.colocated:
             raise ValueError(

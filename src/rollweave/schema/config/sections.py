@@ -427,7 +427,7 @@ class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "sglang"] = Field(
         "embedded",
         description="embedded is Rollweave's own engine; vllm and sglang are servers that the run "
-        "starts.",
+        "starts, or, with address, vLLM servers that already run.",
     )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
@@ -443,6 +443,17 @@ class EngineConfig(Section):
     )
     args: tuple[str, ...] = Field(
         (), description="More arguments of the server, which take precedence."
+    )
+    address: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
+        (),
+        description="Address of a vLLM server that already runs, http://HOST:PORT, as the host of "
+        "the engine reaches it, or a list of them, one for each engine.",
+    )
+    token_env: Variable | None = Field(
+        None, description="Environment variable that holds the token of the servers at address."
+    )
+    token_file: str | None = Field(
+        None, description="File that holds the token of the servers at address."
     )
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."
@@ -460,6 +471,20 @@ class EngineConfig(Section):
         description="Use fixed tiles, so that results do not depend on the rest of the batch, bit "
         "for bit; slower.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_each_address(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "count" not in data:
+            addresses = _listed(data.get("address"))
+            if isinstance(addresses, list | tuple) and addresses:
+                return {**data, "count": len(addresses)}
+        return data
+
+    @field_validator("address")
+    @classmethod
+    def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(parse_address(address) for address in addresses)
 
     @property
     def server(self) -> ServerName | None:

@@ -3,8 +3,8 @@ routes, and the registration of `rollweave_vllm_weights`.
 
 This module runs in the interpreter of the user's vLLM, found by `PYTHONPATH`, and
 imports nothing of Rollweave, whose requirements are not installed there. Invariants: no
-process of the server outlives the engine that started it; every request needs the
-engine's token.
+process of the server outlives the engine that started it, or, in a server that a user
+has started, its first process; every request needs the engine's token.
 """
 
 import ctypes
@@ -26,6 +26,11 @@ NAME = "rollweave"
 
 TOKEN = "ROLLWEAVE_VLLM_TOKEN"
 """The environment variable with the token that requests must present."""
+
+MAIN = "ROLLWEAVE_VLLM_MAIN"
+"""The environment variable with the id of a server's first process that has no owner
+(`rollweave_vllm_leases`).
+"""
 
 SERVER = "vllm.entrypoints.openai.api_server"
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -51,7 +56,8 @@ def register() -> None:
     from tqdm import tqdm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    end_with_parent()
+    if os.environ.get(MAIN) != str(os.getpid()):
+        end_with_parent()
     tqdm.set_lock(threading.RLock())
     if NAME not in Factory._registry:
         Factory.register_engine(NAME, f"{NAME}_vllm_weights", "RollweaveTransfer")

@@ -1,0 +1,330 @@
+"""vLLM servers that a user has started with our plug-in, one of which an engine leases.
+
+Invariants: such a server is never ended or signaled from here; what it must be is checked
+before it is leased; one engine of one run uses it at a time, since all its requests carry
+the token of the lease (`plugin/rollweave_vllm_leases.py`).
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rollweave.engine.clients.transport import read_bounded
+from rollweave.engine.servers.process import settings_of
+from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
+from rollweave.schema.errors import ConfigError, EngineError
+from rollweave.schema.packing import as_json
+from rollweave.schema.serving import EngineSpec
+
+PROTOCOL = 1
+"""Version of the plug-in's routes, as in `plugin/rollweave_vllm_leases.py`."""
+
+ABOUT, LEASE, RELEASE = "/rollweave/about", "/rollweave/lease", "/rollweave/release"
+
+CALL_S = 10.0
+"""Maximum seconds for one of these calls."""
+
+ANSWER_BYTES = 1 << 20
+"""Maximum number of bytes of an answer to one of these calls."""
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
+"""Seconds until the servers are tried again, doubled each time, up to the maximum."""
+
+LEASE_SHARE = 0.8
+"""Share of an engine's time to start in which it leases a server."""
+
+ERROR_CHARS = 300
+"""Maximum number of characters of a server's message in an error."""
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+)
+"""Values of a model's config.json by which another model is recognized."""
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """A server, as the plug-in describes it. `unreadable` is why it cannot read the
+    memory of this process, and `holder` the engine that leases it; "" if there is none.
+    """
+
+    protocol: int
+    version: str = ""
+    model: str = ""
+    architectures: tuple[str, ...] = ()
+    sizes: dict[str, int | bool] = {}
+    dtype: str = ""
+    context: int = 0
+    logprobs: str = ""
+    slots: int = 0
+    policy: str = ""
+    chunked_prefill: bool = False
+    kv_tokens: int = 0
+    prefix_cache: bool = False
+    device: str = ""
+    transfer: str = ""
+    routes: tuple[str, ...] = ()
+    holder: str = ""
+    unreadable: str = ""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    token: str
+
+
+class UnreachableError(EngineError):
+    """A server does not answer, or another engine leases it: this may change."""
+
+
+class AttachedVllm:
+    """The lease of the server at `url`; `token` is that of the lease."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self.token = url, token
+        self._given_up = asyncio.Event()
+
+    def on_ready(self) -> None:
+        """Do nothing: the server is its owner's."""
+
+    async def ended(self) -> str:
+        """Wait until the engine gives the server up, and end the lease. That the server
+        has ended shows in its health alone.
+        """
+        await self._given_up.wait()
+        with contextlib.suppress(EngineError):
+            await _call(self.url, RELEASE, self.token, {})
+        return f"vLLM at {self.url} was given up"
+
+    def kill(self) -> None:
+        """Give the server up, which goes on running. This does not wait."""
+        self._given_up.set()
+
+
+async def attach(spec: EngineSpec) -> AttachedVllm:
+    """Lease one of the servers of this engine, and wait until one is free.
+
+    Raises EngineError if one of them cannot be this engine, or if none is free in time.
+    """
+    settings, trouble = settings_of(spec), dict[str, str]()
+    pause_s, limit_s = FIRST_PAUSE_S, LEASE_SHARE * settings.start_s
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while True:
+                for url in settings.addresses:
+                    try:
+                        return await _lease(url, spec)
+                    except UnreachableError as error:
+                        trouble[url] = str(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+    reasons = "; ".join(f"{url}: {reason}" for url, reason in trouble.items())
+    raise EngineError(f"no vLLM server was free within {limit_s:g} s: {reasons or 'no answer'}")
+
+
+async def _lease(url: str, spec: EngineSpec) -> AttachedVllm:
+    settings = settings_of(spec)
+    about = await describe(url, settings.token)
+    if problem := objection(about, spec):
+        raise EngineError(f"vLLM at {url} {problem}")
+    holder = f"{settings.holder} {spec.id}"
+    answer = await _call(url, LEASE, settings.token, {"holder": holder}, may_conflict=True)
+    try:
+        return AttachedVllm(url, msgspec.json.decode(answer, type=Lease).token)
+    except msgspec.DecodeError:
+        other = about.holder or "another engine"
+        raise UnreachableError(f"it is leased by {other}") from None
+
+
+async def describe(url: str, token: str) -> About:
+    """Ask a server what it is, and whether it reads the memory of this process.
+
+    Raises UnreachableError if it does not answer, else EngineError.
+    """
+    with _sample() as sample:
+        answer = await _call(url, ABOUT, token, sample)
+    try:
+        return msgspec.json.decode(answer, type=About)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"vLLM at {url} must have Rollweave's plug-in, got: {error}") from error
+
+
+@contextlib.contextmanager
+def _sample() -> Iterator[dict[str, str]]:
+    """Hold random bytes in memory that published weights would have, and yield their
+    location and digest.
+    """
+    content = secrets.token_bytes(4096)
+    with open(os.memfd_create("sample", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+        file.write(content)
+        location = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        yield {"location": location, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def objection(about: About, spec: EngineSpec) -> str:
+    """Return why a server cannot be this engine, as a rule and the value that breaks it;
+    "" if it can.
+    """
+    if about.protocol != PROTOCOL:
+        return f"must have version {PROTOCOL} of Rollweave's plug-in, got version {about.protocol}"
+    lacking = [
+        route for route in (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT) if route not in about.routes
+    ]
+    if lacking:
+        return f"must have the routes {', '.join(lacking)}, got version {about.version} without"
+    logprobs = "processed_logprobs" if settings_of(spec).scaled_logprobs else "raw_logprobs"
+    rules: tuple[tuple[str, object, object, bool], ...] = (
+        ("weight transfer", "rollweave", about.transfer, about.transfer == "rollweave"),
+        *_sizes(about, Path(spec.model)),
+        ("--dtype", spec.dtype, about.dtype, about.dtype == spec.dtype),
+        ("--logprobs-mode", logprobs, about.logprobs, about.logprobs == logprobs),
+        ("--scheduling-policy", "priority", about.policy, about.policy == "priority"),
+        ("prefix caching", spec.prefix_cache, about.prefix_cache, _prefixes(about, spec)),
+        ("--max-num-seqs", _least(spec.max_slots), about.slots, about.slots >= spec.max_slots),
+        ("a KV cache", _least(spec.kv_tokens), about.kv_tokens, about.kv_tokens >= spec.kv_tokens),
+        (
+            "chunked prefill on a CPU",
+            False,
+            True,
+            not (about.device == "cpu" and about.chunked_prefill),
+        ),
+    )
+    for name, wanted, found, kept in rules:
+        if not kept:
+            return f"must have {name} {_shown(wanted)}, got {_shown(found)}"
+    if about.unreadable:
+        return (
+            "must be on the host of its engine's process, under the same user, and read its "
+            "memory, where the weights are (for a server on another host, start `rollweave host` "
+            f"there), got {about.unreadable:.200}"
+        )
+    return ""
+
+
+def _sizes(about: About, model: Path) -> Iterator[tuple[str, object, object, bool]]:
+    """Yield the values by which the server's model differs from the run's."""
+    try:
+        config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{model}/config.json: {error}") from error
+    own = list(config.get("architectures") or about.architectures)
+    found = list(about.architectures)
+    yield "a model of architecture", ", ".join(own), ", ".join(found), own == found
+    text = config.get("text_config", config)
+    for name in SIZES:
+        wanted, there = text.get(name), about.sizes.get(name)
+        if wanted is not None and there is not None:
+            yield f"a model with {name}", wanted, there, wanted == there
+
+
+def _prefixes(about: About, spec: EngineSpec) -> bool:
+    return about.prefix_cache or not spec.prefix_cache
+
+
+def _least(count: int) -> str:
+    return f"of at least {count}"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+async def _call(
+    url: str, path: str, token: str, body: dict[str, Any], *, may_conflict: bool = False
+) -> bytes:
+    """Call a route of the plug-in, and return its answer. Raises UnreachableError if the
+    server does not answer, else EngineError.
+    """
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as session,
+            session.post(
+                url + path,
+                data=as_json(body),
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+                allow_redirects=False,
+            ) as response,
+        ):
+            answer = await read_bounded(response, ANSWER_BYTES)
+    except TimeoutError:
+        raise UnreachableError(f"it did not answer within {CALL_S:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise UnreachableError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+    if response.status == 200 or (may_conflict and response.status == 409):
+        return answer
+    if response.status in (401, 403):
+        raise EngineError(f"vLLM at {url} must accept the token that is given, got a refusal")
+    text = answer[:ERROR_CHARS].decode(errors="replace")
+    raise EngineError(
+        f"vLLM at {url} must have Rollweave's plug-in, got status {response.status}: {text}"
+    )
+
+
+def server_token(variable: str | None, file: str | None) -> str:
+    """Return the token that the environment or a file holds. Raises ConfigError, whose
+    text is the field and the broken rule.
+    """
+    if variable is not None:
+        token = os.environ.get(variable, "").strip()
+        where = f"token_env must be set in the environment, got {variable}"
+    else:
+        assert file is not None, "the configuration has one of both"
+        path = Path(file).expanduser()
+        try:
+            token = path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"token_file must be readable, got {file}: {error}") from error
+        where = f"token_file must hold a token, got the empty {file}"
+    if not token or not (token.isascii() and token.isprintable()):
+        raise ConfigError(where)
+    return token
+
+
+def holder_name(directory: Path) -> str:
+    """Return the name under which the engines of a run lease servers."""
+    return f"{socket.gethostname()}:{directory.absolute()}"
+
+
+def check_servers(spec: EngineSpec) -> list[About]:
+    """Check that each server of a group can be an engine with these settings, and is not
+    leased by another run. Raises ConfigError, whose text is the broken rule.
+    """
+
+    async def ask() -> list[About]:
+        settings, found = settings_of(spec), list[About]()
+        for url in settings.addresses:
+            try:
+                about = await describe(url, settings.token)
+            except UnreachableError as error:
+                raise EngineError(f"vLLM at {url} must answer, got {error}") from error
+            if problem := objection(about, spec):
+                raise EngineError(f"vLLM at {url} {problem}")
+            if about.holder and not about.holder.startswith(f"{settings.holder} "):
+                raise EngineError(f"vLLM at {url} must be free, got a lease of {about.holder}")
+            found.append(about)
+        return found
+
+    # the caller's thread may have a running event loop
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(asyncio.run, ask()).result()
+        except EngineError as error:
+            raise ConfigError(str(error)) from error

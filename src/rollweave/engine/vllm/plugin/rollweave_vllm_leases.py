@@ -1,0 +1,212 @@
+"""A vLLM server that its user starts, and that one engine of one run uses at a time: its
+start, what it reports of itself, and its leases.
+
+`python rollweave_vllm_leases.py ARGUMENT…` starts vLLM's OpenAI server with these
+arguments and those that an engine needs. Like `rollweave_vllm`, this module imports
+nothing of Rollweave, and runs in one process of the server. Invariants: every request but
+health checks needs the server's token or the token of the current lease; requests that
+compute or change something need that of the lease, so that two runs cannot use the server
+at a time. A lease that nothing has used for `LEASE_S` can be taken over, and its former
+holder is then refused.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import runpy
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rollweave_vllm import MAIN, NAME, SERVER, TOKEN, Application, Receive, Send
+
+PROTOCOL = 1
+"""Version of the routes and fields of this module, which the engine compares."""
+
+LEASE_S = 30.0
+"""Maximum seconds between two requests of the holder, which checks the server's health
+every 5 s.
+"""
+
+OPEN = "/health"
+ABOUT, LEASE, RELEASE = "/rollweave/about", "/rollweave/lease", "/rollweave/release"
+
+BODY_BYTES = 1 << 16
+"""Maximum number of bytes in the body of a request to these routes."""
+
+SAMPLE_BYTES = 1 << 20
+"""Maximum number of bytes of the caller's memory that the server reads."""
+
+OPTIONS = (
+    "--enable-scale-out",
+    "--enable-prompt-tokens-details",
+    "--disable-uvicorn-access-log",
+    "--scheduling-policy=priority",
+    f"--weight-transfer-config={json.dumps({'backend': NAME})}",
+    "--middleware=rollweave_vllm_leases.LeasedGuard",
+)
+"""Arguments without which the server cannot be an engine; the user's come last."""
+
+
+def serve_alone() -> None:
+    """Run a server that belongs to no run, in this process."""
+    if not os.environ.get(TOKEN):
+        sys.exit(f"{TOKEN} must be set to the token that requests must present, got nothing")
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(paths),  # of the processes that it starts
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
+        MAIN: str(os.getpid()),
+    }
+    if "VLLM_PLUGINS" in os.environ:
+        os.environ["VLLM_PLUGINS"] += f",{NAME}"
+    sys.argv = [SERVER, *OPTIONS, *sys.argv[1:]]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+class Leases:
+    """The current lease: its holder, and the token of the holder's requests."""
+
+    def __init__(self) -> None:
+        self._holder, self._token, self._used = "", "", 0.0
+
+    @property
+    def holder(self) -> str:
+        """The holder; "" if there is none, or if it has been silent for too long."""
+        return self._holder if time.monotonic() - self._used <= LEASE_S else ""
+
+    def take(self, holder: str) -> str | None:
+        """Return the token of a new lease; None if the server has another holder."""
+        if self.holder not in ("", holder):
+            return None
+        self._holder, self._token = holder, secrets.token_urlsafe(32)
+        self._used = time.monotonic()
+        return self._token
+
+    def admits(self, token: str) -> bool:
+        """Return whether a request with this token is the holder's, and renew its lease."""
+        if not self._token or not hmac.compare_digest(token.encode(), self._token.encode()):
+            return False
+        self._used = time.monotonic()
+        return True
+
+    def release(self) -> None:
+        """End the lease."""
+        self._holder = self._token = ""
+        self._used = 0.0
+
+
+class LeasedGuard:
+    """Middleware of the server, an ASGI application."""
+
+    def __init__(self, app: Application) -> None:
+        self._app, self._token, self._leases = app, os.environ[TOKEN], Leases()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        token = given.removeprefix("Bearer ")
+        holds = self._leases.admits(token)
+        if not (holds or hmac.compare_digest(token.encode(), self._token.encode())):
+            await _answer(send, 401, {"detail": "no token of this server or of its lease"})
+        elif path == ABOUT:
+            await self._tell(scope, receive, send)
+        elif path == LEASE:
+            await self._lease(await _body(receive), send)
+        elif holds and path == RELEASE:
+            self._leases.release()
+            await _answer(send, 200, {})
+        elif holds or path == OPEN:
+            await self._app(scope, receive, send)
+        else:
+            await _answer(send, 403, {"detail": f"{path} needs a lease, see {LEASE}"})
+
+    async def _tell(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer what the server is, and whether it can read the caller's memory."""
+        sample = await _body(receive)
+        await _answer(
+            send,
+            200,
+            {
+                **about(scope["app"].state.vllm_config),
+                "routes": [getattr(route, "path", "") for route in scope["app"].routes],
+                "holder": self._leases.holder,
+                "unreadable": unreadable(sample) if sample else "",
+            },
+        )
+
+    async def _lease(self, body: dict[str, Any], send: Send) -> None:
+        holder = str(body.get("holder", ""))
+        token = self._leases.take(holder) if holder else None
+        if token is None:
+            await _answer(send, 409, {"holder": self._leases.holder})
+        else:
+            await _answer(send, 200, {"token": token})
+
+
+def about(config: Any) -> dict[str, Any]:
+    """Return what a server with this configuration of vLLM is."""
+    import vllm
+
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    transfer = config.weight_transfer_config
+    sizes = model.hf_text_config.to_dict()
+    return {
+        "protocol": PROTOCOL,
+        "version": vllm.__version__,
+        "model": str(model.model),
+        "architectures": list(model.hf_config.architectures or ()),
+        "sizes": {name: value for name, value in sizes.items() if type(value) is int},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "context": model.max_model_len,
+        "logprobs": str(model.logprobs_mode),
+        "slots": scheduler.max_num_seqs,
+        "policy": str(scheduler.policy),
+        "chunked_prefill": bool(scheduler.enable_chunked_prefill),
+        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "prefix_cache": bool(cache.enable_prefix_caching),
+        "device": str(config.device_config.device_type),
+        "transfer": transfer.backend if transfer is not None else "",
+    }
+
+
+def unreadable(sample: dict[str, Any]) -> str:
+    """Return why this process cannot read the memory of which `sample` has the location
+    and the digest; "" if it can.
+    """
+    try:
+        with open(sample["location"], "rb") as file:
+            digest = hashlib.sha256(file.read(SAMPLE_BYTES)).hexdigest()
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if digest == sample.get("sha256") else "it has other content there"
+
+
+async def _body(receive: Receive) -> dict[str, Any]:
+    """Return the JSON object in the body of a request; an empty one if there is none."""
+    body, more = b"", True
+    while more and len(body) <= BODY_BYTES:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    try:
+        found = json.loads(body[:BODY_BYTES] or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+if __name__ == "__main__":
+    serve_alone()

@@ -1,0 +1,261 @@
+"""Servers that a user has started: what they must be, who leases them, and what an engine
+makes of one that others have used. A real vLLM is in `test_real.py`.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from rollweave.engine.vllm import attached
+from rollweave.engine.vllm.attached import About, attach, check_servers, objection, server_token
+from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
+from rollweave.engine.vllm.server import PLUGIN
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import ConfigError, EngineError, EngineLostError
+from rollweave.schema.serving import EngineSpec, ServerSpec
+from tests.support.engines import tiny_checkpoint, vllm_checkpoint
+from tests.support.server_engines import (
+    Weights,
+    agrees,
+    all_end,
+    greedy,
+    started,
+    updates_are_exact_and_refused_ones_leave_the_old_weights,
+)
+from tests.support.vllm_server import attached_spec, free_port, start_vllm_server
+
+ABOUT = About(
+    protocol=1,
+    architectures=("Qwen3ForCausalLM",),
+    sizes={"vocab_size": 128, "hidden_size": 64, "tie_word_embeddings": True},
+    dtype="float32",
+    logprobs="raw_logprobs",
+    slots=64,
+    policy="priority",
+    kv_tokens=65536,
+    prefix_cache=True,
+    device="cpu",
+    transfer="rollweave",
+    routes=(*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT),
+)
+
+
+def spec_for(model: Path, server: ServerSpec) -> EngineSpec:
+    return EngineSpec(
+        id=EngineId("e0"), model=str(model), max_slots=16, kv_tokens=16384, server=server
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return Weights(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def port(weights: Weights) -> Iterator[int]:
+    """The port of a server, which is used by one test after the other."""
+    port = free_port()
+    with start_vllm_server(weights.model, port):
+        yield port
+
+
+async def test_updates_are_exact_and_the_next_engine_begins_with_the_model(
+    weights: Weights, port: int, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
+        await updates_are_exact_and_refused_ones_leave_the_old_weights(engine, weights)
+    async with started(weights, tmp_path, attached_spec(port, run="h:/other")) as (engine, _):
+        await agrees(engine, weights, 0)
+        assert (await engine.generate(greedy("again"))).versions[0].version == 0
+
+
+async def test_a_server_left_in_an_update_is_taken_over_by_its_run(
+    weights: Weights, port: int, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, attached_spec(port)) as (engine, pid):
+        await engine.load(weights.published(1))
+        await engine.suspend()
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait([engine.lost])
+    async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
+        await agrees(engine, weights, 0)
+
+
+async def test_two_runs_never_have_one_server(weights: Weights, port: int, tmp_path: Path) -> None:
+    second = attached_spec(port, run="h:/second", start_s=1.0)
+    async with started(weights, tmp_path, attached_spec(port, run="h:/first")):
+        with pytest.raises(EngineError, match=r"no vLLM server was free .* h:/first e0"):
+            await attach(spec_for(weights.model, second))
+        with pytest.raises(ConfigError, match=r"must be free, got a lease of h:/first e0"):
+            check_servers(spec_for(weights.model, second))
+        (about,) = check_servers(spec_for(weights.model, attached_spec(port, run="h:/first")))
+        assert about.holder == "h:/first e0"
+    check_servers(spec_for(weights.model, second))
+
+
+@pytest.mark.slow
+async def test_a_killed_server_is_noticed_and_its_return_too(
+    weights: Weights, tmp_path: Path
+) -> None:
+    port = free_port()
+    with start_vllm_server(weights.model, port) as process:
+        async with started(weights, tmp_path, attached_spec(port)) as (engine, pid):
+            turn = engine.generate(greedy("r0", count=400))
+            await engine.stats()
+            process.kill()
+            with pytest.raises(EngineLostError, match="vLLM"):
+                await turn
+            await all_end([pid])
+    async with asyncio.TaskGroup() as group:
+
+        async def attach() -> None:
+            async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
+                await agrees(engine, weights, 0)
+
+        waiting = group.create_task(attach())
+        with start_vllm_server(weights.model, port) as process:
+            await waiting
+            assert process.poll() is None
+
+
+def test_the_model_and_the_settings_of_a_server_are_checked(
+    weights: Weights, port: int, tmp_path: Path
+) -> None:
+    def problem(model: Path, server: ServerSpec, **changes: object) -> str:
+        with pytest.raises(ConfigError) as error:
+            check_servers(msgspec.structs.replace(spec_for(model, server), **changes))
+        return str(error.value).replace(str(port), "P")
+
+    vllm_checkpoint(tmp_path)
+    other = tiny_checkpoint(tmp_path, vocab_size=256)
+    good, where = attached_spec(port), "vLLM at http://127.0.0.1:P"
+    wrong = "must have a model with vocab_size 256, got 128"
+    assert problem(other, good) == f"{where} {wrong}"
+    wrong = "must have --dtype bfloat16, got float32"
+    assert problem(weights.model, good, dtype="bfloat16") == f"{where} {wrong}"
+    wrong = "must have --max-num-seqs of at least 17, got 16"
+    assert problem(weights.model, good, max_slots=17) == f"{where} {wrong}"
+    wrong = "must accept the token that is given, got a refusal"
+    assert problem(weights.model, attached_spec(port, token="wrong")) == f"{where} {wrong}"
+    nowhere = problem(weights.model, attached_spec(9))
+    assert nowhere.startswith("vLLM at http://127.0.0.1:9 must answer, got ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 2}, "must have version 1 of Rollweave's plug-in, got version 2"),
+        ({"routes": (GENERATE,), "version": "0.9"}, "must have the routes /pause, "),
+        ({"transfer": "nccl"}, "must have weight transfer rollweave, got nccl"),
+        ({"architectures": ("LlamaForCausalLM",)}, "architecture Qwen3ForCausalLM, got Llama"),
+        ({"logprobs": "processed_logprobs"}, "--logprobs-mode raw_logprobs, got processed"),
+        ({"policy": "fcfs"}, "must have --scheduling-policy priority, got fcfs"),
+        ({"prefix_cache": False}, "must have prefix caching true, got false"),
+        ({"kv_tokens": 1024}, "must have a KV cache of at least 16384, got 1024"),
+        ({"chunked_prefill": True}, "must have chunked prefill on a CPU false, got true"),
+        ({"unreadable": "PermissionError: no"}, "must be on the host of its engine's process"),
+    ],
+)
+def test_each_rule_names_what_is_found(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    spec = spec_for(vllm_checkpoint(tmp_path), attached_spec(1))
+    assert objection(ABOUT, spec) == ""
+    assert words in objection(msgspec.structs.replace(ABOUT, **changes), spec)
+
+
+def test_a_token_comes_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SESAME", "open\n")
+    assert server_token("SESAME", None) == "open"
+    file = tmp_path / "token"
+    file.write_text("close\n")
+    assert server_token(None, str(file)) == "close"
+    file.write_text("")
+    for variable, path, words in (
+        ("UNSET_SESAME", None, "token_env must be set in the environment, got UNSET_SESAME"),
+        (None, str(file), "token_file must hold a token, got the empty"),
+        (None, str(tmp_path), "token_file must be readable, got"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            server_token(variable, path)
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    import rollweave_vllm_leases
+
+    yield rollweave_vllm_leases
+    for name in ("rollweave_vllm_leases", "rollweave_vllm"):
+        sys.modules.pop(name)
+
+
+def test_both_sides_have_the_same_routes(plugin: ModuleType) -> None:
+    for name in ("PROTOCOL", "ABOUT", "LEASE", "RELEASE"):
+        assert getattr(plugin, name) == getattr(attached, name)
+
+
+def test_a_silent_holder_loses_its_lease(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(plugin.time, "monotonic", lambda: now)
+    leases = plugin.Leases()
+    first = leases.take("a")
+    now += plugin.LEASE_S
+    assert leases.take("b") is None
+    assert leases.admits(first)
+    now += plugin.LEASE_S
+    assert (leases.holder, leases.take("b")) == ("a", None)
+    now += 1
+    assert leases.holder == ""
+    assert leases.admits(first), "nobody has taken the server over"
+    now += plugin.LEASE_S + 1
+    second = leases.take("b")
+    assert not leases.admits(first)
+    again = leases.take("b")  # the same engine, started anew
+    assert not leases.admits(second)
+    assert leases.admits(again)
+    leases.release()
+    assert not leases.admits(again)
+    assert not leases.admits("")
+
+
+def test_a_server_without_a_token_does_not_start(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(plugin.TOKEN, raising=False)
+    with pytest.raises(SystemExit, match="ROLLWEAVE_VLLM_TOKEN must be set"):
+        plugin.serve_alone()
+
+
+def test_only_the_first_process_of_a_server_outlives_its_parent(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's shell may end before the server."""
+    import rollweave_vllm
+
+    bound = list[bool]()
+    monkeypatch.setattr(rollweave_vllm, "end_with_parent", lambda: bound.append(True))
+    factory = type("Factory", (), {"_registry": {rollweave_vllm.NAME: None}})
+    transfer = ModuleType("factory")
+    transfer.WeightTransferEngineFactory = factory  # type: ignore[attr-defined]
+    path = "vllm.distributed.weight_transfer.factory"
+    for end in (1, 2, 3, 4):
+        monkeypatch.setitem(sys.modules, ".".join(path.split(".")[:end]), transfer)
+    register: Callable[[], None] = rollweave_vllm.register
+    monkeypatch.setenv(plugin.MAIN, str(os.getpid()))
+    register()
+    assert not bound
+    monkeypatch.setenv(plugin.MAIN, "1")
+    register()
+    assert bound

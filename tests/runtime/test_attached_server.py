@@ -1,0 +1,61 @@
+"""Training with a server that a user has started: it is killed and started again in the
+middle of a run, and remains when the run is over.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollweave.runtime.preflight.dryrun import plan
+from rollweave.schema.config.sections import ScratchModel
+from rollweave.train.scratch import build_checkpoint
+from tests.runtime.lost_servers import EXACT, serving
+from tests.runtime.real import Lineage, check_totals, lake, lines, living
+from tests.support.vllm_server import SECRET, free_port, start_vllm_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 20
+
+
+def test_a_server_may_end_and_return_in_mid_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SESAME", SECRET)
+    words = plan(lake(tmp_path), deep=False).declared.words
+    model, port = tmp_path / "model", free_port()
+    build_checkpoint(
+        model, scratch=ScratchModel(hidden=32, layers=1), context=300, words=words, seed=0
+    )
+    config = lake(
+        tmp_path,
+        run={"steps": STEPS},
+        model={"scratch": None, "path": str(model)},
+        engines={
+            "kind": "vllm",
+            "address": f"http://127.0.0.1:{port}",
+            "token_env": "SESAME",
+        },
+        eval={"every": 0},
+    )
+    with start_vllm_server(model, port) as first, living(config) as life:
+        life.until(serving(2, engines=1), "two updates of the engine")
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        with start_vllm_server(model, port) as second:
+            life.until(serving(4, engines=1), "updates of the new server")
+            result = life.finish()
+            assert second.poll() is None
+    check_totals(config, result)
+    lineage = Lineage()
+    lineage.take(config)
+    lineage.check(STEPS)
+    assert result["watchdog"]["engine_restarted"] >= 1
+    gaps = [
+        line["trainer"]["logprob_gap_max"]
+        for line in lines(config, "step")
+        if "logprob_gap_max" in line["trainer"]
+    ]
+    assert max(gaps, default=0.0) < EXACT
