@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.architectures import CONFIGURATIONS, VOCABULARY, build
+from benchmarks.architectures import CONFIGURATIONS, VOCABULARY, build, read
 from benchmarks.contract import Figure, Result
 from rollweave.engine.model import Decoder
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
@@ -119,9 +119,7 @@ class _Case:
         self._path, self._run_dir = path, run_dir
         self._config = _config(path)
         self._trainer = Trainer(self._config, path, run_dir)
-        self._plain = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
+        self._plain = read(path, attn_implementation="eager")
         self._batch = _batch(random.Random(0))
 
     def logprob_gap(self) -> float:
@@ -171,9 +169,7 @@ class _Case:
         published = read_tensors(reply.manifest)
         saved = self._trainer.handle(Save(path=str(self._run_dir / "c"), export=True))
         assert isinstance(saved, Saved), saved
-        exported = transformers.AutoModelForCausalLM.from_pretrained(
-            self._run_dir / "c" / "hf", dtype=torch.float32
-        )
+        exported = read(self._run_dir / "c" / "hf")
         loaded = type(self._plain).from_pretrained(
             None, config=exported.config, state_dict=dict(published), dtype=torch.float32
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,6 +14,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from benchmarks.architectures import read
 from rollweave.schema.errors import TrainerError
 from rollweave.train.model import Attention, Model, Reference, load_model
 from rollweave.train.packing import Example, pack
@@ -78,7 +78,7 @@ def oracle(
     """Return log-probs, entropies, and the gradient of their weighted sum, one sequence
     at a time.
     """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = read(path)
     chosen, entropies = [], []
     for example in examples:
         logits = model(input_ids=example.tokens[None]).logits[0] / temperature

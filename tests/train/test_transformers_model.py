@@ -20,7 +20,7 @@ from rollweave.train.model import Reference
 from rollweave.train.packing import Example, pack
 from rollweave.train.rescoring import rescore
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_model import TransformersModel, load_transformers_model
+from rollweave.train.transformers_model import TransformersModel, examine, load_transformers_model
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
@@ -30,7 +30,7 @@ from tests.train.rank_worker import run
 from tests.train.test_distributed import run_ranks
 from tests.train.test_model import loss_of, oracle
 
-FAST = ("qwen3_moe", "gemma3", "deepseek_v3")
+FAST = ("qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl")
 
 
 def each_architecture() -> list[Any]:
@@ -91,12 +91,34 @@ def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name:
     for key, tensor in after.items():
         assert torch.equal(exported[key], tensor), key
         assert torch.equal(read[key], tensor), key
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf", dtype=torch.float32)
+    trained = read(tmp_path / "c" / "hf")
     for key, parameter in trainer._model.named_parameters():
         assert torch.equal(trained.get_parameter(key), parameter), key
     trainer.handle(TrainOn(batch=make_batch(1, step=1)))
     assert trainer.handle(Restore(path=str(tmp_path / "c"))) == Restored(step=1)
     assert all(torch.equal(tensor, after[key]) for key, tensor in published(trainer, 3).items())
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", pytest.param("gemma3_vision", marks=pytest.mark.slow)]
+)
+def test_training_on_text_leaves_the_vision_tower_unchanged(tmp_path: Path, name: str) -> None:
+    path = build(name, tmp_path / name)
+    (path / "preprocessor_config.json").write_text("{}")
+    _, unused = examine(path)
+    assert unused
+    assert all("vis" in key or "projector" in key for key in unused)
+    assert not any("vis" in key for key in set(read_sizes(path)) - set(unused))
+    config = make_config(trainer={"weight_decay": 0.1, "minibatches": 2})
+    trainer = Trainer(config, path, tmp_path / "run")
+    before = published(trainer, 1)
+    trainer.handle(TrainOn(batch=make_batch()))
+    trainer.handle(Save(path=str(tmp_path / "c"), export=True))
+    assert (tmp_path / "c" / "hf" / "preprocessor_config.json").read_text() == "{}"
+    after = published(trainer, 2)
+    changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    assert changed == set(before) - set(unused)
+    assert examine(build("qwen3", tmp_path / "text"))[1] == []
 
 
 def test_logits_in_parts_and_recomputed_activations_give_the_same_results(

@@ -83,7 +83,13 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+"""Files of a checkpoint beside its weights that an export takes over, some of which are
+of the images and videos that a model sees.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -249,9 +249,23 @@ class _Unloaded:
             logging.set_verbosity_error()
         register()
         config = _read_config(path)
+        self.sees = config.get_text_config() is not config
         self.causal = _build(transformers, config)
         self.causal.eval()
         self.stored = _stored(self.causal, read_sizes(path))
+
+    def unused(self) -> list[str]:
+        """Return the tensors of the checkpoint that text alone does not use, such as
+        those of a vision tower. They get no gradient, and stay as they are.
+        """
+        used = [self.causal.get_decoder(), self.causal.get_output_embeddings()]
+        of_text = {id(parameter) for module in used for parameter in module.parameters()}
+        parameters = dict(self.causal.named_parameters())
+        return [
+            name
+            for name, view in self.stored.views.items()
+            if id(parameters[view.parameter]) not in of_text
+        ]
 
 
 def load_transformers_model(
@@ -293,14 +307,15 @@ def load_transformers_model(
     return model
 
 
-def examine(path: Path) -> StoredTensors:
-    """Return how a checkpoint stores the model that the trainer would train, without
-    reading its weights.
+def examine(path: Path) -> tuple[StoredTensors, list[str]]:
+    """Return how a checkpoint stores the model that the trainer would train, and its
+    tensors that text does not use, without reading its weights.
 
     Raises `TrainerError`, which names the unsupported part.
     """
     try:
-        return _Unloaded(path).stored
+        unloaded = _Unloaded(path)
+        return unloaded.stored, unloaded.unused() if unloaded.sees else []
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
 

@@ -268,7 +268,7 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
     from rollweave.train.transformers_model import examine
 
     try:
-        stored = examine(Path(config.model.path))
+        stored, unused = examine(Path(config.model.path))
     except TrainerError as error:
         return fail(name, str(error))
     for layer in _layers_with_adapters(config, shape):
@@ -279,7 +279,13 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
                 "must be left out for a model whose layers have other names in its files, got "
                 f"{layer}",
             )
-    return ok(name, f"transformers: {len(stored.views):,} tensors")
+    text = f"transformers: {len(stored.views):,} tensors"
+    if unused:
+        text += (
+            f", trained on text alone: {len(unused):,} of them, such as {unused[0]}, are for "
+            "other inputs, and are published and exported unchanged"
+        )
+    return ok(name, text)
 
 
 def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
