@@ -229,6 +229,17 @@ async def test_a_wrong_answer_is_an_error_at_once(
     assert len(server.requests) == 1
 
 
+async def test_an_answer_has_a_maximum_length(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.rollout.teacher.ANSWER_BYTES", 1000)
+    server.spoil = lambda _: web.Response(body=b"{" * 1001)
+    teacher = teacher_of(server)
+    with pytest.raises(TeacherError, match="/v1/completions gave an answer of more than 1000 by"):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+
+
 @pytest.mark.parametrize(
     "entries",
     [None, [], [[None, 0, None]], [[None, at, None] for at in range(10)]],

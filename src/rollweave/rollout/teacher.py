@@ -20,6 +20,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.engine.clients.responses import ResponseError, parse
+from rollweave.engine.clients.transport import ANSWER_BYTES, TooLongError, read_bounded
 from rollweave.schema.config.sections import TeacherConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.packing import as_json
@@ -245,7 +246,9 @@ class Teacher:
             async with self._open_session().request(
                 method, url, data=data, headers=headers, allow_redirects=False
             ) as response:
-                answer = await response.read()
+                answer = await read_bounded(response, ANSWER_BYTES)
+        except TooLongError as error:
+            raise ResponseError(f"{path} gave {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _RetryableError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
         if response.status == 200:
