@@ -172,6 +172,7 @@ class Processes:
             "addresses": engines.address,
             "token": server_token(engines.token_env, engines.token_file),
             "holder": holder_name(self._run.path),
+            "context": self._config.max_tokens,
         }
 
     def trainer(self, epoch: int, fresh: bool, ranks: Sequence[RankSlot]) -> TrainerBackend:

@@ -519,7 +519,8 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     With `scaled_logprobs`, requests have temperatures other than 0 and 1, at which their
     log-probs must be. The server must be ready within `start_s`, and answer each control
     call within `control_s`. With `addresses`, it is not started: the engine leases one of
-    the servers there as `holder`, with their `token`.
+    the servers there as `holder`, with their `token`; it must compute sequences of
+    `context` tokens.
     """
 
     kind: ServerName
@@ -532,6 +533,7 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     token: str = ""
     holder: str = ""
+    context: int = 0
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

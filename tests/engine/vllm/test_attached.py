@@ -36,6 +36,7 @@ ABOUT = About(
     architectures=("Qwen3ForCausalLM",),
     sizes={"vocab_size": 128, "hidden_size": 64, "tie_word_embeddings": True},
     dtype="float32",
+    context=300,
     logprobs="raw_logprobs",
     slots=64,
     policy="priority",
@@ -156,6 +157,7 @@ def test_the_model_and_the_settings_of_a_server_are_checked(
         ({"transfer": "nccl"}, "must have weight transfer rollweave, got nccl"),
         ({"architectures": ("LlamaForCausalLM",)}, "architecture Qwen3ForCausalLM, got Llama"),
         ({"logprobs": "processed_logprobs"}, "--logprobs-mode raw_logprobs, got processed"),
+        ({"context": 299}, "must have --max-model-len of at least 300, got 299"),
         ({"policy": "fcfs"}, "must have --scheduling-policy priority, got fcfs"),
         ({"prefix_cache": False}, "must have prefix caching true, got false"),
         ({"kv_tokens": 1024}, "must have a KV cache of at least 16384, got 1024"),
@@ -166,7 +168,8 @@ def test_the_model_and_the_settings_of_a_server_are_checked(
 def test_each_rule_names_what_is_found(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
-    spec = spec_for(vllm_checkpoint(tmp_path), attached_spec(1))
+    server = msgspec.structs.replace(attached_spec(1), context=300)
+    spec = spec_for(vllm_checkpoint(tmp_path), server)
     assert objection(ABOUT, spec) == ""
     assert words in objection(msgspec.structs.replace(ABOUT, **changes), spec)
 

@@ -194,6 +194,11 @@ class ServerEngine:
         if settings.addresses:
             try:
                 await self._restore()
+            except WeightsError as error:
+                await self._control.close()
+                raise EngineError(
+                    f"{self._name} cannot have the model's weights: {error}"
+                ) from error
             except BaseException:
                 await self._control.close()
                 raise

@@ -190,6 +190,7 @@ def objection(about: About, spec: EngineSpec) -> str:
     ]
     if lacking:
         return f"must have the routes {', '.join(lacking)}, got version {about.version} without"
+    context = settings_of(spec).context
     logprobs = "processed_logprobs" if settings_of(spec).scaled_logprobs else "raw_logprobs"
     rules: tuple[tuple[str, object, object, bool], ...] = (
         ("weight transfer", "rollweave", about.transfer, about.transfer == "rollweave"),
@@ -198,6 +199,7 @@ def objection(about: About, spec: EngineSpec) -> str:
         ("--logprobs-mode", logprobs, about.logprobs, about.logprobs == logprobs),
         ("--scheduling-policy", "priority", about.policy, about.policy == "priority"),
         ("prefix caching", spec.prefix_cache, about.prefix_cache, _prefixes(about, spec)),
+        ("--max-model-len", _least(context), about.context, about.context >= context),
         ("--max-num-seqs", _least(spec.max_slots), about.slots, about.slots >= spec.max_slots),
         ("a KV cache", _least(spec.kv_tokens), about.kv_tokens, about.kv_tokens >= spec.kv_tokens),
         (

@@ -267,6 +267,7 @@ def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
             addresses=group.address,
             token=token,
             holder=holder_name(Path(config.run.dir) / config.run.name),
+            context=config.max_tokens,
         ),
     )
     try:
