@@ -45,7 +45,8 @@ def config(tmp_path: Path, device: str = "auto", degree: int = 1) -> RunConfig:
 
 def test_an_engine_whose_server_already_runs_has_no_gpu(tmp_path: Path) -> None:
     auto = config(tmp_path)
-    auto.engines[0] = auto.engines[0].model_copy(update={"address": ("http://a:1",)})
+    attached = auto.engines[0].model_copy(update={"address": ("http://a:1",)})
+    auto = auto.model_copy(update={"engines": (attached, *auto.engines[1:])})
     engines, _, unbound = bind_all(
         auto, first_engines(auto), machine_of(auto, relays=0, inproc=False)
     )
