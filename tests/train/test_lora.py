@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.architectures import CONFIGURATIONS, build
+from rollweave.runtime.preflight.model import _transformers
 from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
@@ -242,7 +243,21 @@ def test_an_adapter_of_another_model_or_with_other_settings_is_refused(tmp_path:
         Trainer(make_config().model_copy(update={"lora": lora}), path, tmp_path)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+OF_TEXT = [name for name, make in CONFIGURATIONS.items() if not hasattr(make(), "vision_config")]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3_vision"])
+def test_a_model_that_also_sees_takes_no_adapters(tmp_path: Path, name: str) -> None:
+    path = build(name, tmp_path / name)
+    config = make_config(lora={"targets": ["q_proj"]})
+    model = config.model.model_copy(update={"path": str(path), "scratch": None})
+    config = config.model_copy(update={"model": model})
+    check = _transformers(config, read_any_shape(path), elsewhere=False)
+    assert check.name == "lora"
+    assert "must be left out for a model whose layers have other names" in check.detail
+
+
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_the_checks_before_a_run_know_the_adapters(tmp_path: Path, name: str) -> None:
     path = build(name, tmp_path / name)
     trainer = Trainer(make_config(lora=ALL), path, tmp_path)
