@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.architectures import CONFIGURATIONS, build
+from benchmarks.architectures import CONFIGURATIONS, build, read
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import Restore, Restored, Save, Saved, TrainOn
 from rollweave.train.loading import implementation_of, load_trained_model
@@ -87,10 +87,10 @@ def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name:
     assert any(not torch.equal(after[key], before[key]) for key in after)
     exported = load_file(tmp_path / "c" / "hf" / "model.safetensors")
     assert exported.keys() == source.keys()
-    read = read_trainer_checkpoint(tmp_path / "c", step=1, dtype=torch.float32)
+    saved_weights = read_trainer_checkpoint(tmp_path / "c", step=1, dtype=torch.float32)
     for key, tensor in after.items():
         assert torch.equal(exported[key], tensor), key
-        assert torch.equal(read[key], tensor), key
+        assert torch.equal(saved_weights[key], tensor), key
     trained = read(tmp_path / "c" / "hf")
     for key, parameter in trainer._model.named_parameters():
         assert torch.equal(trained.get_parameter(key), parameter), key
