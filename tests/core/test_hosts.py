@@ -5,6 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -182,10 +183,51 @@ def test_a_restarted_engine_keeps_its_devices() -> None:
     assert (restart.host, restart.devices) == (1, (1,))
 
 
-def test_engines_share_the_devices_that_are_left() -> None:
+def test_engines_wait_for_gpus_that_no_process_has() -> None:
+    """Their memory was found to suffice for one process."""
     driver = OnGpus(2).up()
+    assert started(driver.send(e.HostLost(host=1, error="silent"))) == []
+    commands = driver.send(e.HostJoined(host=HostSlot(number=2, machine="m2", devices=(0, 1))))
+    assert started(commands) == [("e3", 2, (0,)), ("e4", 2, (1,))]
+
+
+class OnOneGpu(Driver):
+    """Two hosts of one GPU each: the trainer and e0 share that of host 0."""
+
+    device = "cuda"
+
+    def begin(self) -> e.RunStarted:
+        return e.RunStarted(
+            engines=tuple(
+                e.EngineSlot(id=EngineId(f"e{host}"), host=host, devices=(0,)) for host in (0, 1)
+            ),
+            hosts=tuple(
+                HostSlot(number=number, machine=f"m{number}", devices=(0,)) for number in (0, 1)
+            ),
+            ranks=(RankSlot(host=0, devices=(0,)),),
+            relays=2,
+        )
+
+
+def test_engines_share_gpus_if_some_did_from_the_beginning() -> None:
+    driver = OnOneGpu(2).up()
     commands = driver.send(e.HostLost(host=1, error="silent"))
-    assert started(commands) == [("e3", 0, (0,)), ("e4", 0, (1,))]
+    assert started(commands) == [("e2", 0, (0,))]
+
+
+def test_the_trainer_takes_the_place_of_an_engine() -> None:
+    """The engine starts again on a host that joins; the one on the other GPU stays."""
+    driver = OnGpus(2).up()
+    commands = driver.send(e.HostLost(host=0, error="silent"))
+    (restart,) = of(commands, c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert restart.ranks == (RankSlot(host=1, devices=(0,)),)
+    removed = [one.engine_id for one in of(commands, c.RemoveEngine)]  # type: ignore[attr-defined]
+    assert removed == ["e0", "e1"]
+    assert [*driver.core.state.engines] == ["e2"]
+    assert started(commands) == []
+    commands = driver.send(e.HostJoined(host=HostSlot(number=2, machine="m2", devices=(0, 1))))
+    assert started(commands) == [("e3", 2, (0,)), ("e4", 2, (1,))]
 
 
 class OnTooFewGpus(Driver):
@@ -206,12 +248,49 @@ class OnTooFewGpus(Driver):
         )
 
 
-def test_ranks_share_no_gpu() -> None:
-    """NCCL would refuse them: the run ends at once, and may be resumed with more hosts."""
+def without_room() -> Driver:
+    """Lose a host of the trainer, whose ranks have too few GPUs then: NCCL refuses to
+    share one.
+    """
     driver = OnTooFewGpus(2).up()
     commands = driver.send(e.HostLost(host=1, error="silent"))
     assert of(commands, c.RestartTrainer) == []
-    assert "no host has room for the trainer" in driver.core.state.error
+    assert driver.core.state.error == ""
+    waiting = [(wait.component, wait.what) for wait in waits(driver.core.state, {})]
+    assert ("the trainer", "no host has room for it") in waiting
+    return driver
+
+
+def test_a_trainer_without_room_waits_for_a_host() -> None:
+    driver = without_room()
+    small = HostSlot(number=2, name="c", machine="m2")
+    assert of(driver.send(e.HostJoined(host=small)), c.RestartTrainer) == []
+    large = HostSlot(number=3, name="d", machine="m3", devices=(0, 1))
+    (restart,) = of(driver.send(e.HostJoined(host=large)), c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert len({(rank.host, rank.devices) for rank in restart.ranks}) == 3
+    epoch = driver.core.state.trainer.epoch
+    assert restart.epoch == epoch
+    driver.send(e.TrainerReady(epoch=epoch, step=0))
+    assert driver.core.state.trainer.unplaced == ""
+
+
+def test_a_trainer_waits_for_a_host_no_longer_than_for_a_step() -> None:
+    driver = without_room()
+    limit = driver.config.watchdog.train_s
+    driver.wait(limit - 1)
+    assert driver.core.state.error == ""
+    driver.wait(2)
+    assert driver.core.state.error.startswith(
+        f"no host has room for the trainer, and none has joined within {limit:g} s; last: "
+    )
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_a_host() -> None:
+    driver = without_room()
+    (finish,) = of(driver.send(e.StopRequested()), c.Finish)
+    assert isinstance(finish, c.Finish)
+    assert finish.error.startswith("no host has room for the trainer, and the run was stopped")
 
 
 class OnCpus(OnGpus):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
-from rollweave.core.state import State
+from rollweave.core.state import Engine, State
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -90,13 +90,23 @@ def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]
     )
 
 
+def share_gpus(engines: Iterable[EngineSlot], ranks: Iterable[RankSlot]) -> bool:
+    """Return whether some GPU has several of these processes."""
+    used = [(slot.host, device) for slot in engines for device in slot.devices]
+    used += [(rank.host, device) for rank in ranks for device in rank.devices]
+    return len(set(used)) < len(used)
+
+
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
     """Return the engine with its place beside all bound processes; None if there is
     none.
+
+    It shares no GPU, whose memory may not suffice, in a run that began without sharing.
     """
     hosts = list(state.hosts.up.values())
     bound = _bound(state, ranks=not config.trainer.colocated)
-    bindings, _ = bind([_engine(config, slot, hosts)], hosts, bound)
+    may_use = hosts if state.hosts.shares_gpus else _without(hosts, bound)
+    bindings, _ = bind([_engine(config, slot, hosts)], may_use, bound)
     return _placed(slot, bindings[0]) if bindings else None
 
 
@@ -130,6 +140,32 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
     bindings, unbound = bind(demands, hosts, _bound(state, ranks=False))
     ranks = [RankSlot(host=place.host, devices=place.devices) for place in bindings]
     return [] if unbound or crowded(config, _on_devices(ranks)) else ranks
+
+
+def engines_in_the_way(config: RunConfig, state: State) -> list[Engine]:
+    """Return the engines on GPUs of the trainer's ranks, in a run that began without
+    sharing.
+    """
+    if config.trainer.colocated or state.hosts.shares_gpus:
+        return []
+    taken = {(rank.host, device) for rank in state.hosts.ranks for device in rank.devices}
+    return [
+        engine
+        for engine in state.engines.values()
+        if any((engine.host, device) in taken for device in engine.devices)
+    ]
+
+
+def _without(hosts: Iterable[HostSlot], bound: Iterable[Binding]) -> list[HostSlot]:
+    """Return the hosts without the devices that are in use."""
+    used = {(binding.host, device) for binding in bound for device in binding.devices}
+    return [
+        msgspec.structs.replace(
+            host,
+            devices=tuple(device for device in host.devices if (host.number, device) not in used),
+        )
+        for host in hosts
+    ]
 
 
 def _on_devices(ranks: Iterable[RankSlot]) -> list[tuple[object, tuple[int, ...]]]:

@@ -14,6 +14,8 @@ from rollweave.schema.work import StopReason
 def on_stop_requested(run: Run, event: StopRequested) -> None:
     if run.state.phase is Phase.SERVING:
         serving.stop(run, drain=event.drain)
+    elif run.state.trainer.unplaced:
+        training.give_up_place(run, "and the run was stopped")
     elif run.state.phase is Phase.RUNNING:
         run.state.skip_final_eval = True
         _drain(run)

@@ -192,26 +192,31 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
     state = run.state
     run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
     state.hosts.up.pop(host, None)
-    gone = [engine for engine in state.engines.values() if engine.host == host]
-    state.hosts.unplaced += [
-        Unplaced(
-            degree=engine.degree,
-            group=engine.group,
-            joined=engine.joined,
-            moved=engine.moved,
-            returns=returns,
-        )
-        for engine in gone
-        if not engine.departing
-    ]
     relay = state.relays.pop(weights.relay_id(host), None)
     if relay is not None:
         weights.leave_chain(run, relay)
         run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
-    for engine in gone:
-        turns.fail_all(run, engine, f"host {host} was given up: {reason}", abort=True)
-        remove(run, engine, reason)
-        _end_if_last(run, engine, reason)
+    for engine in [engine for engine in state.engines.values() if engine.host == host]:
+        displace(run, engine, f"host {host} was given up: {reason}", returns=returns)
+
+
+def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) -> None:
+    """Remove an engine that has lost its place; unless it was departing, `core/hosts`
+    starts it elsewhere. It waits for a host that `returns`, if there is no place.
+    """
+    if not engine.departing:
+        run.state.hosts.unplaced.append(
+            Unplaced(
+                degree=engine.degree,
+                group=engine.group,
+                joined=engine.joined,
+                moved=engine.moved,
+                returns=returns,
+            )
+        )
+    turns.fail_all(run, engine, reason, abort=True)
+    remove(run, engine, reason)
+    _end_if_last(run, engine, reason)
 
 
 def _has_place(run: Run, engine: Unplaced) -> bool:

@@ -5,27 +5,30 @@ repeated failures (`core/engines`), ends its relay, its engines and, if one of t
 trainer's ranks was there, the trainer. Other engines take the place of the lost ones,
 on other hosts as long as there is room; they move to the next host that joins, once
 they may drain. Engines without a place start there, too. The trainer starts again from
-its checkpoint.
+its checkpoint, if need be in the place of engines, or on the next host that joins.
+In a run that began without sharing GPUs, no process shares one later: they were found
+to have memory for one process.
 """
 
 from rollweave.core import bindings, engines, membership, relays, training, workers
 from rollweave.core.run import Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
-from rollweave.schema.events import EngineSlot, HostJoined, HostLost
-from rollweave.schema.hosts import HostSlot, RankSlot
+from rollweave.schema.events import EngineSlot, HostJoined, HostLost, RunStarted, WorldLost
+from rollweave.schema.hosts import HostSlot
 
 
-def start(run: Run, hosts: tuple[HostSlot, ...], ranks: tuple[RankSlot, ...], relayed: int) -> None:
+def start(run: Run, event: RunStarted | WorldLost) -> None:
     """Record the hosts that a new world begins with."""
     part = run.state.hosts
-    part.up = {host.number: host for host in hosts or bindings.one_machine(relayed)}
-    part.ranks, part.unplaced = list(ranks), []
+    part.up = {host.number: host for host in event.hosts or bindings.one_machine(event.relays)}
+    part.ranks, part.unplaced = list(event.ranks), []
+    part.shares_gpus = bindings.share_gpus(event.engines, event.ranks)
     part.displaced, part.returning = [], {}
 
 
 def on_joined(run: Run, event: HostJoined) -> None:
-    """Start a relay on the host, and the engines that have no place."""
+    """Start a relay on the host, and the trainer and the engines that have no place."""
     state, number = run.state, event.host.number
     if number in state.hosts.up:
         return
@@ -33,6 +36,8 @@ def on_joined(run: Run, event: HostJoined) -> None:
     if state.chain.relayed:
         relays.add(run, number)
     run.warn(_name(event.host), "has joined", count="host_joined")
+    training.host_joined(run)
+    _give_way(run)
     _start_unplaced(run)
     workers.host_joined(run, number)
     state.hosts.returning = dict.fromkeys(state.hosts.displaced, number)
@@ -52,14 +57,23 @@ def advance(run: Run) -> None:
     there is a place now, and move those that replace lost ones to a host that has
     joined.
     """
-    if _trainer_is_cut_off(run) and not run.state.error:
+    if _trainer_is_cut_off(run) and not (run.state.error or run.state.trainer.unplaced):
         training.restart(run, "its host is gone")
+        _give_way(run)
     if run.state.hosts.unplaced:
         before = {*run.state.engines}
         _start_unplaced(run)
         run.state.hosts.displaced += [name for name in run.state.engines if name not in before]
     for engine_id, host in list(run.state.hosts.returning.items()):
         _return(run, engine_id, host)
+
+
+def _give_way(run: Run) -> None:
+    """End the engines on the GPUs on which the trainer starts, until there is room for
+    them elsewhere.
+    """
+    for engine in bindings.engines_in_the_way(run.config, run.state):
+        engines.displace(run, engine, "the trainer needs its GPU", returns=True)
 
 
 def _trainer_is_cut_off(run: Run) -> bool:

@@ -7,7 +7,7 @@ former engine is not taken for one about another.
 import itertools
 from collections.abc import Iterable
 
-from rollweave.core.bindings import bind_all, one_machine
+from rollweave.core.bindings import bind_all, bind_engine, one_machine
 from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
@@ -128,6 +128,8 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
         return f"{slot.id} was the name of another engine"
     if not state.hosts.up:
         return "no host is up"
+    if bind_engine(config, state, slot) is None:
+        return "no host has room for it"
     return ""
 
 

@@ -26,7 +26,7 @@ from rollweave.schema.work import StopReason
 def on_started(run: Run, event: RunStarted) -> None:
     run.state.run_id = event.run_id
     run.state.trainer.since = run.now
-    hosts.start(run, event.hosts, event.ranks, event.relays)
+    hosts.start(run, event)
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     workers.start(run, event.workers)
@@ -109,7 +109,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state.unassigned.clear()
     state.allocation.pending_degrees.clear()
     state.publication.checkpointed.clear()
-    hosts.start(run, event.hosts, event.ranks, event.relays)
+    hosts.start(run, event)
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     workers.start(run, event.workers)

@@ -368,6 +368,7 @@ class Trainer(msgspec.Struct):
     measuring: list[GroupId] = []  # they stay in the buffer, and may be evicted during it
     since: float = 0.0
     restarts: int = 0
+    unplaced: str = ""  # why it starts again, as long as no host has room for it
     saving: int | None = None  # step of the checkpoint that is being copied or written
     save_requested_at: float = 0.0  # when the newest checkpoint was requested
     # seconds of the newest finished one, from the request until it was written or had
@@ -486,6 +487,8 @@ class Hosts(msgspec.Struct):
 
     up: dict[int, HostSlot] = {}  # by number
     ranks: list[RankSlot] = []
+    # processes have shared a GPU from the beginning
+    shares_gpus: bool = False
     unplaced: list[Unplaced] = []  # engines whose host is gone, until they start elsewhere
     displaced: list[EngineId] = []  # engines that replace those of a host that is gone
     # displaced engine → host that has joined, to which it moves once it may drain

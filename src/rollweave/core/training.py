@@ -470,15 +470,41 @@ def restart(run: Run, reason: str) -> None:
 
 
 def start_process(run: Run, reason: str) -> None:
-    state, trainer = run.state, run.state.trainer
+    trainer = run.state.trainer
     weights.trainer_lost(run)
     trainer.saving, trainer.save_pending = None, False
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
+    _place(run, reason)
+
+
+def host_joined(run: Run) -> None:
+    """Start the trainer if it waits for a host and there is room for it now."""
+    if run.state.trainer.unplaced and run.state.phase is not Phase.FINISHED:
+        _place(run, run.state.trainer.unplaced)
+
+
+def give_up_place(run: Run, why: str) -> None:
+    """End the run, whose trainer has no place."""
+    state = run.state
+    state.error = state.error or (
+        f"no host has room for the trainer, {why}; last: {state.trainer.unplaced}; last "
+        f"checkpoint: step {state.checkpoints.newest}"
+    )
+
+
+def _place(run: Run, reason: str) -> None:
+    """Start the trainer where there is room for its ranks, or wait for a host: the
+    watchdog bounds the wait.
+    """
+    state, trainer = run.state, run.state.trainer
     ranks = bindings.bind_ranks(run.config, state)
     if state.hosts.ranks and not ranks:
-        state.error = state.error or f"no host has room for the trainer; last: {reason}"
+        if not trainer.unplaced:
+            run.warn("trainer", f"waits for a host with room: {reason}", count="trainer_unplaced")
+        trainer.unplaced = reason
         return
+    trainer.unplaced, trainer.since = "", run.now
     state.hosts.ranks = ranks
     run.emit(
         RestartTrainer(

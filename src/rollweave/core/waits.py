@@ -103,6 +103,8 @@ def _trainer(state: State) -> Iterator[Wait]:
         case Status.STARTING:
             saved = state.checkpoints.newest
             what = "starting" if saved is None else f"starting from the checkpoint of step {saved}"
+            if trainer.unplaced:
+                what = "no host has room for it"
             yield Wait(component=_trainer_name(state), what=what, since=trainer.since)
         case Status.TRAINING:
             yield Wait(

@@ -188,7 +188,10 @@ def _check_trainer(run: Run) -> None:
     trainer, limits = run.state.trainer, run.config.watchdog
     if run.state.serving:
         return
-    if trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
+    if trainer.unplaced:
+        if run.now - trainer.since > limits.train_s:
+            training.give_up_place(run, f"and none has joined within {limits.train_s:g} s")
+    elif trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
         training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")
     elif trainer.saving is not None and run.now - trainer.save_requested_at > limits.train_s:
         waited = run.now - trainer.save_requested_at
