@@ -236,7 +236,8 @@ def test_measured_step_times_record_the_steps_that_follow(gpu: Gpu, path: str) -
 def test_a_run_trains_on_what_such_an_engine_samples(
     gpu: Gpu, tmp_path: Path, sections: dict[str, Any], graphs: bool
 ) -> None:
-    config = lake(tmp_path, **sections)
+    # without an entropy bonus, groups of equal rewards would train nothing
+    config = lake(tmp_path, algorithm={"entropy": 0.1}, **sections)
     summary = train(config, inproc=True)
     assert (summary.error, summary.steps) == ("", 2)
     gaps = [line["trainer"].get("logprob_gap_max") for line in lines(config, "step")]
