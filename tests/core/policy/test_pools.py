@@ -4,6 +4,7 @@ import pytest
 
 from rollweave.core.policy.pools import empty_pools, pools_of, unserved
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import PoolConfig
 from rollweave.schema.hosts import Device, Resources
 
 
@@ -40,6 +41,25 @@ def test_a_host_belongs_to_pools_by_its_resources_and_its_gpus() -> None:
     assert pools_of(POOLS, host("NVIDIA A100", H2=1)) == ()
 
 
+@pytest.mark.parametrize(
+    ("resource", "kind", "belongs"),
+    [
+        ("H20", "NVIDIA H200", False),
+        ("L4", "NVIDIA L40S", False),
+        ("A10", "NVIDIA A100-SXM4-80GB", False),
+        ("00", "NVIDIA A100-SXM4-80GB", False),
+        ("A100", "NVIDIA A100-SXM4-80GB", True),
+        ("A100-SXM4", "NVIDIA A100-SXM4-80GB", True),
+        ("H100 80GB", "NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA L4", "NVIDIA L4", True),
+        ("H.0", "NVIDIA H20", False),
+    ],
+)
+def test_a_resource_is_whole_words_of_a_gpus_name(resource: str, kind: str, belongs: bool) -> None:
+    pools = {"a": PoolConfig(resource=resource)}
+    assert pools_of(pools, host(kind)) == (("a",) if belongs else ())
+
+
 def test_a_pool_without_hosts_is_needed_unless_a_fallback_has_some() -> None:
     empty = empty_pools(POOLS, [host("NVIDIA H100"), host()])
     assert [pool.pool for pool in empty] == ["b"]
@@ -59,6 +79,14 @@ def test_a_pool_without_hosts_is_needed_unless_a_fallback_has_some() -> None:
         ),
         ([host(h100=1)], "(h100), got 'H100' (did you mean h100?)"),
         ([host("NVIDIA L4")], "(NVIDIA L4), got 'H100'"),
+        (
+            [host("NVIDIA H1OO 80GB HBM3")],
+            "(NVIDIA H1OO 80GB HBM3), got 'H100' (did you mean H1OO?)",
+        ),
+        (
+            [host("NVIDIA A100-SXM4-80GB")],
+            "(NVIDIA A100-SXM4-80GB), got 'H100' (did you mean A100?)",
+        ),
         ([host()], "(they have none that a pool can ask for), got 'H100'"),
     ],
 )

@@ -1,16 +1,20 @@
 """Decide which hosts belong to which pool (RollArt §5.2).
 
-A host belongs to a pool if the pool's resource is one of the host's resources, or a
-part of the name of one of its GPUs.
+A host belongs to a pool if the pool's resource is one of the host's resources, or
+whole words of the name of one of its GPUs: `H20` is not `NVIDIA H200`.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import PoolConfig
 from rollweave.schema.hosts import Resources
+
+ALIKE = str.maketrans("oil", "011")
+"""Letters that are often written for digits in the names of GPUs."""
 
 
 class EmptyPool(Struct, frozen=True, kw_only=True):
@@ -42,7 +46,7 @@ def pools_of(pools: Mapping[str, PoolConfig], host: Resources) -> tuple[str, ...
         name
         for name, pool in pools.items()
         if pool.resource in host.labels
-        or any(pool.resource in device.kind for device in host.devices)
+        or any(_has_words(device.kind, pool.resource) for device in host.devices)
     )
 
 
@@ -85,10 +89,23 @@ def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
     return [pool for name, pool in without.items() if name in needed]
 
 
+def _has_words(kind: str, words: str) -> bool:
+    """Return whether `words` are in the name of a GPU, not as parts of other words."""
+    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", kind) is not None
+
+
 def _nearest(resource: str, offered: Iterable[str]) -> str:
     """Return the resource, GPU or word of a GPU's name that is most like this one."""
     words = {
-        word.casefold(): word for name in offered for word in (name, *name.split()) if len(word) > 1
+        _alike(word): word
+        for name in offered
+        for word in (name, *re.findall(r"\w+", name))
+        if len(word) > 1
     }
-    near = difflib.get_close_matches(resource.casefold(), words, n=1)
+    near = difflib.get_close_matches(_alike(resource), words, n=1)
     return words[near[0]] if near else ""
+
+
+def _alike(name: str) -> str:
+    """Return the same for names that are easily mistaken for one another."""
+    return name.casefold().translate(ALIKE)

@@ -33,8 +33,8 @@ class WorkerResources(Struct, frozen=True, kw_only=True):
     """The need of some workers of a role: each of `workers` gets `devices` GPUs of one
     host.
 
-    `hardware` is a resource that the agent of the host names (`--resource`), or a part
-    of the name of its GPUs. If hosts with it have no free GPUs, those with the hardware
+    `hardware` is a resource that the agent of the host names (`--resource`), or whole
+    words of the name of its GPUs. If hosts with it have no free GPUs, those with the hardware
     in `fallback` are used, in this order.
     """
 

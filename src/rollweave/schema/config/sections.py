@@ -822,7 +822,7 @@ class PoolConfig(Section):
     resource: str = Field(
         min_length=1,
         description="Resource of all hosts of this pool: one that the agent names "
-        "(`--resource`), or a part of the name of the GPUs.",
+        "(`--resource`), or whole words of the name of the GPUs.",
     )
     fallback: tuple[str, ...] = Field(
         (), description="Pools that are used where this one has no free devices, in this order."
