@@ -27,6 +27,7 @@ class Listening:
         *,
         silent_s: float,
         lease_s: float,
+        enter_s: float = 60.0,
         archive: bytes = b"",
         **accepted: Any,
     ) -> None:
@@ -53,6 +54,7 @@ class Listening:
             on_refused=self.refused.put_nowait,
             on_wrong_secret=self.refused.put_nowait,
             silent_s=silent_s,
+            enter_s=enter_s,
         )
         self.listener.listen("127.0.0.1", 0)
 

@@ -5,14 +5,19 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.listener import RemoteHost
-from rollweave.schema.hosts import Resources
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.config.sections import ClusterConfig
+from rollweave.schema.hosts import HostAccepted, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
 from tests.runtime.hosts.test_spawn import Started, until
 from tests.support.processes import alive
@@ -259,3 +264,75 @@ async def test_strangers_neither_join_nor_keep_hosts_out(tmp_path: Path) -> None
                 writer.write(payload)
         async with agent(here.address):
             assert (await joined(here)).name == "b"
+
+
+class HangingAgent(HostAgent):
+    """An agent on a host whose file system hangs until `answer` is set."""
+
+    def __init__(self, name: str, port: int) -> None:
+        super().__init__(
+            name=name,
+            controller=("127.0.0.1", port),
+            secret=SECRET,
+            resources=Resources(cpus=1, memory_bytes=1),
+            join_s=WAIT_S,
+        )
+        self.answer = threading.Event()
+
+    def enter(self, accepted: HostAccepted, archive: bytes, folder: Path) -> str:
+        self.answer.wait()
+        return ""
+
+
+@contextlib.asynccontextmanager
+async def hanging(name: str, port: int) -> AsyncIterator[None]:
+    hung = HangingAgent(name, port)
+    running = asyncio.create_task(hung.run())
+    try:
+        yield
+    finally:
+        hung.answer.set()
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_a_host_that_hangs_as_it_enters_is_named_and_given_up(tmp_path: Path) -> None:
+    async with listening(tmp_path, enter_s=1.0) as here, hanging("b", here.listener.port):
+        assert await asyncio.wait_for(here.refused.get(), WAIT_S) == (
+            "host b must see the run's directory and unpack the user's files within 1 s, got no "
+            "answer: a file system may hang there"
+        )
+        assert here.listener.entering == ()
+        async with agent(here.address):  # the name is free
+            assert (await joined(here)).name == "b"
+
+
+async def test_the_wait_for_hosts_names_those_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.core.policy.waiting.FIRST_S", 0.0)
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET.decode())
+    shown: asyncio.Queue[str] = asyncio.Queue()
+    cluster = ClusterConfig(address="127.0.0.1:0", hosts=1, join_s=WAIT_S)
+    async with asyncio.timeout(WAIT_S), Tasks() as tasks:
+        hosts = GatheredHosts(cluster, {}, RunDir(tmp_path), tasks, say=shown.put_nowait)
+        gathering = asyncio.create_task(hosts.gather())
+        port = int((await shown.get()).rpartition(":")[2])
+        async with hanging("b", port):
+            while not (await shown.get()).endswith("so far: none; entering the run: b"):
+                pass
+            gathering.cancel()
+            await asyncio.wait([gathering])
+            await hosts.close()
+        tasks.cancel_all()
+
+
+async def test_hosts_that_hang_keep_no_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.runtime.hosts.listener.MAX_UNAUTHENTICATED", 1)
+    async with listening(tmp_path) as here, hanging("b", here.listener.port):
+        await until(lambda: here.listener.entering == ("b",))
+        async with agent(here.address, name="c"):
+            assert (await joined(here)).name == "c"
+        assert here.listener.entering == ("b",)

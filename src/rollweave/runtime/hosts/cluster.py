@@ -118,13 +118,12 @@ class GatheredHosts:
             async with asyncio.timeout(cluster.join_s):
                 await self._until_joined(wanted)
         except TimeoutError:
-            names = ", ".join(self._members) or "none"
             refused = [
                 f"refused: {error}" for error in (self._refusal, self._wrong_secret) if error
             ]
             raise ConfigError(
                 f"cluster.hosts: {wanted} hosts must join within {cluster.join_s:g} s, "
-                f"got {'; '.join([names, *self._pending, *refused])}"
+                f"got {'; '.join([self._present(), *self._pending, *refused])}"
             ) from None
         finally:
             naming.cancel()
@@ -145,11 +144,16 @@ class GatheredHosts:
         began = time.monotonic()
 
         def waits() -> list[Wait]:
-            names = ", ".join(self._members) or "none"
-            what = f"{len(self._members)} of {hosts} joined {self._where} so far: {names}"
+            what = f"{len(self._members)} of {hosts} joined {self._where} so far: {self._present()}"
             return [Wait(component="hosts", what=what, since=began)]
 
         await name_long_waits(waits, clock=time.monotonic, report=lambda _, line: self._say(line))
+
+    def _present(self) -> str:
+        """Name the hosts that have joined, and those that are about to."""
+        names = ", ".join(self._members) or "none"
+        entering = ", ".join(self._listener.entering) if self._listener is not None else ""
+        return f"{names}; entering the run: {entering}" if entering else names
 
     def report_to(self, post: Callable[[Event], None]) -> None:
         """Post an event for every host that joins or is lost from now on, and at once

@@ -60,6 +60,11 @@ the agent's report.
 FIRST_FRAME_S = 5.0
 """Maximum seconds between the handshake and the message that follows it."""
 
+ENTER_S = 180.0
+"""Maximum seconds in which an accepted host must report that it is ready: enough for
+the largest archive over a slow link. A file system that hangs takes longer.
+"""
+
 MAX_NAMED = 16
 """Maximum number of addresses that are reported because of a wrong secret."""
 
@@ -344,11 +349,13 @@ class HostListener:
         on_refused: Callable[[str], None],
         on_wrong_secret: Callable[[str], None],
         silent_s: float = SILENT_S,
+        enter_s: float = ENTER_S,
     ) -> None:
         self._secret, self._tasks = secret, tasks
         self._accepted, self._archive = accepted, archive
         self._on_joined, self._on_lost, self._on_refused = on_joined, on_lost, on_refused
         self._on_wrong_secret, self._silent_s = on_wrong_secret, silent_s
+        self._enter_s = enter_s
         self._hosts: dict[str, RemoteHost] = {}
         self._named: set[str] = set()
         """Addresses that were reported because of a wrong secret."""
@@ -362,6 +369,11 @@ class HostListener:
         assert self._socket is not None, "it listens"
         port: int = self._socket.getsockname()[1]
         return port
+
+    @property
+    def entering(self) -> tuple[str, ...]:
+        """The names of the hosts that were accepted and are not ready yet."""
+        return tuple(host.name for host in self._hosts.values() if not host.ready.done())
 
     def listen(self, address: str, port: int) -> None:
         """Listen on one address of this host. Raises OSError."""
@@ -409,22 +421,32 @@ class HostListener:
     async def _greet(self, sock: socket.socket) -> None:
         """Complete the handshake, and dispatch the connection by its first message."""
         try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not await admit(sock, self._secret):
-                self._on_wrong_proof(sock.getpeername()[0])
+            try:
+                message = await self._first_message(sock)
+            finally:
+                self._greeted -= 1
+            if message is None:
                 sock.close()
             else:
-                async with asyncio.timeout(FIRST_FRAME_S):
-                    message = _decode(await receive_frame(sock, CONTROL_BYTES))
                 await self._dispatch(sock, message)
         except (OSError, TimeoutError, WireError):
             sock.close()
         except BaseException:
             sock.close()
             raise
-        finally:
-            self._greeted -= 1
+
+    async def _first_message(self, sock: socket.socket) -> object:
+        """Complete the handshake, and return the message that follows it, or None after
+        a wrong secret.
+        """
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not await admit(sock, self._secret):
+            self._on_wrong_proof(sock.getpeername()[0])
+            return None
+        async with asyncio.timeout(FIRST_FRAME_S):
+            message: object = _decode(await receive_frame(sock, CONTROL_BYTES))
+        return message
 
     def _on_wrong_proof(self, address: str) -> None:
         """Report a host with a wrong secret: once for each address, and only for the
@@ -463,13 +485,24 @@ class HostListener:
             return
         host = self._hosts[joined.name] = RemoteHost(joined, sock, silent_s=self._silent_s)
         host.accept(self._accepted, self._archive)
-        if error := await host.ready:
+        if error := await self._enter(host):
             del self._hosts[host.name]
             host.lose(error)
             self._on_refused(error)
             return
         host.on_lost = functools.partial(self._forget, host)
         self._on_joined(host)
+
+    async def _enter(self, host: RemoteHost) -> str:
+        """Wait until a host has entered the run; return why it cannot, or ""."""
+        try:
+            async with asyncio.timeout(self._enter_s):
+                return await host.ready
+        except TimeoutError:
+            return (
+                f"host {host.name} must see the run's directory and unpack the user's files "
+                f"within {self._enter_s:g} s, got no answer: a file system may hang there"
+            )
 
     def _check(self, joined: JoinHost) -> None:
         """Raise `HostError` if the host must not join."""
