@@ -53,6 +53,7 @@ def config(
     env: str = "program:Game",
     options: Mapping[str, Any] | None = None,
     workers: int = 1,
+    warmup: int = 0,
 ) -> RunConfig:
     return RunConfig.model_validate(
         {
@@ -61,6 +62,7 @@ def config(
             "tasks": [{"env": env, "options": dict(options or {})}],
             "cluster": {"launcher": "local", "hosts": 2, "files": files},
             "workers": {"count": workers},
+            "warmup": {"steps": warmup},
         }
     )
 
@@ -99,6 +101,14 @@ def test_modules_are_those_that_the_tasks_name(directory: Path) -> None:
     assert of_run(config(env="frozenlake")) == UserFiles()
     assert pack(UserFiles(), ()) == b""
     assert of_run(config(workers=0, options={"path": "prompts/first.txt"})) == UserFiles()
+
+
+def test_a_trainer_that_warms_up_needs_the_modules_without_workers(directory: Path) -> None:
+    warm = config(workers=0, warmup=1, options={"path": "prompts/first.txt"})
+    (module,) = of_run(warm).modules
+    assert module == UserModule(setting="tasks.0.env", value="program:Game", module="program")
+    assert of_run(warm).paths == ("prompts/first.txt",)
+    assert of_run(config(workers=0, warmup=1, env="frozenlake")) == UserFiles()
 
 
 def test_a_recipe_of_an_image_brings_its_files(directory: Path) -> None:

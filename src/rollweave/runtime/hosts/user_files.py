@@ -1,8 +1,9 @@
 """The user's modules and files that every host of a run gets: the controller packs
 them, and each agent unpacks them into a folder that is removed when it leaves the run.
 
-Of what lies below the controller's working directory, rollout workers need the modules,
-files and folders that the tasks name; a worker of a role needs its module or script.
+Of what lies below the controller's working directory, rollout workers and a trainer
+that warms up need the modules, files and folders that the tasks name; a worker of a
+role needs its module or script.
 `cluster.files` adds to them.
 """
 
@@ -57,10 +58,12 @@ class UserFiles:
 
 
 def of_run(config: RunConfig, images: Iterable[str] = ()) -> UserFiles:
-    """Return the modules and files that the rollout workers of a run need; `images` are
-    those of its sandboxes.
+    """Return the modules and files that processes on the hosts of a run need; `images`
+    are those of its sandboxes.
+
+    Only rollout workers, and a trainer that warms up, import what the tasks name.
     """
-    if not config.workers.count:
+    if not config.workers.count and not config.warmup.steps:
         return UserFiles()
     return UserFiles(
         modules=tuple(
@@ -69,7 +72,10 @@ def of_run(config: RunConfig, images: Iterable[str] = ()) -> UserFiles:
             for setting, value, reference in _references(f"tasks.{number}", task)
             for module in _module(setting, value, reference)
         ),
-        paths=(*(path for task in config.tasks for path in _named(task)), *_of_images(images)),
+        paths=(
+            *(path for task in config.tasks for path in _named(task)),
+            *(_of_images(images) if config.workers.count else ()),
+        ),
     )
 
 
