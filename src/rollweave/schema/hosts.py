@@ -215,11 +215,15 @@ class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartAgents(TaggedStruct, frozen=True, kw_only=True):
-    """Start an agent on every node of the cluster, and keep one there."""
+    """Start an agent on every node of the cluster, and keep one there; or, with `hosts`,
+    on so many nodes. These include, for each of the `labels`, a node that has it.
+    """
 
     controller: tuple[str, int]
     secret: bytes
     join_s: float
+    hosts: int | None = None
+    labels: tuple[str, ...] = ()
 
 
 class StopAgents(TaggedStruct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The process of Ray's driver for a run, which keeps an agent on each node
+"""The process of Ray's driver for a run, which keeps agents on Ray's nodes
 (`runtime/hosts/on_ray.py`).
 """
 
@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 def serve(parent: Parent) -> None:
-    """Connect, and keep agents on all nodes until the parent stops them."""
+    """Connect, and keep agents on the nodes until the parent stops them."""
     decode = decoder_of(RayCommand)
     frames = parent.queue()
     first = decode(frames.get())

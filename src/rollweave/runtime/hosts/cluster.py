@@ -97,7 +97,11 @@ class GatheredHosts:
             return
         self.hosts = Hosts()
         self._launcher = launcher_of(
-            cluster, logs=self._run.logs, say=self._on_pending, fail=self._on_refused
+            cluster,
+            labels=[pool.resource for pool in self._pools.values()],
+            logs=self._run.logs,
+            say=self._on_pending,
+            fail=self._on_refused,
         )
         reach = None if self._launcher is None else await self._launcher.open()
         host = cluster.host or (reach.address if reach is not None else "")

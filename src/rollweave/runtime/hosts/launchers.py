@@ -7,7 +7,7 @@ controller, even if it is killed.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,27 +61,32 @@ class Launcher(Protocol):
         """Find the hosts. Raises ConfigError."""
 
     def start(self, controller: tuple[str, int], secret: bytes) -> None:
-        """Start an agent on each host, and keep one there."""
+        """Start the agents, and keep them running."""
 
     async def close(self) -> None:
         """Wait until all agents, which the controller has released, have ended."""
 
 
 def launcher_of(
-    cluster: ClusterConfig, *, logs: Path, say: Callable[[str], None], fail: Callable[[str], None]
+    cluster: ClusterConfig,
+    *,
+    labels: Sequence[str] = (),
+    logs: Path,
+    say: Callable[[str], None],
+    fail: Callable[[str], None],
 ) -> Launcher | None:
     """Return the launcher that the configuration names; None if the user starts the
     agents.
 
-    `say` receives lines for the user, and `fail` the reason why an agent cannot be
-    started. Raises ConfigError.
+    `labels` are resources that hosts should have. `say` receives lines for the user,
+    and `fail` the reason why an agent cannot be started. Raises ConfigError.
     """
     match cluster.launcher:
         case "local":
             return LocalLauncher(cluster, logs)
         case "ray":
             check_launcher(cluster)
-            return RayLauncher(cluster, logs, say=say, fail=fail)
+            return RayLauncher(cluster, logs, labels=labels, say=say, fail=fail)
         case _:
             return None
 
@@ -155,7 +160,7 @@ class LocalLauncher:
 
 
 class RayLauncher:
-    """Lets Ray start an agent on each of its nodes, through a child process that is
+    """Lets Ray start agents on its nodes, through a child process that is
     Ray's driver (`runtime/hosts/on_ray`).
 
     The controller itself does not connect to Ray, which would end it with its node.
@@ -166,10 +171,12 @@ class RayLauncher:
         cluster: ClusterConfig,
         logs: Path,
         *,
+        labels: Sequence[str],
         say: Callable[[str], None],
         fail: Callable[[str], None],
     ) -> None:
         self._cluster, self._logs, self._say, self._fail = cluster, logs, say, fail
+        self._labels = tuple(labels)
         self._driver: ChildProcess | None = None
         self._reach: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
         self._closing = False
@@ -192,11 +199,18 @@ class RayLauncher:
             raise ConfigError(self._unreachable(f"no answer in {RAY_CONNECT_S:g} s")) from None
 
     def start(self, controller: tuple[str, int], secret: bytes) -> None:
-        """Start an agent on every node, and on each that joins the cluster."""
+        """Start an agent on every node, and on each that joins the cluster, or on
+        `cluster.hosts` of them.
+        """
         assert self._driver is not None, "it is open"
-        self._driver.send(
-            encode(StartAgents(controller=controller, secret=secret, join_s=self._cluster.join_s))
+        start = StartAgents(
+            controller=controller,
+            secret=secret,
+            join_s=self._cluster.join_s,
+            hosts=self._cluster.hosts,
+            labels=self._labels,
         )
+        self._driver.send(encode(start))
 
     async def close(self) -> None:
         """Leave the cluster; Ray then ends the agents that are left."""

@@ -1,5 +1,8 @@
-"""One agent on each node of a Ray cluster: an actor that reserves all CPUs, GPUs and
-named resources of the node, so that Ray gives them to no other work.
+"""Agents on the nodes of a Ray cluster, one on each: an actor that reserves all CPUs, GPUs
+and named resources of the node, so that Ray gives them to no other work.
+
+Only Ray knows which nodes are free. A run with a limit on its hosts therefore asks for all
+nodes, serves on those that it gets first, and gives back the others.
 
 Ray starts and ends the agents; it carries none of the run's data. This module runs in a
 separate process, Ray's driver, and Ray ends all actors with it. Only this module
@@ -131,18 +134,20 @@ class AgentActor:
 
 @dataclass(kw_only=True, eq=False)
 class _Running:
-    """An agent that was started. `ready` and `ended` are Ray's references to results."""
+    """An agent that was started. `ready` and `ended` are Ray's references to results;
+    `ended` is None until it serves.
+    """
 
     node: Node
     actor: Any
     ready: Any
-    ended: Any
+    ended: Any = None
     since: float = field(default_factory=time.monotonic)
     reported: bool = False
 
 
 class Agents:
-    """The agents on all nodes. `report` receives what the user should know."""
+    """The agents of a run. `report` receives what the user should know."""
 
     def __init__(
         self, ray: Any, start: StartAgents, report: Callable[[AgentPending | AgentEnded], None]
@@ -158,17 +163,63 @@ class Agents:
         """Time from which an agent may be started again, by the node's id."""
 
     def poll(self) -> None:
-        """Start an agent on each node that has none, and report those that ended."""
-        for node_id, running in list(self._running.items()):
-            if self._done(running.ended):
-                del self._running[node_id]
-                self._ended(running)
+        """Start agents on nodes that have none, up to the limit, and report those that
+        ended.
+        """
+        nodes = nodes_of(self._ray.nodes())
+        for running in list(self._running.values()):
+            if self._done(running.ready if running.ended is None else running.ended):
+                self._advance(running, nodes)
             elif not running.reported and not self._done(running.ready):
                 self._pending(running)
         now = time.monotonic()
-        for node_id, node in nodes_of(self._ray.nodes()).items():
-            if node_id not in self._running and now >= self._not_before.get(node_id, now):
+        for node_id, node in nodes.items():
+            if (
+                node_id not in self._running
+                and now >= self._not_before.get(node_id, now)
+                and self._is_wanted(node, nodes)
+            ):
                 self._running[node_id] = self._launch(node)
+        for running in list(self._running.values()):
+            if running.ended is None and not self._is_wanted(running.node, nodes):
+                self._give_back(running)
+
+    def _advance(self, running: _Running, nodes: Mapping[str, Node]) -> None:
+        """Let an agent serve whose node is reserved, or report that it has ended."""
+        if running.ended is not None:
+            self._ended(running, running.ended)
+            return
+        try:
+            self._ray.get(running.ready)
+        except self._ray.exceptions.RayError:
+            self._ended(running, running.ready)
+            return
+        if self._is_wanted(running.node, nodes):
+            self._serve(running)
+        else:
+            self._give_back(running)
+
+    def _is_wanted(self, node: Node, nodes: Mapping[str, Node]) -> bool:
+        """Return whether an agent on this node may begin to serve.
+
+        A node with the address of one that serves is wanted: it has been started again,
+        while Ray still counts on the former one. Where no more hosts are left to choose
+        than there are labels to find, the node must have one of these.
+        """
+        if self._start.hosts is None:
+            return True
+        serving = {
+            running.node.address: running.node
+            for running in self._running.values()
+            if running.ended is not None
+        }
+        if node.address in serving:
+            return True
+        found = {label for one in serving.values() for label in one.labels}
+        offered = {label for one in nodes.values() for label in one.labels}
+        missing = (set(self._start.labels) & offered) - found
+        left = self._start.hosts - len(serving)
+        return left > len(missing) or (left > 0 and not missing.isdisjoint(node.labels))
 
     def _launch(self, node: Node) -> _Running:
         actor = self._actor.options(
@@ -177,6 +228,14 @@ class Agents:
             resources=dict(node.resources),
             scheduling_strategy=self._affinity(node_id=node.id, soft=False),
         ).remote()
+        running = _Running(node=node, actor=actor, ready=actor.ready.remote())
+        if self._start.hosts is None:
+            self._serve(running)
+        return running
+
+    def _serve(self, running: _Running) -> None:
+        """Let the agent join the run as soon as its node is reserved."""
+        node = running.node
         spec = AgentSpec(
             name=node.name,
             address=node.address,
@@ -187,15 +246,20 @@ class Agents:
             devices=None if node.gpus else (),
             labels=dict(node.labels),
         )
-        return _Running(
-            node=node, actor=actor, ready=actor.ready.remote(), ended=actor.run.remote(spec)
-        )
+        running.ended = running.actor.run.remote(spec)
 
-    def _ended(self, running: _Running) -> None:
+    def _give_back(self, running: _Running) -> None:
+        """Leave a node to other runs."""
+        del self._running[running.node.id]
+        self._not_before[running.node.id] = time.monotonic() + RETRY_S
+        self._ray.kill(running.actor)
+
+    def _ended(self, running: _Running, result: Any) -> None:
         """Report why an agent ended, unless the run is over or Ray has lost the node."""
+        del self._running[running.node.id]
         self._not_before[running.node.id] = time.monotonic() + RETRY_S
         try:
-            self._ray.get(running.ended)
+            self._ray.get(result)
         except self._ray.exceptions.RayTaskError as error:
             self._failed(running.node, error.cause)
         except self._ray.exceptions.RayError as error:

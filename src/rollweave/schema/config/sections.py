@@ -762,7 +762,7 @@ class ClusterConfig(Section):
     launcher: Literal["manual", "local", "ray"] = Field(
         "manual",
         description="How agents are started: manual, by the user (`rollweave host`); ray, by Ray, "
-        "one on each of its nodes; local, by the controller on this machine, to try a "
+        "on its nodes; local, by the controller on this machine, to try a "
         "configuration.",
     )
     address: Endpoint | None = Field(
@@ -774,7 +774,8 @@ class ClusterConfig(Section):
     hosts: PositiveInt | None = Field(
         None,
         description="Number of hosts that must have joined before the run begins; others may join "
-        "later. Unset, with launcher ray: the nodes that Ray has at the start.",
+        "later. With launcher ray, also the maximum number of nodes that the run takes; unset: "
+        "all nodes, and the run begins with those that Ray has at the start.",
     )
     join_s: Positive = Field(600.0, description="Maximum seconds to wait for these hosts.")
     ray: RayAddress = Field(
