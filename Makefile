@@ -16,7 +16,8 @@ demo: .venv/ready
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
 
 test: .venv/ready-test lint
-	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -m "not slow and not cluster and not vllm"
+	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -rs -m "not slow and not cluster and not vllm"
+	@echo "Not run: tests marked slow (make test-slow), cluster (make test-cluster, as root) and vllm (make test-vllm)."
 
 # The same tests in random order with all examples of every property, then the long
 # tests one by one: many of them time whole runs.

@@ -87,6 +87,25 @@ def test_the_ray_job_has_the_fields_that_kuberay_documents() -> None:
     )
 
 
+def recipe(target: str) -> str:
+    """Return the commands of a target of the Makefile."""
+    makefile = (ROOT / "Makefile").read_text()
+    (commands,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    return str(commands)
+
+
+def test_make_test_names_what_it_leaves_out() -> None:
+    (expression,) = re.findall(r'-m "(.*)"', recipe("test"))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    markers = {marker.partition(":")[0] for marker in settings["ini_options"]["markers"]}
+    assert set(re.findall(r"not (\w+)", expression)) == markers
+    named = dict(re.findall(r"(\w+) \(make ([\w-]+)", recipe("test")))
+    assert named.keys() == markers
+    for marker, target in named.items():
+        assert re.search(rf'-m "?{marker}\b', recipe(target))
+    assert " -rs " in recipe("test"), "it shows the reasons of skipped tests"
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_relative_links_have_targets(path: Path) -> None:
     for link, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", path.read_text()):
