@@ -2,8 +2,10 @@
 settings and commands that they show are accepted.
 """
 
+import os
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,37 @@ def test_the_ray_job_has_the_fields_that_kuberay_documents() -> None:
     assert (
         "--cluster" in CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     )
+
+
+SLURM = {
+    "scontrol": "echo node1; echo node2",
+    "getent": 'echo "$2" >> asked; echo "10.0.0.2  STREAM $2"; echo "10.9.0.2  STREAM"',
+    "ip": 'echo "$4 dev eth0 src 10.0.0.1 uid 0"',
+    "srun": 'echo "$*" > agents; exec sleep 60',
+    "rollweave": 'echo "$*" > trained; until [ -s agents ]; do sleep 0.01; done; exit 3',
+}
+"""Commands in place of those of the batch script: agents wait, and the run fails."""
+
+
+def test_the_batch_script_ends_as_its_run_does_and_leaves_no_agent(tmp_path: Path) -> None:
+    (script,) = (block for block in fenced(ROOT / "docs/CLUSTER.md", "") if "#SBATCH" in block)
+    for name, command in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_PER_TASK": "64",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=50, check=False
+    )  # its output ends with the last of its processes
+    assert (done.returncode, done.stderr) == (3, b"")
+    assert (tmp_path / "asked").read_text() == "node2\n"
+    agents = (tmp_path / "agents").read_text()
+    assert agents == "--cpus-per-task=64 rollweave host --join 10.0.0.1:7400\n"
+    trained = (tmp_path / "trained").read_text()
+    assert trained == "train run.toml --set cluster.address=10.0.0.1:7400\n"
 
 
 def recipe(target: str) -> str:
