@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 import typer
@@ -55,38 +56,57 @@ def test_the_glossary_is_short_and_in_order() -> None:
     assert rows == sorted(rows, key=str.lower)
 
 
-def test_the_ray_job_has_the_fields_that_kuberay_documents() -> None:
-    """Of https://ray-project.github.io/kuberay/reference/api, those that it uses. Its
-    operator ignores a field that it does not know.
-    """
-    manifest = yaml.safe_load((ROOT / "examples/kuberay.yaml").read_text())
+def ray_job() -> Any:
+    return yaml.safe_load((ROOT / "examples/kuberay.yaml").read_text())
+
+
+def ray_job_problems(manifest: Any) -> list[str]:
+    """Compare a manifest with KubeRay's definition of a RayJob."""
+    schema = yaml.safe_load((ROOT / "tests/rayjob.yaml").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(manifest)]
+
+
+def test_the_ray_job_is_one_that_kuberay_accepts() -> None:
+    manifest = ray_job()
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
-    assert manifest.keys() == {"apiVersion", "kind", "metadata", "spec"}
-    spec = manifest["spec"]
-    assert spec.keys() == {"entrypoint", "shutdownAfterJobFinishes", "rayClusterSpec"}
-    cluster = spec["rayClusterSpec"]
-    assert cluster.keys() == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    assert ray_job_problems(manifest) == []
+    cluster = manifest["spec"]["rayClusterSpec"]
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert f"ray=={cluster['rayVersion']}" in pins
-    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    assert head.keys() == {"rayStartParams", "template"}
-    for group in workers:
-        sizes = {"groupName", "replicas", "minReplicas", "maxReplicas"}
-        assert group.keys() == head.keys() | sizes
-    for group in (head, *workers):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
-        assert pod.keys() == {"containers", "volumes"}
         (container,) = pod["containers"]
-        assert container.keys() == {"name", "image", "resources", "volumeMounts"}
         assert container["resources"]["requests"] == container["resources"]["limits"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
-    options = re.findall(r"--[a-z]+", spec["entrypoint"])
+    options = re.findall(r"--[a-z]+", manifest["spec"]["entrypoint"])
     assert options == ["--cluster"]
     assert (
         "--cluster" in CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("spec.entryPoint", "sh", "'entryPoint' was unexpected"),
+        ("spec.rayClusterSpec.rayVersion", 2.6, "2.6 is not of type 'string'"),
+        ("spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus", 0, "0 is not of type"),
+        ("spec.rayClusterSpec.headGroupSpec.replicas", 1, "'replicas' was unexpected"),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.replicas", "2", "'2' is not of type 'integer'"),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volume", [], "'volume' was"),
+    ],
+)
+def test_a_mistake_in_a_ray_job_is_noticed(field: str, value: Any, problem: str) -> None:
+    manifest = ray_job()
+    place = manifest
+    *path, name = field.split(".")
+    for step in path:
+        place = place[int(step) if step.isdigit() else step]
+    place[name] = value
+    (found,) = ray_job_problems(manifest)
+    assert problem in found
 
 
 SLURM = {
@@ -247,7 +267,9 @@ def test_commands_that_are_shown_are_accepted(path: Path) -> None:
     assert isinstance(commands, typer.core.TyperGroup)
     lines = [line for block in fenced(path, "") for line in block.splitlines()]
     for text in (*lines, *spans(path)):
-        shown = re.fullmatch(r"(?:\$ )?(?:srun )?rollweave ([a-z].*?)(?: &)?", text)
+        shown = re.fullmatch(
+            r"(?:\$ )?(?:srun (?:--\S+ )*)?rollweave ([a-z].*?)(?: &| && wait)?", text
+        )
         if shown is None:
             continue
         name, *arguments = shlex.split(shown[1], comments=True)
