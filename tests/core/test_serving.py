@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.core import serving
 from rollweave.core.core import Core
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.state import EngineStatus, Phase, Stage
@@ -80,6 +81,8 @@ class Service(World):
             max_slots=2,
             kv_total_tokens=9,
             version=0,
+            moves_kv=self.moves_kv,
+            preempts=self.preempts,
         )
         self.later(joined)
 
@@ -341,6 +344,38 @@ def test_checking_deadlines_does_not_walk_the_waiting_rollouts() -> None:
     state.pools.queued = NeverWalked(state.pools.queued)
     (timer,) = world.core.handle(world.now + 1, e.TimerFired())
     assert isinstance(timer, c.SetTimer)
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULINGS)
+def test_lengths_of_rollouts_are_predicted_where_a_policy_needs_them(
+    scheduling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt is harvested, and the predictor is fitted from time to time."""
+    monkeypatch.setattr(serving, "FIT_ROLLOUTS", 8)
+    world = Service(scheduling=scheduling, cancels=0.1)
+    world.start()
+    world.until_delivered()
+    commands = [command for commands in world.commands for command in commands]
+    asked = {
+        (command.trajectory_id, command.attempt)
+        for command in commands
+        if isinstance(command, c.Predict)
+    }
+    harvested = [
+        (command.trajectory_id, command.attempt)
+        for command in commands
+        if isinstance(command, c.Harvest)
+    ]
+    fits = sum(isinstance(command, c.FitPredictor) for command in commands)
+    if scheduling == "turn":
+        assert (asked, harvested, fits) == (set(), [], 0)
+        return
+    assert asked == set(harvested)
+    assert len(asked) == len(harvested) > 10
+    assert fits == len(world.delivered) // 8 > 1
+    state = world.core.state
+    assert state.counters.scheduling.plans > 0
+    assert all(stats.lengths for stats in state.domains.values())
 
 
 def calls_with_busy_engines(engines: int) -> int:

@@ -10,6 +10,7 @@ from rollweave.runtime.effects import (
     TRAINING_ONLY,
     Effects,
     Handlers,
+    prediction_handlers,
     rollout_handlers,
     training_handlers,
 )
@@ -35,11 +36,12 @@ class Recorder:
 
 def tables(part: Any, pipeline: Any = None) -> tuple[Handlers, Handlers]:
     pipeline = pipeline or part
+    rollouts = rollout_handlers(pipeline=pipeline, engines=part, workers=part, timer=part)
+    predictions = prediction_handlers(pipeline=pipeline, predictor=part)
+    assert not rollouts.keys() & predictions.keys()
     return (
-        rollout_handlers(pipeline=pipeline, engines=part, workers=part, timer=part),
-        training_handlers(
-            pipeline=pipeline, trainer=part, relays=part, predictor=part, draw=part.draw
-        ),
+        {**rollouts, **predictions},
+        training_handlers(trainer=part, relays=part, draw=part.draw),
     )
 
 
@@ -101,7 +103,7 @@ def test_a_prediction_is_requested_with_the_context_of_the_pipeline() -> None:
     predictor.predict = lambda *arguments: calls.append(arguments)  # type: ignore[attr-defined]
     pipeline = Recorder([])
     pipeline.length_context = lambda command: ("seen", command)  # type: ignore[attr-defined]
-    _, training = tables(predictor, pipeline)
+    rollouts, _ = tables(predictor, pipeline)
     command = c.Predict(trajectory_id=ID, attempt=1, turn=0, context=None)  # type: ignore[arg-type]
-    training[c.Predict](command)
+    rollouts[c.Predict](command)
     assert calls == [(command, ("seen", command))]

@@ -101,6 +101,26 @@ async def test_a_registered_engine_serves_rollouts(tmp_path: Path, dialect: str)
             assert [engine["status"] for engine in answer["engines"]] == ["serving"]
 
 
+async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
+    tmp_path: Path,
+) -> None:
+    """A policy that needs both has them, for each engine by itself."""
+    config = registered(tmp_path, rollout={"scheduling": "trajectory"})
+    async with elsewhere() as (_, one), elsewhere() as (_, other):
+        with serving(config, make_backend=backend_factory(config)) as service:
+            for address in (one, other):
+                body = {"address": address, "dialect": "completions"}
+                await call(service.address, "POST", "/v1/engines", body)
+            state = service.service.engines._world.state
+            counted, number = state.counters.scheduling, 0
+            while counted.predictions == counted.predictions_late or len(state.measured) < 2:
+                rollout = game(id=f"r{number}", members=8)
+                await call(service.address, "POST", "/v1/rollouts", rollout)
+                await done(service.address, f"r{number}")
+                number += 1
+            assert state.measured.keys() == {"x0", "x1"}
+
+
 async def test_a_text_only_engine_gives_no_output_to_train_on(tmp_path: Path) -> None:
     config = registered(tmp_path)
     async with elsewhere() as (_, address):

@@ -20,11 +20,11 @@ from tests.sandbox.sandboxes import needs, no_process_left
 from tests.service.serving import service_config
 
 
-def registered(directory: Path) -> RunConfig:
+def registered(directory: Path, **sections: Any) -> RunConfig:
     """Return the configuration of a service without local engines. The echo engine's
     tokens are below 128.
     """
-    config = service_config(directory, serve={"engines": "registered"})
+    config = service_config(directory, serve={"engines": "registered"}, **sections)
     (Path(config.model.path or "") / "config.json").write_text(json.dumps({"vocab_size": 128}))
     return config
 

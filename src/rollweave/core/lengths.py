@@ -143,7 +143,7 @@ def finish_attempt(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
     was cut off.
     """
     group = run.state.groups[trajectory.group_id]
-    if finished and trajectory.output_tokens and group.purpose is Purpose.TRAIN:
+    if finished and trajectory.output_tokens and group.purpose is not Purpose.EVAL:
         stats = run.domain_of(trajectory)
         stats.lengths.append(trajectory.output_tokens)
         gone = stats.lengths.pop(0) if len(stats.lengths) > KEPT_LENGTHS else 0
@@ -199,7 +199,7 @@ def _request_prediction(run: Run, trajectory: Trajectory) -> None:
     Evaluations sample otherwise, and are not learned from.
     """
     group = run.state.groups[trajectory.group_id]
-    if not run.scheduling.predicts or group.purpose is not Purpose.TRAIN:
+    if not run.scheduling.predicts or group.purpose is Purpose.EVAL:
         return
     siblings = [run.state.trajectories[member] for member in group.members]
     lengths = [sibling.output_tokens for sibling in siblings if sibling.stage in FINISHED]

@@ -12,9 +12,14 @@ from rollweave.core import lengths, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Service, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import Deliver, Evict, Finish
+from rollweave.schema.commands import Deliver, Evict, Finish, FitPredictor
 from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
 from rollweave.schema.work import Purpose, StopReason
+
+FIT_ROLLOUTS = 64
+"""Number of rollouts between two fits of the predictor of lengths, which a training run
+fits after each step: about a batch.
+"""
 
 
 def begin(run: Run) -> None:
@@ -93,6 +98,9 @@ def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopRea
     delivered[reason] = delivered.get(reason, 0) + 1
     trajectory.stop = reason
     _deliver(run, trajectory)
+    fits, rest = divmod(sum(delivered.values()), FIT_ROLLOUTS)
+    if run.scheduling.predicts and not rest:
+        run.emit(FitPredictor(step=fits))
 
 
 def _deliver(run: Run, trajectory: Trajectory) -> None:

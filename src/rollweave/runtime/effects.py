@@ -95,24 +95,28 @@ def rollout_handlers(
     }
 
 
-def training_handlers(
-    *,
-    pipeline: Pipeline,
-    trainer: TrainerSupervisor,
-    relays: RelaySupervisor,
-    predictor: PredictorSupervisor,
-    draw: Callable[[c.DrawTask], None],
-) -> Handlers:
-    """Return the handlers that a training run has in addition."""
+def prediction_handlers(*, pipeline: Pipeline, predictor: PredictorSupervisor) -> Handlers:
+    """Return the handlers of the commands to the predictor of lengths."""
 
     def predict(command: c.Predict) -> None:
         predictor.predict(command, pipeline.length_context(command))
 
     return {
-        c.DrawTask: draw,
         c.Predict: predict,
         c.Harvest: predictor.harvest,
         c.FitPredictor: predictor.fit,
+    }
+
+
+def training_handlers(
+    *,
+    trainer: TrainerSupervisor,
+    relays: RelaySupervisor,
+    draw: Callable[[c.DrawTask], None],
+) -> Handlers:
+    """Return the handlers that a training run has in addition."""
+    return {
+        c.DrawTask: draw,
         c.FetchWeights: relays.fetch,
         c.RestartRelay: relays.restart,
         c.RemoveRelay: relays.remove,
@@ -126,9 +130,6 @@ def training_handlers(
 
 TRAINING_ONLY: Collection[type[c.Command]] = (
     c.DrawTask,
-    c.Predict,
-    c.Harvest,
-    c.FitPredictor,
     c.FetchWeights,
     c.RestartRelay,
     c.RemoveRelay,

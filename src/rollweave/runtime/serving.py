@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 from typing import Protocol
 
-from rollweave.runtime.effects import TRAINING_ONLY, Effects, Handlers
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.runtime.effects import TRAINING_ONLY, Effects, Handlers, prediction_handlers
+from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
 from rollweave.runtime.wiring import RolloutRuntime, Wiring
 from rollweave.schema import commands as c
 from rollweave.schema.errors import DiskError
@@ -37,14 +39,24 @@ class ServiceWorld:
     """All living parts of a service, except for its endpoints."""
 
     def __init__(
-        self, wiring: Wiring, *, sink: ResultSink, compact_bytes: int = COMPACT_BYTES
+        self,
+        wiring: Wiring,
+        *,
+        sink: ResultSink,
+        open_predictor: OpenPredictor,
+        compact_bytes: int = COMPACT_BYTES,
     ) -> None:
         self.core, self._journal = wiring.core, wiring.journal
         self._compact_bytes = compact_bytes
         self._rollouts = RolloutRuntime(wiring, execute=self._execute, warn=sink.warned)
         self.pump = self._rollouts.pump
+        self._predictor = PredictorSupervisor(
+            open_predictor, tasks=self._rollouts.tasks, post=self.pump.post, warn=sink.warned
+        )
+        self._predicts = scheduling(wiring.config.rollout, wiring.config.ablation).predicts
         handlers: Handlers = {
             **self._rollouts.handlers(),
+            **prediction_handlers(pipeline=self._rollouts.pipeline, predictor=self._predictor),
             c.Deliver: sink.delivered,
             c.Warn: sink.warned,
             c.Finish: lambda command: self._rollouts.finish(command.error),
@@ -62,11 +74,14 @@ class ServiceWorld:
                 self.pump.post(first)
                 rollouts.engines.start(first.engines)
                 rollouts.workers.start(first.workers)
+                if self._predicts:
+                    self._predictor.start()
                 await self.pump.run()
                 await asyncio.gather(rollouts.engines.close(), rollouts.workers.close())
                 with contextlib.suppress(DiskError):  # then the next life replays it all
                     self._journal.rotate(self.core.snapshot())
             finally:
+                await self._predictor.close()
                 rollouts.tasks.cancel_all()
         return rollouts.error or ""
 

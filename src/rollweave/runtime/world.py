@@ -18,7 +18,12 @@ from rollweave.core.waits import waits
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.control import Control
 from rollweave.runtime.drawing import TaskDrawer
-from rollweave.runtime.effects import Effects, Handlers, training_handlers
+from rollweave.runtime.effects import (
+    Effects,
+    Handlers,
+    prediction_handlers,
+    training_handlers,
+)
 from rollweave.runtime.links.relay import OpenRelay
 from rollweave.runtime.metrics import Metrics, Progress
 from rollweave.runtime.supervisors.engines import REPLY_S
@@ -190,13 +195,8 @@ class World:
     def _handlers(self, draw: Callable[[c.DrawTask], None]) -> Handlers:
         return {
             **self._rollouts.handlers(),
-            **training_handlers(
-                pipeline=self._rollouts.pipeline,
-                trainer=self._trainer,
-                relays=self._relays,
-                predictor=self._predictor,
-                draw=draw,
-            ),
+            **prediction_handlers(pipeline=self._rollouts.pipeline, predictor=self._predictor),
+            **training_handlers(trainer=self._trainer, relays=self._relays, draw=draw),
             c.StartEngine: self._start_engine,
             c.RemoveEngine: self._remove_engine,
             c.SaveCheckpoint: self._save,

@@ -163,8 +163,8 @@ class Harvest(TaggedStruct, frozen=True, kw_only=True):
 
 
 class FitPredictor(TaggedStruct, frozen=True, kw_only=True):
-    """Step `step` is trained: fit the predictor to the samples collected so far. No
-    answer is owed.
+    """Step `step` is trained, or a service has delivered another batch of rollouts: fit
+    the predictor to the samples collected so far. No answer is owed.
     """
 
     step: int

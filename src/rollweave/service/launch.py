@@ -54,6 +54,7 @@ from rollweave.service.jobs import JobStore, job_of_group
 from rollweave.service.prorl import ProRL
 from rollweave.service.registry import is_registered
 from rollweave.service.service import Service
+from rollweave.train.lengths import check_installed
 
 NAMES = "--host and --port"
 """Names of the settings that define the address, for error messages."""
@@ -143,6 +144,7 @@ def serve(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_address(access.host, access.port, names=NAMES)
+    check_installed(config)
     # errors in these are reported before the directory is created
     source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
@@ -295,7 +297,7 @@ class _Launch:
             make_episode=episodes.make,
             make_worker=processes.worker,
         )
-        return ServiceWorld(wiring, sink=service)
+        return ServiceWorld(wiring, sink=service, open_predictor=processes.predictor())
 
     async def _serve(
         self, world: ServiceWorld, service: Service, beginning: Beginning, observer: ServiceObserver
