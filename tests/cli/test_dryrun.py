@@ -5,6 +5,7 @@ and value.
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.architectures import build
 from rollweave.core.core import Core
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
@@ -481,6 +483,24 @@ class TestModelPath:
         assert [name for name, _ in self.examine(tmp_path, model, vllm)] == ["engines.0.python"]
         refused = self.examine(tmp_path, model, vllm, "model.implementation=native")
         assert ("model", "sliding-window") in [(n, d.split()[1]) for n, d in refused]
+
+    def test_routing_replay_is_refused_for_a_model_without_experts(
+        self, tmp_path: Path, model: Path
+    ) -> None:
+        vllm = 'engines={kind="vllm", python="/nowhere/python"}'
+        replay = "algorithm.routing_replay=true"
+        expected = (
+            "algorithm.routing_replay",
+            "must be false for a model without experts whose choice can be replayed, got true",
+        )
+        for implementation in ("native", "transformers"):
+            chosen = f"model.implementation={implementation}"
+            assert expected in self.examine(tmp_path, model, vllm, replay, chosen)
+        build("qwen3_moe", tmp_path / "experts")
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(tmp_path / "experts" / name, model / name)
+        refused = self.examine(tmp_path, model, vllm, replay)
+        assert "algorithm.routing_replay" not in [name for name, _ in refused]
 
     def test_checks_that_the_model_has_the_layers_of_the_adapters(
         self, tmp_path: Path, model: Path

@@ -29,11 +29,12 @@ from rollweave.schema.events import (
     TurnFailed,
     TurnRequested,
 )
-from rollweave.schema.serving import FinishReason, GenerateResult
+from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult
 from rollweave.schema.work import (
     BLAME_OF,
     Blame,
     Purpose,
+    Routes,
     SegmentKind,
     StopReason,
     Task,
@@ -871,3 +872,40 @@ async def test_the_wait_for_the_teacher_is_not_the_time_of_the_stage(
     await harness.until(AttemptDelayed)
     harness.pipeline.cancel(cancel())
     await playing
+
+
+@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.EVAL])
+async def test_the_routes_of_each_turn_are_stored_for_training_only(
+    store: TrajectoryStore, purpose: Purpose
+) -> None:
+    """A turn asks for those that no former turn has returned."""
+    harness = Harness(store)
+    generate = harness.engine._generate
+
+    async def with_routes(request: GenerateRequest) -> GenerateResult:
+        result = await generate(request)
+        end = len(request.tokens) + len(result.tokens) - 1
+        data = bytes(range(request.routes_from, end))
+        routes = Routes(start=request.routes_from, end=end, layers=1, top_k=1, data=data)
+        return msgspec.structs.replace(result, routes=routes)
+
+    harness.engine._generate = with_routes  # type: ignore[method-assign]
+    harness.init(purpose=purpose)
+    await harness.until(EnvReady)
+    harness.run()
+    for turn in range(2):
+        await harness.until(TurnRequested, after=2 * turn + 1)
+        harness.turn(turn)
+    await harness.until(TrajectoryEnded)
+    first, second = harness.engine.requests
+    sampled = len(reply_tokens("hi"))
+    assert (first.routes_from, second.routes_from) == (0, len(first.tokens) + sampled - 1)
+    (sequence,) = store.get([TRAJECTORY])[0].sequences
+    if purpose is Purpose.EVAL:
+        assert sequence.routes == ()
+        return
+    assert [(part.start, part.end) for part in sequence.routes] == [
+        (0, second.routes_from),
+        (second.routes_from, sequence.turns[-1].end - 1),
+    ]
+    assert b"".join(part.data for part in sequence.routes) == bytes(range(sequence.routes[-1].end))

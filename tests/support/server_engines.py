@@ -100,7 +100,13 @@ class Weights:
             publication.close()
 
 
-def spec_of(weights: Weights, server: ServerSpec, lora_scale: float | None = None) -> EngineSpec:
+def spec_of(
+    weights: Weights,
+    server: ServerSpec,
+    lora_scale: float | None = None,
+    *,
+    routes: bool = False,
+) -> EngineSpec:
     return EngineSpec(
         id=EngineId("e0"),
         model=str(weights.model),
@@ -108,18 +114,24 @@ def spec_of(weights: Weights, server: ServerSpec, lora_scale: float | None = Non
         kv_tokens=16384,
         server=server,
         lora_scale=lora_scale,
+        routes=routes,
     )
 
 
 @asynccontextmanager
 async def started(
-    weights: Weights, tmp_path: Path, server: ServerSpec, lora_scale: float | None = None
+    weights: Weights,
+    tmp_path: Path,
+    server: ServerSpec,
+    lora_scale: float | None = None,
+    *,
+    routes: bool = False,
 ) -> AsyncIterator[tuple[EngineClient, int]]:
     """Start an engine, and yield it with the id of its process."""
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     link = in_process(
-        spec_of(weights, server, lora_scale),
+        spec_of(weights, server, lora_scale, routes=routes),
         module="rollweave.runtime.entrypoints.server_engine",
         log=tmp_path / "e0.log",
         env=environment(),

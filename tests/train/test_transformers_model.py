@@ -105,7 +105,7 @@ def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name:
 def test_training_on_text_leaves_the_vision_tower_unchanged(tmp_path: Path, name: str) -> None:
     path = build(name, tmp_path / name)
     (path / "preprocessor_config.json").write_text("{}")
-    _, unused = examine(path)
+    _, unused, _ = examine(path)
     assert unused
     assert all("vis" in key or "projector" in key for key in unused)
     assert not any("vis" in key for key in set(read_sizes(path)) - set(unused))

@@ -263,6 +263,7 @@ class EnvEpisode:
             result.versions,
             exact=not result.text_only,
             finish_reason=openai_finish_reason(result.finish),
+            routes=result.routes,
         )
         return text, result.finish is FinishReason.LENGTH and room <= self._limits.max_turn_tokens
 
@@ -329,4 +330,5 @@ def _within(sequence: TokenSequence, max_tokens: int) -> TokenSequence:
         segments=tuple(segments),
         logprobs=sequence.logprobs[:end],
         turns=sequence.turns,
+        routes=sequence.routes,
     )

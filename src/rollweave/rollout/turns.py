@@ -74,6 +74,7 @@ class _OpenTurn:
     tokens: tuple[int, ...]
     sampling: Sampling
     budget_s: float
+    routes_from: int = 0
     dispatch: int = -1
     request_id: str = ""
     partial_turn: PartialTurn = dataclasses.field(default_factory=PartialTurn)
@@ -154,6 +155,8 @@ class Turns:
             tokens=context + asked.tokens,
             sampling=asked.sampling,
             budget_s=asked.budget_s,
+            # no engine has processed the last token of the former answer
+            routes_from=max(0, len(context) - 1),
         )
         self.reward = asked.reward
         self._request(turn)
@@ -246,6 +249,7 @@ class Turns:
             rank=command.rank,
             budget_s=max(LEAST_BUDGET_S, turn.budget_s),
             resumed=resumed,
+            routes_from=turn.routes_from,
         )
         started, progress = self.clock(), self.progress
 
@@ -375,6 +379,8 @@ class Turns:
             and turn.sampling.max_tokens == limit <= len(result.tokens),
         )
         self.post(self._done)
+        if self.command.purpose is not Purpose.TRAIN and result.routes is not None:
+            result = msgspec.structs.replace(result, routes=None)
         self._answer(command, result=result)
         # No caller here can handle a trace that cannot be written: the next writer
         # reports the failure.

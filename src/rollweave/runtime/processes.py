@@ -125,6 +125,7 @@ class Processes:
             kv_host=host.address,
             cuda_graphs="cuda_graphs" not in self._config.ablation.without,
             lora_scale=None if self._config.lora is None else self._config.lora.scale,
+            routes=self._config.algorithm.routing_replay,
             server=ServerSpec(
                 kind=kind,
                 python=engines.python,

@@ -12,6 +12,7 @@ from typing import Literal
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
 from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Routes
 
 DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
 """The API of an engine behind HTTP (`engine/clients/dialects.py`)."""
@@ -115,7 +116,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     do not count. With `resumed`, the turn continues after these tokens (Laminar §3.3):
     they count for `max_tokens`, stop strings and `budget_s`, and are part of the
     result. If they already end the turn, nothing is sampled. With `prompt_logprobs`,
-    the result also has the log-probs of the prompt's tokens.
+    the result also has the log-probs of the prompt's tokens. An engine that records
+    routes returns those of the tokens from `routes_from` on.
     """
 
     id: str
@@ -125,6 +127,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     budget_s: float = 0.0
     resumed: PartialOutput | None = None
     prompt_logprobs: bool = False
+    routes_from: int = 0
 
 
 class GenerateResult(Struct, frozen=True, kw_only=True):
@@ -137,7 +140,8 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     resume started the turn over. With `text_only` the engine returned text alone: the
     tokens are encoded from it, the log-probs are 0, and it is never trained on.
     `prompt_logprobs` are those of the prompt's tokens from the second on, at temperature
-    1, if they were requested.
+    1, if they were requested. `routes` are those of prompt and answer from an engine that
+    records them: not of the last token, which the model has not processed.
     """
 
     id: str
@@ -152,6 +156,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     resumed_tokens: int = 0
     text_only: bool = False
     prompt_logprobs: tuple[float, ...] = ()
+    routes: Routes | None = None
     error: str = ""
 
 
@@ -548,7 +553,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     engine. With `lora_scale`, new versions are adapters of `model`, whose output is
     multiplied by it. On a GPU, `paged_attention` uses a kernel that reads KV where it
     lies, and `cuda_graphs` replays recorded decoding steps; neither is used if
-    `deterministic`.
+    `deterministic`. With `routes`, results have the routes of their tokens.
     """
 
     id: EngineId
@@ -571,3 +576,4 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     lora_scale: float | None = None
     paged_attention: bool = True
     cuda_graphs: bool = True
+    routes: bool = False

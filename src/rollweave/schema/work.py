@@ -172,14 +172,62 @@ class TurnSpan(Struct, frozen=True, kw_only=True):
     finish_reason: str = "stop"
 
 
+class Routes(Struct, frozen=True, kw_only=True):
+    """The experts to which a mixture-of-experts model routed the tokens `[start, end)` of
+    a sequence: in each of `layers` layers, those with the `top_k` highest scores.
+
+    `data` has their numbers by token, layer and rank, in one byte each, or in two
+    (little endian) if the model has more than 256. Layers without experts have zeros.
+    """
+
+    start: int
+    end: int
+    layers: int
+    top_k: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        numbers = (self.end - self.start) * self.layers * self.top_k
+        if self.start < 0 or numbers <= 0 or len(self.data) not in (numbers, 2 * numbers):
+            raise ValueError(
+                f"routes of the tokens {self.start} to {self.end} must have {numbers} numbers of "
+                f"one or two bytes, got {len(self.data)} bytes"
+            )
+
+    def between(self, start: int, end: int) -> "Routes | None":
+        """Return the part for tokens in `[start, end)`, or None if there is none."""
+        start, end = max(start, self.start), min(end, self.end)
+        if start >= end:
+            return None
+        if (start, end) == (self.start, self.end):
+            return self
+        width = len(self.data) // (self.end - self.start)
+        return Routes(
+            start=start,
+            end=end,
+            layers=self.layers,
+            top_k=self.top_k,
+            data=self.data[(start - self.start) * width : (end - self.start) * width],
+        )
+
+
+def with_routes(known: tuple[Routes, ...], later: Routes | None) -> tuple[Routes, ...]:
+    """Return the `known` routes of a sequence and those of `later` that follow them. Of
+    two that are recorded of a token, the first is the one under which it was sampled.
+    """
+    if later is not None:
+        later = later.between(known[-1].end if known else 0, later.end)
+    return known if later is None else (*known, later)
+
+
 class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
     sampled, and 0.0 outside output segments. `teacher` has those of a teacher, or is
-    empty without one.
+    empty without one. `routes` are known of some tokens, or of none.
 
     Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
-    len(tokens)`; output segments carry a version of at least 0. A weight update in the
-    middle of a turn makes two output segments.
+    len(tokens)`; output segments carry a version of at least 0; routes are ascending
+    and disjoint. A weight update in the middle of a turn makes two output segments.
     """
 
     tokens: tuple[int, ...]
@@ -187,8 +235,17 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     turns: tuple[TurnSpan, ...] = ()
     teacher: tuple[float, ...] = ()
+    routes: tuple[Routes, ...] = ()
 
     def __post_init__(self) -> None:
+        ends = [0, *(part.end for part in self.routes)]
+        if ends[-1] > len(self.tokens) or any(
+            part.start < end for part, end in zip(self.routes, ends, strict=False)
+        ):
+            raise ValueError(
+                f"routes must be ascending and disjoint in {len(self.tokens)} tokens, got "
+                f"{[(part.start, part.end) for part in self.routes]}"
+            )
         if self.teacher and len(self.teacher) != len(self.tokens):
             raise ValueError(
                 f"teacher must have one entry per token, got {len(self.teacher)} "

@@ -21,6 +21,7 @@ not apply to a step are absent.
 | `overlong_fraction` | share of trajectories that `tasks.max_tokens` cut |
 | `logprob_gap_mean`, `logprob_gap_max` | absolute difference of the trainer's and the engine's log-prob of the same weights |
 | `logprob_gap/<engine>` | the mean gap on one engine |
+| `routed_fraction` | share of the tokens whose experts are the engine's, with `algorithm.routing_replay`; the last one of each sequence does not count |
 | `critic_loss` | half the mean squared error of the critic, where an estimator takes one |
 | `critic_explained` | share of the returns' variance that the critic explained before the step |
 | `critic_grad_norm` | mean gradient norm of the critic before clipping |

@@ -11,15 +11,19 @@ from collections.abc import Sequence
 
 import torch
 
+FREE = -1
+"""The number in place of an expert where the routes of a token are not known."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Example:
     """One sequence to train on: `tokens`, and the positions in `[1, len)` whose tokens
-    are to be predicted.
+    are to be predicted. `routes` are the experts of each token by layer, or `FREE`.
     """
 
     tokens: torch.Tensor  # [T] int64
     targets: torch.Tensor  # [M] int64, ascending
+    routes: torch.Tensor | None = None  # [T, layers, top_k] int16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Packed:
     predicting: torch.Tensor  # [M]
     labels: torch.Tensor  # [M]
     longest: int
+    routes: torch.Tensor | None = None  # [N, layers, top_k] int16
 
     def to(self, device: torch.device) -> "Packed":
         if device.type == "cpu":
@@ -64,6 +69,7 @@ class Packed:
             predicting=self.predicting.to(device),
             labels=self.labels.to(device),
             longest=self.longest,
+            routes=None if self.routes is None else self.routes.to(device),
         )
 
 
@@ -83,6 +89,20 @@ def pack(examples: Sequence[Example]) -> Packed:
         predicting=predicting,
         labels=torch.cat([e.tokens[e.targets] for e in examples]),
         longest=max(lengths),
+        routes=_packed_routes(examples, lengths),
+    )
+
+
+def _packed_routes(examples: Sequence[Example], lengths: Sequence[int]) -> torch.Tensor | None:
+    known = next((e.routes for e in examples if e.routes is not None), None)
+    if known is None:
+        return None
+    free = known.new_full((1, *known.shape[1:]), FREE)
+    return torch.cat(
+        [
+            free.expand(length, -1, -1) if e.routes is None else e.routes[:length]
+            for e, length in zip(examples, lengths, strict=True)
+        ]
     )
 
 

@@ -22,7 +22,7 @@ from rollweave.schema.work import (
     Trajectory,
 )
 from rollweave.train.advantages import is_overlong, token_advantages
-from rollweave.train.packing import Example
+from rollweave.train.packing import FREE, Example
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,8 +53,13 @@ class Row:
 
     @property
     def current(self) -> torch.Tensor:
-        """The tokens that the weights sampled from which the step starts: [M] bool."""
-        return self.ages == 0
+        """The tokens that the weights sampled from which the step starts: [M] bool.
+
+        With routes, none of a sequence that older weights sampled in part: the engine has
+        computed its context again, with routes that it does not return.
+        """
+        current = self.ages == 0
+        return current if self.example.routes is None else current & current.all()
 
 
 def batch_rows(
@@ -93,7 +98,11 @@ def _rows_of(
         targets = output_positions(sequence)
         if len(targets):
             yield Row(
-                example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
+                example=Example(
+                    tokens=torch.tensor(sequence.tokens),
+                    targets=targets,
+                    routes=_routes(sequence) if algorithm.routing_replay else None,
+                ),
                 behavior=torch.tensor(sequence.logprobs, dtype=torch.float32)[targets],
                 advantages=values[targets],
                 ages=_ages(sequence, version)[targets],
@@ -103,6 +112,22 @@ def _rows_of(
                 budget=_budget(trajectory.task.limits),
                 sequence=number,
             )
+
+
+def _routes(sequence: TokenSequence) -> torch.Tensor | None:
+    """Return the experts of each token by layer, or `FREE`; None if none are known:
+    [T, layers, top_k] int16.
+    """
+    if not sequence.routes:
+        return None
+    first = sequence.routes[0]
+    routes = torch.full((len(sequence.tokens), first.layers, first.top_k), FREE, dtype=torch.int16)
+    for part in sequence.routes:
+        shape = (part.end - part.start, part.layers, part.top_k)
+        wide = len(part.data) > math.prod(shape)
+        numbers = torch.frombuffer(bytearray(part.data), dtype=torch.int16 if wide else torch.uint8)
+        routes[part.start : part.end] = numbers.view(shape)
+    return routes
 
 
 def overlong_fraction(batch: Batch) -> float:

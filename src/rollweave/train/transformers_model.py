@@ -36,6 +36,7 @@ from rollweave.train.lora import NewAdapters
 from rollweave.train.model import MAX_LOGITS, Reference, Scores, scores_in_parts, scores_of
 from rollweave.train.packed_attention import IMPLEMENTATION, packed_rows, register
 from rollweave.train.packing import Example, Packed, pack
+from rollweave.train.routing import Replay, experts_of, routers_of
 from rollweave.weights.checkpoint import read_rows_of, read_sizes
 from rollweave.weights.views import Part, StoredTensors, View
 
@@ -78,6 +79,7 @@ class TransformersModel(nn.Module):
         self.max_logits = MAX_LOGITS
         self.stored = stored
         self.vocab = int(causal.get_output_embeddings().weight.shape[0])
+        self._replay = Replay(causal)
 
     def forward(
         self, packed: Packed, temperature: float, reference: Reference | None = None
@@ -164,6 +166,7 @@ class TransformersModel(nn.Module):
         grid = packed.keys
         positions = grid.positions.flatten()[grid.flat]
         base = getattr(self._causal, self._causal.base_model_prefix)
+        self._replay.set(packed.routes)
         with packed_rows(packed):
             states = base(
                 input_ids=packed.tokens[None],
@@ -307,17 +310,20 @@ def load_transformers_model(
     return model
 
 
-def examine(path: Path) -> tuple[StoredTensors, list[str]]:
-    """Return how a checkpoint stores the model that the trainer would train, and its
-    tensors that text does not use, without reading its weights.
+def examine(path: Path) -> tuple[StoredTensors, list[str], int | None]:
+    """Return how a checkpoint stores the model that the trainer would train, its tensors
+    that text does not use, and the number of experts whose choice can be replayed, without
+    reading its weights.
 
     Raises `TrainerError`, which names the unsupported part.
     """
     try:
         unloaded = _Unloaded(path)
-        return unloaded.stored, unloaded.unused() if unloaded.sees else []
+        unused = unloaded.unused() if unloaded.sees else []
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
+    routers = routers_of(unloaded.causal).values()
+    return unloaded.stored, unused, next(map(experts_of, routers), None)
 
 
 # Building

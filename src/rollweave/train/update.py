@@ -26,6 +26,7 @@ from rollweave.train.metrics import TOKEN_SUMS, GapMeter, age_shares, metrics_fr
 from rollweave.train.model import Reference, Scores
 from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rollweave.train.passes import Passes
+from rollweave.train.routing import routed_fraction
 from rollweave.train.rows import Row, minibatches
 from rollweave.train.weights import swapped_weights
 
@@ -253,6 +254,8 @@ class Update:
         skipped = sum(
             row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed
         )
+        if any(row.algorithm.routing_replay for row in self._rows):
+            metrics["routed_fraction"] = routed_fraction(self._examples)
         return metrics | {
             "loss": math.fsum(self._losses) / max(1, len(self._losses)),
             "grad_norm": math.fsum(self._norms) / max(1, len(self._norms)),

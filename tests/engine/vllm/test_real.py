@@ -3,9 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -16,7 +17,14 @@ from rollweave.engine.servers.process import inherited
 from rollweave.engine.vllm.control import VllmControl
 from rollweave.engine.vllm.server import PLUGIN, TOKEN, VllmServer
 from rollweave.schema.errors import EngineLostError
-from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PartialOutput,
+    VersionSpan,
+)
+from rollweave.schema.work import Routes
 from rollweave.weights.checkpoint import read_shape
 from tests.support.engines import VLLM_START_S, needs_vllm, vllm_spec
 from tests.support.processes import descendants
@@ -29,6 +37,7 @@ from tests.support.server_engines import (
     greedy,
     spec_of,
     started,
+    tokens_are_sampled,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
 from tests.support.vllm_server import SECRET, attached_spec, free_port, running
@@ -139,6 +148,87 @@ async def test_the_weights_of_experts_are_exact_before_and_after_updates(tmp_pat
         for number in (1, 2):
             await engine.load(weights.published(number))
             await agrees(engine, weights, number)
+    weights.close()
+
+
+def routed_by(path: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the experts that transformers' own routers choose: [T, layers, top_k]."""
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        output = model(torch.tensor([list(tokens)]), output_router_logits=True)
+    return torch.stack([each.topk(2).indices for each in output.router_logits], 1)
+
+
+def same_experts(
+    routes: Routes | None, path: Path, tokens: Sequence[int], start: int, end: int
+) -> None:
+    """Assert that the routes of `[start, end)` are those of transformers, in any order."""
+    part = routes.between(start, end) if routes is not None else None
+    assert part is not None
+    assert (part.start, part.end, part.layers, part.top_k) == (start, end, 2, 2)
+    there = torch.frombuffer(bytearray(part.data), dtype=torch.uint8).view(-1, 2, 2).long()
+    here = routed_by(path, tokens)[start:end]
+    assert torch.equal(there.sort(-1).values, here.sort(-1).values)
+
+
+async def test_answers_have_the_experts_of_the_weights_that_sampled_their_tokens(
+    tmp_path: Path,
+) -> None:
+    weights = ExpertWeights(tmp_path)
+    async with started(weights, tmp_path, vllm_spec(), routes=True) as (engine, _):
+        await engine.load(weights.published(1))
+        await agrees(engine, weights, 1)
+        path, prompt = weights.checkpoint(1), tuple(range(70))
+        first = await engine.generate(greedy("first", prompt))
+        same_experts(first.routes, path, prompt + first.tokens, 0, len(prompt + first.tokens) - 1)
+
+        # a second turn, whose prompt is cached, with and without what is known of it
+        context = (*prompt, *first.tokens, 5, 6)
+        known = len(context) - 3
+        for name, start in (("whole", 0), ("rest", known)):
+            asked = msgspec.structs.replace(greedy(name, context), routes_from=start)
+            second = await engine.generate(asked)
+            assert second.cached_tokens >= 64
+            assert second.routes is not None
+            assert second.routes.start == start
+            whole = context + second.tokens
+            same_experts(second.routes, path, whole, start, len(whole) - 1)
+
+        # a turn that is aborted, and one that continues after its tokens
+        turn = engine.generate(greedy("aborted", prompt, count=400))
+        await tokens_are_sampled(engine, 1)
+        engine.abort("aborted")
+        part = await turn
+        whole = prompt + part.tokens
+        same_experts(part.routes, path, whole, 0, len(whole) - 1)
+        partial = PartialOutput(
+            tokens=part.tokens[:20],
+            logprobs=part.logprobs[:20],
+            versions=(VersionSpan(start=0, end=20, version=1),),
+        )
+        rest = greedy("rest of it", prompt, count=30)
+        result = await engine.generate(msgspec.structs.replace(rest, resumed=partial))
+        assert result.tokens[:20] == partial.tokens
+        whole = prompt + result.tokens
+        same_experts(result.routes, path, whole, 0, len(whole) - 1)
+
+        # weights that change in the middle of a turn
+        manifest = weights.published(2)
+        await engine.stage(manifest)
+        turn = engine.generate(greedy("both", prompt, count=400))
+        await tokens_are_sampled(engine, 1)
+        await engine.suspend()
+        await engine.load(manifest)
+        engine.resume()
+        both = await turn
+        assert [span.version for span in both.versions] == [1, 2]
+        # a token is sampled from the position before it
+        change = len(prompt) + both.versions[1].start - 1
+        whole = prompt + both.tokens
+        same_experts(both.routes, path, whole[: change + 1], 0, change)
+        assert both.routes is not None
+        assert both.routes.end == len(whole) - 1
+        same_experts(both.routes, weights.checkpoint(2), whole, change, len(whole) - 1)
     weights.close()
 
 

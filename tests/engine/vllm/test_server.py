@@ -81,6 +81,7 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
     assert {path.stem for path in PLUGIN.glob("*.py")} == {
         "rollweave_vllm",
         "rollweave_vllm_leases",
+        "rollweave_vllm_routes",
         "rollweave_vllm_weights",
     }
 
@@ -104,3 +105,17 @@ def test_the_reason_of_an_end_is_the_first_error_of_this_server(tmp_path: Path) 
         file.write("[2026-11-23 16:00:00 TP0] RuntimeError: out of memory\n")
     assert first_error(log, start) == "RuntimeError: out of memory"
     assert first_error(tmp_path / "none", 0) == ""
+
+
+def test_experts_are_recorded_by_the_plug_in_on_a_cpu_and_by_vllm_on_a_gpu(
+    spec: EngineSpec,
+) -> None:
+    assert "--enable-return-routed-experts" not in options(spec)
+    asked = msgspec.structs.replace(spec, routes=True)
+    gpu = msgspec.structs.replace(asked, device="cuda")
+    assert {"--enable-return-routed-experts", "--no-async-scheduling"} <= set(options(asked))
+    assert "--enable-return-routed-experts" in options(gpu)
+    variables = ("ROLLWEAVE_VLLM_ROUTES", "VLLM_USE_V2_MODEL_RUNNER")
+    for one, expected in ((spec, [None, None]), (asked, ["1", None]), (gpu, [None, "1"])):
+        given = environment(one, token="t", folder=Path("/tmp/f"))
+        assert [given.get(name) for name in variables] == expected

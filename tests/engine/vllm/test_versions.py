@@ -1,14 +1,19 @@
 """The dialect of our own vLLM server: what is sent, and which versions are believed."""
 
+import base64
+import io
 import json
 from typing import Any
 
+import msgspec
+import numpy
 import pytest
 
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.engine.servers.versions import MAX_SENT
 from rollweave.engine.vllm.versions import OwnVllm
 from rollweave.schema.serving import GenerateRequest, Sampling, VersionSpan
+from rollweave.schema.work import Routes
 
 
 def request(id: str = "r0", *, rank: float = 0.0, stop: tuple[str, ...] = ()) -> GenerateRequest:
@@ -93,3 +98,51 @@ def test_requests_that_never_get_an_answer_do_not_accumulate() -> None:
     for number in range(MAX_SENT + 10):
         dialect.encode(request(str(number)))
     assert len(dialect._versions._sent) == MAX_SENT
+
+
+def with_routes(array: "numpy.ndarray[Any, Any] | None", *, tokens: int = 3) -> bytes:
+    body = json.loads(answer(("1", 0, tokens)))
+    if array is not None:
+        file = io.BytesIO()
+        numpy.save(file, array)
+        body["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+def test_the_experts_of_a_turn_are_read_from_where_they_were_asked_for(kind: str) -> None:
+    dialect = OwnVllm(version=1, stop_ids=(), routes=True)
+    asked = msgspec.structs.replace(request(), routes_from=1)
+    sampling = json.loads(dialect.encode(asked))["sampling_params"]
+    assert sampling["routed_experts_prompt_start"] == 1
+    # of the last prompt token and two of the three sampled ones, in 2 layers
+    array = numpy.arange(3 * 2 * 2, dtype=kind).reshape(3, 2, 2)
+    routes = dialect.decode(asked, with_routes(array)).routes
+    assert routes == Routes(
+        start=1, end=4, layers=2, top_k=2, data=array.astype(f"<u{array.itemsize}").tobytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (None, "no choices.0..routed_experts"),
+        (numpy.zeros((3, 2, 2), "uint8"), "must be of 4 tokens, by layer"),
+        (numpy.zeros((4, 2), "uint8"), "must be of 4 tokens, by layer"),
+        (numpy.zeros((4, 2, 2), "float32"), "in uint8 or uint16, got float32"),
+        (numpy.array([None]), "cannot be read"),
+    ],
+)
+def test_an_answer_without_the_experts_of_its_tokens_is_refused(
+    array: "numpy.ndarray[Any, Any] | None", problem: str
+) -> None:
+    dialect = OwnVllm(version=1, stop_ids=(), routes=True)
+    dialect.encode(request())
+    with pytest.raises(ResponseError, match=problem):
+        dialect.decode(request(), with_routes(array))
+
+
+def test_experts_are_neither_asked_for_nor_read_without_replay() -> None:
+    dialect = OwnVllm(version=1, stop_ids=())
+    assert "routed_experts_prompt_start" not in sent(dialect)["sampling_params"]
+    assert dialect.decode(request(), with_routes(numpy.zeros((4, 2, 2), "uint8"))).routes is None

@@ -5,6 +5,7 @@ call and compares all pairs.
 import itertools
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import FinishReason, GenerateResult, VersionSpan
-from rollweave.schema.work import SegmentKind, TokenSequence
+from rollweave.schema.work import Routes, SegmentKind, TokenSequence
 from tests.rollout.chat.chats import bpe, codec
 from tests.support.properties import examples
 
@@ -480,3 +481,28 @@ def test_a_conversation_that_ends_with_the_agent_continues_with_a_turn() -> None
     speak(recorder, recorder.begin("3", [user("q"), exchanged, twice, user("r")]), "c")
     (sequence,) = recorder.sequences()
     assert len(sequence.turns) == 3
+
+
+def test_routes_are_those_of_the_call_that_sampled_a_token() -> None:
+    """A later call of the same branch also returns those of tokens before its own."""
+    recorder = SessionRecorder(OF)
+    exchanged: list[Message] = []
+    ends: list[int] = []
+    for number in range(3):
+        call = recorder.begin(f"k{number}", [user("q"), *exchanged])
+        answer = result([*encode("a"), END])
+        end = len(call.prompt) + len(answer.tokens) - 1
+        routes = Routes(start=0, end=end, layers=1, top_k=1, data=bytes([number]) * end)
+        message = Message(role="assistant", content="a")
+        recorder.answer(call, msgspec.structs.replace(answer, routes=routes), message)
+        recorder.deliver(call)
+        exchanged += [message, user(f"m{number}")]
+        ends.append(end)
+    (sequence,) = recorder.sequences()
+    assert [(part.start, part.end) for part in sequence.routes] == [
+        (0, ends[0]),
+        (ends[0], ends[1]),
+        (ends[1], ends[2]),
+    ]
+    assert [set(part.data) for part in sequence.routes] == [{0}, {1}, {2}]
+    assert ends[2] == len(sequence.tokens) - 1

@@ -55,6 +55,10 @@ def test_vllm_on_gpus_may_have_several() -> None:
             "engines.0.python must be left out unless kind is vllm or sglang",
         ),
         (["engines.0.kind='tgi'"], "engines.0.kind must be "),
+        (
+            ["algorithm.routing_replay=true"],
+            "algorithm.routing_replay must be false for a model from scratch, which has no",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(overrides: list[str], problem: str) -> None:
@@ -130,3 +134,20 @@ def test_settings_of_attached_servers_are_checked(overrides: list[str], problem:
 def test_an_attached_server_has_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match=r"model\.path must be given with engines\.0\.address"):
         loads(ATTACHED.replace('path = "/models/tiny"', "[model.scratch]\nhidden = 64"))
+
+
+EXPERTS = CONFIG.replace("[model.scratch]\nhidden = 64", '[model]\npath = "moe"')
+
+
+def test_routing_replay_needs_engines_that_return_the_experts() -> None:
+    assert loads(EXPERTS, ["algorithm.routing_replay=true"]).algorithm.routing_replay
+    problem = "algorithm.routing_replay must be false unless all engines are of kind vllm, .* got "
+    for kind in ("embedded", "sglang"):
+        both = f'{EXPERTS}\n[[engines]]\nkind = "{kind}"'
+        loads(both)
+        with pytest.raises(ConfigError, match=problem + kind):
+            loads(both, ["algorithm.routing_replay=true"])
+    with pytest.raises(ConfigError, match=r"must be false with engines\.address"):
+        loads(ATTACHED, ["algorithm.routing_replay=true"])
+    with pytest.raises(ConfigError, match="must be false without prefix"):
+        loads(EXPERTS, ["algorithm.routing_replay=true", "ablation.without=['prefix_cache']"])

@@ -22,6 +22,7 @@ from rollweave.engine.clients.responses import (
     SglangMeta,
     SglangResponse,
     Span,
+    VllmChoice,
     VllmResponse,
     parse,
     required,
@@ -37,6 +38,7 @@ from rollweave.schema.serving import (
     VersionSpan,
     spans_cover,
 )
+from rollweave.schema.work import Routes
 
 SEED_BITS = (1 << 63) - 1
 """Mask of the bits of a seed that are sent: vLLM takes a signed 64-bit integer, and
@@ -164,7 +166,12 @@ class Vllm:
             finish=_finish(choice.finish_reason),
             spans=choice.weight_versions,
             cached=answer.usage.cached if answer.usage is not None else 0,
+            routes=self.routes(request, choice, len(tokens)),
         )
+
+    def routes(self, request: GenerateRequest, choice: VllmChoice, tokens: int) -> Routes | None:
+        """Return the routes of an answer of so many tokens, if the server records them."""
+        return None
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
         """vLLM's ids have a prefix; it silently ignores an id without it."""
@@ -482,6 +489,7 @@ def _result(
     finish: FinishReason,
     spans: Sequence[Span] | None = None,
     cached: int = 0,
+    routes: Routes | None = None,
 ) -> GenerateResult:
     if spans is None:
         spans = (Span(version=None, start=0, end=len(tokens)),)
@@ -497,4 +505,5 @@ def _result(
         versions=versions,
         finish=finish,
         cached_tokens=cached,
+        routes=routes,
     )

@@ -51,6 +51,7 @@ class VllmChoice(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] | None = None
     logprobs: VllmLogprobs | None = None
     weight_versions: tuple[Span, ...] | None = None
+    routed_experts: str | None = None
 
 
 class VllmResponse(msgspec.Struct, frozen=True):

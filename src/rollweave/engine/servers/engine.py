@@ -89,9 +89,10 @@ class ServerKind(Protocol):
     copies_weights: bool
     restricts_tokens: bool
 
-    def version(self, python: str) -> str:
+    def version(self, python: str, *, routes: bool = False) -> str:
         """Return the version of the server that an interpreter has. Raises ConfigError,
-        whose text is the broken rule, if it has none that can be an engine.
+        whose text is the broken rule, if it has none that can be an engine, and return
+        `routes` if these are needed.
         """
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
@@ -141,7 +142,9 @@ class ServerEngine:
         try:
             shape = read_any_shape(Path(self._spec.model))
             if not self._settings.addresses:
-                await asyncio.to_thread(self._kind.version, self._settings.python)
+                await asyncio.to_thread(
+                    self._kind.version, self._settings.python, routes=self._spec.routes
+                )
             with temporary_folder(f"rollweave-{self._settings.kind}-") as folder:
                 self._folder = folder
                 self._server = await self._kind.start(self._spec, shape, folder)

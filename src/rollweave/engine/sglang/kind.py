@@ -21,7 +21,8 @@ class SglangKind:
     copies_weights = True
     restricts_tokens = False
 
-    def version(self, python: str) -> str:
+    def version(self, python: str, *, routes: bool = False) -> str:
+        assert not routes, "the configuration has routes with vLLM only"
         return sglang_version(python)
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:

@@ -22,8 +22,8 @@ class VllmKind:
     copies_weights = False
     restricts_tokens = True
 
-    def version(self, python: str) -> str:
-        return vllm_version(python)
+    def version(self, python: str, *, routes: bool = False) -> str:
+        return vllm_version(python, routes=routes)
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
         if settings_of(spec).addresses:
@@ -32,7 +32,7 @@ class VllmKind:
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnVllm:
         stop_ids = spec.eos_token_ids or shape.eos_token_ids
-        return OwnVllm(version=spec.version, stop_ids=stop_ids)
+        return OwnVllm(version=spec.version, stop_ids=stop_ids, routes=spec.routes)
 
     def control(self, spec: EngineSpec, server: Server) -> VllmControl:
         limit_s = settings_of(spec).control_s

@@ -32,6 +32,9 @@ TOKEN = "ROLLWEAVE_VLLM_TOKEN"
 here.
 """
 
+ROUTES = "ROLLWEAVE_VLLM_ROUTES"
+"""The environment variable with which the plug-in records routes on a CPU."""
+
 BATCHED_TOKENS = 16384
 """Tokens that a step computes at most on a CPU, where a prompt is computed in one piece:
 vLLM's generators of a request with a seed cannot continue one there.
@@ -116,6 +119,8 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         ours["logprobs-mode"] = "processed_logprobs"  # else they are at temperature 1
     if not spec.prefix_cache:
         switches.append("no-enable-prefix-caching")
+    if spec.routes:
+        switches.append("enable-return-routed-experts")
     if not has_tokenizer(spec.model):
         switches.append("skip-tokenizer-init")
     if spec.device == "cpu":
@@ -123,6 +128,8 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         if degree == 1:
             ours["distributed-executor-backend"] = "uni"
         switches += ["enforce-eager", "no-enable-chunked-prefill"]
+        if spec.routes:
+            switches.append("no-async-scheduling")  # the recorder takes each step's tokens
     return command_line(ours, switches, settings.args)
 
 
@@ -140,4 +147,6 @@ def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]
         ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
         if settings_of(spec).degree == 1:
             ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process is twice as fast
+    if spec.routes:
+        ours[ROUTES if spec.device == "cpu" else "VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return inherited() | ours

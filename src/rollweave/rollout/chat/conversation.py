@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import VersionSpan, spans_cover
-from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
+from rollweave.schema.work import (
+    Routes,
+    Segment,
+    SegmentKind,
+    TokenSequence,
+    TurnSpan,
+    with_routes,
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +52,7 @@ class Conversation:
         self._logprobs: list[float] = []
         self._segments: list[Segment] = []
         self._turns: list[_Turn] = []
+        self._routes: tuple[Routes, ...] = ()
         self._state_key = state_key
         self._messages = list(messages)
         self._append(codec.start(messages), SegmentKind.PROMPT)
@@ -92,6 +100,7 @@ class Conversation:
         *,
         exact: bool = True,
         finish_reason: str = "stop",
+        routes: Routes | None = None,
     ) -> str:
         """Append the agent's turn as the engine sampled it, and return its text.
 
@@ -120,6 +129,7 @@ class Conversation:
             )
         if not exact:
             self._append(tokens, SegmentKind.OBSERVATION)
+        self._routes = with_routes(self._routes, routes)
         self._turns.append(
             _Turn(start, len(self._tokens), self._state_key, finish_reason=finish_reason)
         )
@@ -154,6 +164,7 @@ class Conversation:
             tokens=tuple(self._tokens),
             segments=tuple(self._segments),
             logprobs=tuple(self._logprobs),
+            routes=self._routes,
             turns=tuple(
                 TurnSpan(
                     start=turn.start,

@@ -28,7 +28,14 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import call_key
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
-from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
+from rollweave.schema.work import (
+    Routes,
+    Segment,
+    SegmentKind,
+    TokenSequence,
+    TurnSpan,
+    with_routes,
+)
 
 
 class CallState(enum.Enum):
@@ -84,6 +91,7 @@ class _Branch:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
+    routes: tuple[Routes, ...] = ()
 
     def is_prefix_of(self, prompt: tuple[int, ...]) -> bool:
         return (
@@ -107,6 +115,7 @@ class _Branch:
                 start=start, end=len(self.tokens), finish_reason=openai_finish_reason(result.finish)
             )
         )
+        self.routes = with_routes(self.routes, result.routes)
 
     def sequence(self) -> TokenSequence:
         return TokenSequence(
@@ -114,6 +123,7 @@ class _Branch:
             segments=tuple(self.segments),
             logprobs=tuple(self.logprobs),
             turns=tuple(self.turns),
+            routes=self.routes,
         )
 
     def _append(

@@ -238,7 +238,8 @@ def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
             kind = kind_of(group.server)
             field = f"engines.{number}.python"
             try:
-                yield ok(field, f"{kind.name} {kind.version(group.python)} in {group.python}")
+                version = kind.version(group.python, routes=config.algorithm.routing_replay)
+                yield ok(field, f"{kind.name} {version} in {group.python}")
             except ConfigError as error:
                 yield fail(field, str(error))
 

@@ -58,6 +58,11 @@ TEACHER_S = 15.0
 run.
 """
 
+_WITHOUT_EXPERTS = fail(
+    "algorithm.routing_replay",
+    "must be false for a model without experts whose choice can be replayed, got true",
+)
+
 SLACK = 8
 """Maximum number of tokens that a template may add to a message because it is not
 empty.
@@ -84,6 +89,8 @@ def examine_model(
         shape is not None and shape.sizes is not None
     ):
         checks.append(_transformers(config, shape, elsewhere=hosts is not None))
+    elif config.algorithm.routing_replay:
+        checks.append(_WITHOUT_EXPERTS)
     if shape is None:
         return checks, None
     if config.lora is not None:
@@ -268,9 +275,11 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
     from rollweave.train.transformers_model import examine
 
     try:
-        stored, unused = examine(Path(config.model.path))
+        stored, unused, experts = examine(Path(config.model.path))
     except TrainerError as error:
         return fail(name, str(error))
+    if config.algorithm.routing_replay and experts is None:
+        return _WITHOUT_EXPERTS
     for layer in _layers_with_adapters(config, shape):
         view = stored.views.get(f"{layer}.weight")
         if view is None or view.parameter != f"{layer}.weight":

@@ -236,15 +236,7 @@ class RunConfig(Section):
                 which = f"{advantage} with a reward_weight" if rewarded else advantage
                 raise ValueError(f"{section}.group_size must be at least 2 for {which}, got {size}")
         self._check_teacher()
-        if (
-            self.algorithm.kl
-            and self.algorithm.kl_direction == "forward"
-            and self.trainer.ranks > 1
-        ):
-            raise ValueError(
-                "algorithm.kl_direction must be reverse with several trainer.ranks, got "
-                f"{self.trainer.ranks} ranks"
-            )
+        self._check_kl_direction()
         engines = (
             self.allocation.budget
             if self.allocation is not None
@@ -254,6 +246,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"weights.relays must be at most the engines ({engines}), got {self.weights.relays}"
             )
+        if self.algorithm.routing_replay:
+            self._check_routing_replay()
         if self.trainer.colocated:
             self._check_colocated()
         if self.lora is not None:
@@ -340,6 +334,38 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.path must be given with {field}.address, whose server has loaded a "
                 "checkpoint, got none"
+            )
+
+    def _check_kl_direction(self) -> None:
+        forward = self.algorithm.kl and self.algorithm.kl_direction == "forward"
+        if forward and self.trainer.ranks > 1:
+            raise ValueError(
+                "algorithm.kl_direction must be reverse with several trainer.ranks, got "
+                f"{self.trainer.ranks} ranks"
+            )
+
+    def _check_routing_replay(self) -> None:
+        """Check that the engines return the experts that they choose."""
+        if self.model.scratch is not None:
+            raise ValueError(
+                "algorithm.routing_replay must be false for a model from scratch, which has no "
+                "experts, got true"
+            )
+        for group in self.engines:
+            if group.kind != "vllm":
+                raise ValueError(
+                    "algorithm.routing_replay must be false unless all engines are of kind vllm, "
+                    f"which returns the experts that it chooses, got {group.kind}"
+                )
+            if group.address:
+                raise ValueError(
+                    "algorithm.routing_replay must be false with engines.address, whose servers "
+                    f"already run, got {group.address[0]}"
+                )
+        if "prefix_cache" in self.ablation.without:
+            raise ValueError(
+                "algorithm.routing_replay must be false without prefix_cache, where vLLM keeps "
+                "the experts that it has chosen, got true"
             )
 
     def _check_server(self, number: int, group: EngineConfig) -> None:

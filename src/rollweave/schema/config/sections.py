@@ -608,6 +608,11 @@ class AlgorithmConfig(Section):
         "of the run.",
     )
     entropy: NotNegative = Field(0.0, description="Coefficient of the entropy bonus.")
+    routing_replay: Flag = Field(
+        False,
+        description="Train a mixture of experts with the experts that the engine has chosen for "
+        "each token (R3), weighted by the trainer's router; engines of kind vllm return them.",
+    )
 
     @property
     def loss_values(self) -> LossValues:

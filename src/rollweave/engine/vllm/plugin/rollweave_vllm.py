@@ -1,5 +1,5 @@
 """Rollweave in every process of a vLLM server: the start of the server, the guard of its
-routes, and the registration of `rollweave_vllm_weights`.
+routes, and the registration of `rollweave_vllm_weights` and `rollweave_vllm_routes`.
 
 This module runs in the interpreter of the user's vLLM, found by `PYTHONPATH`, and
 imports nothing of Rollweave, whose requirements are not installed there. Invariants: no
@@ -9,6 +9,7 @@ has started, its first process; every request needs the engine's token.
 
 import ctypes
 import hmac
+import importlib
 import os
 import runpy
 import signal
@@ -31,6 +32,9 @@ MAIN = "ROLLWEAVE_VLLM_MAIN"
 """The environment variable with the id of a server's first process that has no owner
 (`rollweave_vllm_leases`).
 """
+
+ROUTES = "ROLLWEAVE_VLLM_ROUTES"
+"""The environment variable that is set if routes are to be recorded on a CPU."""
 
 SERVER = "vllm.entrypoints.openai.api_server"
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -61,6 +65,8 @@ def register() -> None:
     tqdm.set_lock(threading.RLock())
     if NAME not in Factory._registry:
         Factory.register_engine(NAME, f"{NAME}_vllm_weights", "RollweaveTransfer")
+    if ROUTES in os.environ:
+        importlib.import_module(f"{NAME}_vllm_routes").register()
 
 
 def end_with_parent() -> None:
