@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster vllm test-vllm gpu coverage mutants lint format figures clean
+.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants lint format figures clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -34,6 +34,9 @@ test-cluster: .venv/ready-cluster
 vllm: .venv-vllm/ready
 test-vllm: .venv/ready-test .venv-vllm/ready
 	$(TORCH_THREADS) ROLLWEAVE_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -p no:randomly -m vllm
+
+# TRL beside our own runs: `rollweave bench trl`.
+trl: .venv-trl/ready
 
 # Where nothing can be installed, wheels in .whl/ take the place of .venv (benchmarks/gpu.sh).
 gpu: $(if $(wildcard .whl),,.venv/ready-test)
@@ -85,8 +88,15 @@ format: .venv/ready-test
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
+# This package comes along for its environments and its chat codec.
+.venv-trl/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt gymnasium -e ".[trl]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-trl runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 figures: .venv/ready-test
 	$(BIN)/python docs/figures/packages.py src docs/figures/packages.svg

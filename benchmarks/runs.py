@@ -1,5 +1,6 @@
 """Run a configuration for a bench in a temporary directory, and measure its parts."""
 
+import dataclasses
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 from rollweave.record.report.data import RunData, read_run
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
-from rollweave.record.trace import TRAINER
+from rollweave.record.trace import ENGINES, TRAINER
 from rollweave.runtime import launch
 from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import load
@@ -36,6 +37,12 @@ class MeasuredRun:
     def trained_s(self) -> float:
         """Return the end of the last training step."""
         return float(self.data.steps[-1]["at"]) if self.data.steps else self.ready_s
+
+    def with_engines_ready(self, count: int) -> "MeasuredRun":
+        """Return the same run, ready when its first `count` engines are, too."""
+        spans = self.data.spans
+        starts = sorted(one.end for one in spans if one.row == ENGINES and one.kind == "start")
+        return dataclasses.replace(self, ready_s=max([self.ready_s, *starts[:count]]))
 
     def reached_s(self, success: float) -> float | None:
         """Return the seconds from readiness to the first periodic evaluation in which

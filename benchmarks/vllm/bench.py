@@ -7,7 +7,6 @@ interleaved: each mode with both kinds, then the next seed. `token_mismatches`,
 must be 0: otherwise the bench fails.
 """
 
-import dataclasses
 import itertools
 import statistics
 import tempfile
@@ -30,7 +29,6 @@ from rollweave.record.journal import JournalEntry
 from rollweave.record.journal_file import JournalReader
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
-from rollweave.record.trace import ENGINES
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.sections import VLLM_HEAD_DIM
 from rollweave.schema.events import TurnFailed
@@ -179,7 +177,7 @@ def _train(path: Path, settings: Sequence[str]) -> Trained:
     with recorded(path, settings) as (config, run, measured):
         attempts = _attempts(run)
         return Trained(
-            run=dataclasses.replace(measured, ready_s=ready_s(measured)),
+            run=measured.with_engines_ready(COUNT),
             updates=[one for log in sorted(run.logs.glob("e*.log")) for one in read_updates(log)]
             if config.engines[0].kind == "vllm"
             else [],
@@ -188,13 +186,6 @@ def _train(path: Path, settings: Sequence[str]) -> Trained:
             if config.rollout.mode == "decoupled"
             else 0,
         )
-
-
-def ready_s(measured: MeasuredRun) -> float:
-    """Return when the trainer and both engines were ready, in seconds of the run."""
-    spans = measured.data.spans
-    starts = sorted(one.end for one in spans if one.row == ENGINES and one.kind == "start")
-    return max([measured.ready_s, *starts[:COUNT]])
 
 
 def _attempts(run: RunDir) -> list[Sequence[TokenSequence]]:

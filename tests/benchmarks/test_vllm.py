@@ -18,7 +18,6 @@ from benchmarks.vllm.bench import (
     engines_of,
     figures_of,
     promises,
-    ready_s,
 )
 from benchmarks.vllm.exactness import Exactness, compare, median_seconds, span_errors
 from benchmarks.vllm.faults import Survived, lost_in_update
@@ -111,8 +110,8 @@ def test_ratios_are_those_of_both_kinds_or_missing_with_a_reason(
 def test_a_run_begins_when_the_last_of_its_first_engines_is_ready(measured: MeasuredRun) -> None:
     starts = [Span(ENGINES, lane, "start", 0.0, end) for lane, end in enumerate((3.0, 5.0, 90.0))]
     data = dataclasses.replace(measured.data, spans=[*starts, *measured.data.spans])
-    assert ready_s(measured) == 2.0
-    assert ready_s(dataclasses.replace(measured, data=data)) == 5.0
+    assert measured.with_engines_ready(2).ready_s == 2.0
+    assert dataclasses.replace(measured, data=data).with_engines_ready(2).ready_s == 5.0
 
 
 def test_everything_that_was_lost_breaks_a_promise(measured: MeasuredRun) -> None:

@@ -33,6 +33,7 @@ BENCHES = {
     "losses": "losses:bench_losses",
     "lora": "lora:bench_lora",
     "vllm": "vllm.bench:bench_vllm",
+    "trl": "trl.bench:bench_trl",
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
     "faults": "sim.faults:bench_faults",
@@ -62,6 +63,7 @@ SEEDED = (
     "losses",
     "lora",
     "vllm",
+    "trl",
     "fidelity",
     "faults",
 )

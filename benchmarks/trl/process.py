@@ -1,0 +1,117 @@
+"""TRL's process: found, started, read line by line, and ended in every case."""
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
+from rollweave.engine.servers.installed import installed_version
+from rollweave.io.child import log_tail, status_text
+from rollweave.schema.errors import ConfigError, RollweaveError
+
+ROOT = Path(__file__).parents[2]
+VARIABLE = "ROLLWEAVE_TRL_PYTHON"
+FOLDER = ".venv-trl"
+MISSING = (
+    f"TRL is not installed here: `make trl` makes {FOLDER}, or {VARIABLE} names the interpreter "
+    "of an environment that has it"
+)
+
+CHECKPOINT_S = 1200.0
+"""Maximum seconds until the next checkpoint: a step takes about a second on a quiet
+machine, and the imports of TRL half a minute on a loaded one.
+"""
+
+TAIL_LINES = 6
+"""Number of lines of the process's output that an error quotes."""
+
+MODULE = "benchmarks.trl.training"
+NEEDED = {"trainer": ("_generate_single_turn", "rollout_func", "env_mask")}
+"""What TRL must mention, by the folder of its package."""
+
+
+def interpreter(root: Path = ROOT) -> str | None:
+    """Return the interpreter that has TRL: the one that the environment names, else
+    that of `make trl`, else None.
+    """
+    if named := os.environ.get(VARIABLE):
+        return named
+    made = root / FOLDER
+    return str(made / "bin" / "python") if (made / "ready").exists() else None
+
+
+def trl_version(python: str) -> str:
+    """Return the version of the interpreter's TRL. Raises ConfigError if it has none."""
+    try:
+        return installed_version(
+            "TRL", python, package="trl", distributions=("trl",), needed=NEEDED
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE} {error}") from None
+
+
+def checkpoints(python: str, spec: TrlSpec) -> Generator[TrlCheckpoint]:
+    """Train as specified, and yield each checkpoint; the training waits until the next
+    one is asked for. Closing the iterator ends it.
+
+    Raises RollweaveError with the process's last output if it fails or hangs.
+    """
+    directory = Path(spec.directory)
+    directory.mkdir(parents=True)
+    path, log = directory / "spec.json", directory / "trl.log"
+    path.write_bytes(msgspec.json.encode(spec))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [os.path.expanduser(python), "-m", MODULE, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            cwd=directory,
+            env=os.environ | environment(spec.threads),
+            # like our children, and so with the same share of the CPU
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        while True:
+            backstop = threading.Timer(CHECKPOINT_S, process.kill)
+            backstop.start()
+            line = process.stdout.readline()
+            backstop.cancel()
+            if not line:
+                break
+            yield msgspec.json.decode(line, type=TrlCheckpoint)
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        if status := process.wait():
+            tail = "\n".join(log_tail(log).splitlines()[-TAIL_LINES:])
+            raise RollweaveError(f"TRL ended with {status_text(status)}; its last output:\n{tail}")
+    except BrokenPipeError:
+        raise RollweaveError(f"TRL ended; its last output:\n{log_tail(log)}") from None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Return the environment of TRL's process: this checkout, as many threads as each
+    of our processes has, and no network.
+    """
+    return {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
