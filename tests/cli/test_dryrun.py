@@ -471,6 +471,21 @@ class TestModelPath:
         ((_, detail),) = self.examine(tmp_path, model, chosen)
         assert detail.startswith("transformers is not installed (pip install")
 
+    def test_checks_that_ranks_can_divide_the_layers(self, tmp_path: Path, model: Path) -> None:
+        divided = ["model.implementation=transformers", "trainer.ranks=2"]
+        divided += ["trainer.tensor_parallel=2"]
+        assert self.examine(tmp_path, model, *divided) == [
+            (
+                "trainer.tensor_parallel",
+                "must divide num_key_value_heads of Qwen3ForCausalLM (1), got 2",
+            )
+        ]
+        built = tmp_path / "with_two"
+        shape = ScratchModel(hidden=64, layers=1)
+        words = list(envs.Fine.words({}))
+        build_checkpoint(built, scratch=shape, context=2048, words=words, seed=0)
+        assert self.examine(tmp_path, built, *divided) == []
+
     def test_only_vllm_serves_a_model_that_only_transformers_computes(
         self, tmp_path: Path, model: Path
     ) -> None:

@@ -64,6 +64,7 @@ def make_config(
     trainer: dict[str, Any] | None = None,
     own: dict[str, dict[str, Any]] | None = None,
     lora: dict[str, Any] | None = None,
+    implementation: str | None = None,
     **algorithm: Any,
 ) -> RunConfig:
     """Build a configuration; `own` has the algorithms of further task domains."""
@@ -72,7 +73,7 @@ def make_config(
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "steps": steps},
-            "model": {"scratch": SCRATCH.model_dump()},
+            "model": {"scratch": SCRATCH.model_dump(), "implementation": implementation},
             "tasks": [
                 {"env": name, "max_tokens": 256, "algorithm": overrides}
                 for name, overrides in {"none": {}, **(own or {})}.items()

@@ -1,8 +1,9 @@
 """One rank of a trainer, started by torchrun or a parent process: it trains, saves,
 restores, and writes the weights to a file.
 
-Arguments: model directory, name of a case, output directory. Rank and world size come from the
-environment.
+Arguments: model directory, name of a case, output directory, and for a divided model the
+size of a tensor group and a checkpoint of a rank alone. Rank and world size come from
+the environment.
 """
 
 import sys
@@ -52,12 +53,26 @@ CASES = {
 
 
 def run(
-    model_dir: Path, out: Path, ranks: RankGroup = ALONE, case: str = "decoupled"
+    model_dir: Path,
+    out: Path,
+    ranks: RankGroup = ALONE,
+    case: str = "decoupled",
+    *,
+    tensor_parallel: int = 1,
+    other: Path | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the weights after three steps, the last of them repeated after restoring a
-    checkpoint, and the measured ratios.
+    checkpoint, and the measured ratios. The last step is also repeated from the
+    checkpoint `other`, of another number of ranks.
     """
-    config = make_config(**CASES[case])  # type: ignore[arg-type]
+    settings = dict(CASES[case])
+    if tensor_parallel > 1:
+        divided = {"ranks": ranks.world_size, "tensor_parallel": tensor_parallel}
+        settings |= {
+            "implementation": "transformers",
+            "trainer": settings["trainer"] | divided,  # type: ignore[operator]
+        }
+    config = make_config(**settings)  # type: ignore[arg-type]
     trainer = Trainer(config, model_dir, out, ranks=ranks)
     envs = ("none", *CASES[case].get("own", ()))  # type: ignore[misc]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
@@ -91,6 +106,13 @@ def run(
     assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
         "a restored trainer goes on the same way"
     )
+    if other is not None:
+        assert trainer.handle(Restore(path=str(other))) == Restored(step=2)
+        assert isinstance(trainer.handle(TrainOn(batch=last)), Trained)
+        from_other = published(trainer, 5)
+        assert all(torch.allclose(first[name], from_other[name], atol=1e-4) for name in again), (
+            "a checkpoint of another number of ranks continues"
+        )
     if ranks.world_size > 1:
         torch.distributed.barrier()  # rank 0's publication ends with it
     assert trainer.handle(StopTrainer()) is None
@@ -103,8 +125,16 @@ def run(
 
 if __name__ == "__main__":
     own = meet()
-    found = run(Path(sys.argv[1]), Path(sys.argv[3]), own, sys.argv[2])
+    model_arg, case_arg, *division, out_arg = sys.argv[1:]
+    found = run(
+        Path(model_arg),
+        Path(out_arg),
+        own,
+        case_arg,
+        tensor_parallel=int(division[0]) if division else 1,
+        other=Path(division[1]) if division else None,
+    )
     save_file(
         {name: tensor.contiguous() for name, tensor in found.items()},
-        Path(sys.argv[3]) / f"rank{own.rank}.safetensors",
+        Path(out_arg) / f"rank{own.rank}.safetensors",
     )

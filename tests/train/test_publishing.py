@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 
 from rollweave.schema.weights import TensorMeta
+from rollweave.train.distributed import rows_of
 from rollweave.train.publishing import slice_of
 from rollweave.weights.views import StoredTensors
 from tests.support.forking import Forked
@@ -73,7 +74,7 @@ def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world_size: int) -> N
     chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(world_size)]
     view = StoredTensors.identical({"any": meta.shape}).views["any"]
     slices = [
-        slice_of(meta, view, meta.shape, rank=rank, world_size=world_size)
+        slice_of(meta, view.part(meta.shape, rows_of(rows, rank=rank, world_size=world_size)))
         for rank in range(world_size)
     ]
     expected = chunks + [0] * (world_size - len(chunks))
@@ -85,7 +86,7 @@ def test_ranks_divide_a_tensor_like_torch_chunk(rows: int, world_size: int) -> N
 def test_a_rank_alone_has_a_scalar() -> None:
     meta = TensorMeta(name="any", dtype="float32", shape=(), offset=64, nbytes=4)
     view = StoredTensors.identical({"any": ()}).views["any"]
-    assert slice_of(meta, view, (), rank=0, world_size=1) == (64, 68)
+    assert slice_of(meta, view.part((), slice(0, 1))) == (64, 68)
 
 
 def test_ranks_share_writes_and_failures(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "rollout": ("temperature", "top_p"),
     "trainer": (
         "ranks",
+        "tensor_parallel",
         "lr",
         "final_lr",
         "warmup_steps",

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from rollweave.io.disk import file_digest
 from rollweave.schema.config.sections import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
-from rollweave.train.distributed import ALONE, RankGroup
+from rollweave.train.distributed import ALONE, RankGroup, Split
 from rollweave.train.files import PARTIAL, new_directory
 from rollweave.weights.adapters import (
     ADAPTER_CONFIG,
@@ -187,9 +187,12 @@ def save(
         )
 
 
-def load(path: Path, *, ranks: RankGroup = ALONE) -> Checkpoint:
+def load(
+    path: Path, *, ranks: RankGroup = ALONE, splits: Mapping[str, Split] | None = None
+) -> Checkpoint:
     """Read the checkpoint at `path`, or the newest complete one in `path` if that is a
-    directory of checkpoints. All `ranks` call it.
+    directory of checkpoints. All `ranks` call it, whose tensor groups divide parameters
+    by `splits`.
 
     Raises `TrainerError`, which names what is incomplete, missing or unknown, on all
     ranks.
@@ -206,7 +209,7 @@ def load(path: Path, *, ranks: RankGroup = ALONE) -> Checkpoint:
         if ranks.world_size > 1:
             from rollweave.train.sharded_checkpoint import load_shards
 
-            parts = load_shards(files, ranks)
+            parts = load_shards(files, ranks, splits or {})
         else:
             parts = {part: _read(paths) for part, paths in files.items()}
         return Checkpoint(

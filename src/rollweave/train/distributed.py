@@ -1,8 +1,14 @@
 """The trainer's ranks: sharding with FSDP2, and the few collectives around it.
 
+Ranks form a grid: consecutive ranks are a tensor group, which computes the same rows
+together and divides the layers (`train/tensor_parallel`); ranks with the same place in
+their groups are a data group, over which FSDP2 shards what each of them has. Without
+tensor parallelism each rank is a tensor group by itself.
+
 Invariants: with one rank nothing here touches torch.distributed; every rank makes the
-same calls in the same order. FSDP2 and distributed tensors are imported only if there
-are several ranks, because that takes seconds.
+same calls in the same order; what is saved or published of a parameter by a rank are
+consecutive rows of the full parameter. FSDP2 and distributed tensors are imported only
+if there are several ranks, because that takes seconds.
 """
 
 import contextlib
@@ -29,7 +35,7 @@ from rollweave.schema.errors import TrainerError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 T = TypeVar("T")
 
@@ -55,15 +61,42 @@ class RankGroup:
     """A second process group of all ranks, over Gloo, for checkpoints, which are
     written while the ranks train.
     """
+    tensor_size: int = 1
+    """Number of ranks of a tensor group."""
+    mesh: "DeviceMesh | None" = None
+    """The grid of data groups and tensor groups, unless each rank is a tensor group."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def data_size(self) -> int:
+        """The number of tensor groups, each of which has rows of its own."""
+        return self.world_size // self.tensor_size
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's tensor group."""
+        return self.rank // self.tensor_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """The place of this rank in its tensor group."""
+        return self.rank % self.tensor_size
+
+    @property
+    def tensor_group(self) -> "ProcessGroup":
+        """The process group of this rank's tensor group."""
+        assert self.mesh is not None, "tensor groups have several ranks"
+        return self.mesh.get_group("tensor")
+
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values over the ranks."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
+        """Sum the values over the tensor groups. The ranks of one have the same value."""
+        if self.data_size > 1:
+            dist.all_reduce(
+                values, group=None if self.mesh is None else self.mesh.get_group("data")
+            )
         return values
 
     def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
@@ -158,6 +191,22 @@ def join_ranks(
     return RankGroup(rank=rank, world_size=world_size, host_group=host_group)
 
 
+def with_tensor_groups(ranks: RankGroup, size: int, device: torch.device) -> RankGroup:
+    """Return the ranks with tensor groups of this size. All ranks call it. A rank alone,
+    as in a run within one process, divides nothing.
+    """
+    if size == 1 or ranks.world_size == 1:
+        return ranks
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh(
+        device.type,
+        torch.arange(ranks.world_size).view(-1, size),
+        mesh_dim_names=("data", "tensor"),
+    )
+    return dataclasses.replace(ranks, tensor_size=size, mesh=mesh)
+
+
 def interface_of(address: str) -> str | None:
     """Return the network interface with this IPv4 address, or None.
 
@@ -185,7 +234,8 @@ def shutdown_ranks(ranks: RankGroup) -> None:
 def shard_model(
     model: nn.Module, layers: Sequence[nn.Module], ranks: RankGroup, *, device: torch.device
 ) -> None:
-    """Shard parameters over the ranks and their devices, layer by layer (FSDP2).
+    """Shard parameters over the ranks of a data group and their devices, layer by layer
+    (FSDP2).
 
     Does nothing with one rank.
     """
@@ -194,7 +244,11 @@ def shard_model(
         from torch.distributed.fsdp import fully_shard
 
         assert dist.group.WORLD is not None, "the ranks have met"
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        mesh = (
+            DeviceMesh.from_group(dist.group.WORLD, device.type)
+            if ranks.mesh is None
+            else ranks.mesh["data"]
+        )
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         # Without resharding, the root would keep its gathered weights from one forward
@@ -211,8 +265,10 @@ def rows_of(count: int, *, rank: int, world_size: int) -> slice:
 
 
 def own_rows(count: int, ranks: RankGroup) -> slice:
-    """Return which of a tensor's `count` rows this rank has."""
-    return rows_of(count, rank=ranks.rank, world_size=ranks.world_size)
+    """Return which of a tensor's `count` rows this rank has, unless its tensor group
+    divides the rows.
+    """
+    return rows_of(count, rank=ranks.data_rank, world_size=ranks.data_size)
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
@@ -246,21 +302,28 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def host_copy(value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor) -> torch.Tensor:
+def host_copy(
+    value: torch.Tensor, ranks: RankGroup, *, like: torch.Tensor, split: "Split | None" = None
+) -> torch.Tensor:
     """Copy a value that belongs to the parameter `like` to the CPU. It is a shard if
-    `like` is sharded, or a scalar.
+    `like` is sharded, or a scalar. Of a parameter that is divided by `split`, the copy
+    has rows of the full one.
     """
-    copy = local_tensor(value).to("cpu", copy=True)
-    return _shard(copy, like.shape, _host_mesh(ranks)) if is_sharded(like) and copy.dim() else copy
+    if not (is_sharded(like) and value.dim()):
+        return local_tensor(value).to("cpu", copy=True)
+    copy = to_rows(local_tensor(value), split, ranks).to("cpu", copy=True)
+    return _shard_of_rows(copy, full_shape(like.shape, split, ranks), ranks, split)
 
 
-def empty_shard(shape: Sequence[int], dtype: torch.dtype, ranks: RankGroup) -> torch.Tensor:
-    """Return space for this rank's shard of a tensor on the CPU. A scalar has none."""
+def empty_shard(
+    shape: Sequence[int], dtype: torch.dtype, ranks: RankGroup, *, split: "Split | None" = None
+) -> torch.Tensor:
+    """Return space for this rank's rows of a tensor on the CPU. A scalar has none."""
     if not shape:
         return torch.empty((), dtype=dtype)
-    rows = own_rows(shape[0], ranks)
+    rows = saved_rows(shape[0], ranks, split=split)
     local = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype)
-    return _shard(local, torch.Size(shape), _host_mesh(ranks))
+    return _shard_of_rows(local, torch.Size(shape), ranks, split)
 
 
 def placed_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -271,6 +334,19 @@ def placed_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _shard(local, target.shape, target.device_mesh)
 
 
+def _shard_of_rows(
+    local: torch.Tensor, shape: torch.Size, ranks: RankGroup, split: "Split | None"
+) -> "DTensor":
+    """Return the tensor of `shape` whose `saved_rows` on this rank are `local`."""
+    if ranks.tensor_size == 1:
+        return _shard(local, shape, _host_mesh(ranks))
+    from torch.distributed.tensor import Replicate, Shard
+
+    by_column = split is not None and split.dim > 0
+    outer = Replicate() if split is None else Shard(0)
+    return _shard(local, shape, _host_grid(ranks, by_column), [outer, Shard(0)])
+
+
 @functools.cache
 def _host_mesh(ranks: RankGroup) -> "DeviceMesh":
     from torch.distributed.device_mesh import DeviceMesh
@@ -279,9 +355,136 @@ def _host_mesh(ranks: RankGroup) -> "DeviceMesh":
     return DeviceMesh.from_group(ranks.host_group, "cpu")
 
 
-def _shard(local: torch.Tensor, shape: torch.Size, mesh: "DeviceMesh") -> "DTensor":
-    """Return the tensor of `shape` whose rows on this rank are `local`."""
+@functools.cache
+def _host_grid(ranks: RankGroup, by_data: bool) -> "DeviceMesh":
+    """Return the grid of ranks on the CPU, whose first dimension is the number of the
+    tensor group if `by_data`, else the place in it.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    grid = torch.arange(ranks.world_size).view(-1, ranks.tensor_size)
+    names = ("data", "tensor")
+    if by_data:
+        return DeviceMesh("cpu", grid, mesh_dim_names=names)
+    return DeviceMesh("cpu", grid.T.contiguous(), mesh_dim_names=names[::-1])
+
+
+def _shard(
+    local: torch.Tensor,
+    shape: torch.Size,
+    mesh: "DeviceMesh",
+    placements: "Sequence[Placement] | None" = None,
+) -> "DTensor":
+    """Return the tensor of `shape` whose part on this rank is `local`: its rows, or what
+    `placements` give it.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements or [Shard(0)],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+# Parameters that tensor groups divide
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """How a tensor group divides a parameter: each rank has an equal part of dimension
+    `dim`, or of each of `blocks` equal parts of it.
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def take(self, full: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        """Return this rank's part of a parameter."""
+        blocks = full.chunk(self.blocks, self.dim)
+        each = blocks[0].shape[self.dim] // ranks.tensor_size
+        own = [block.narrow(self.dim, each * ranks.tensor_rank, each) for block in blocks]
+        return torch.cat(own, self.dim)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the parameter of which these are the parts of all ranks."""
+        by_rank = [part.chunk(self.blocks, self.dim) for part in parts]
+        return torch.cat([part for block in zip(*by_rank, strict=True) for part in block], self.dim)
+
+
+def full_shape(local: Sequence[int], split: Split | None, ranks: RankGroup) -> torch.Size:
+    """Return the shape of the full parameter of which a rank's part has shape `local`."""
+    if split is None:
+        return torch.Size(local)
+    size = list(local)
+    size[split.dim] *= ranks.tensor_size
+    return torch.Size(size)
+
+
+def saved_rows(
+    count: int, ranks: RankGroup, *, split: Split | None = None, rank: int | None = None
+) -> slice:
+    """Return which of a parameter's `count` rows a rank saves, by default this one.
+
+    The ranks of a tensor group have the same rows of an undivided parameter, and
+    different rows of each divided one.
+    """
+    rank = ranks.rank if rank is None else rank
+    data, place = divmod(rank, ranks.tensor_size)
+    if split is None:
+        return rows_of(count, rank=data, world_size=ranks.data_size)
+    if split.dim == 0:
+        each = count // ranks.tensor_size
+        start, rows = each * place, rows_of(each, rank=data, world_size=ranks.data_size)
+    else:
+        outer = rows_of(count, rank=data, world_size=ranks.data_size)
+        start = outer.start
+        rows = rows_of(outer.stop - outer.start, rank=place, world_size=ranks.tensor_size)
+    return slice(start + rows.start, start + rows.stop)
+
+
+def published_rows(
+    count: int, ranks: RankGroup, *, split: Split | None = None, rank: int | None = None
+) -> slice:
+    """Return which of a parameter's `count` rows a rank publishes, by default this one:
+    each row is published by one rank.
+    """
+    rank = ranks.rank if rank is None else rank
+    rows = saved_rows(count, ranks, split=split, rank=rank)
+    return slice(rows.stop, rows.stop) if split is None and rank % ranks.tensor_size else rows
+
+
+def to_rows(local: torch.Tensor, split: Split | None, ranks: RankGroup) -> torch.Tensor:
+    """Return this rank's `saved_rows` of a parameter, from its own part of it. If columns
+    are divided, all ranks of the tensor group call it together.
+    """
+    if split is None or split.dim == 0:
+        return local
+    parts = [torch.empty_like(local) for _ in range(ranks.tensor_size)]
+    if local.numel():
+        dist.all_gather(parts, local.contiguous(), group=ranks.tensor_group)
+    own = rows_of(len(local), rank=ranks.tensor_rank, world_size=ranks.tensor_size)
+    # concatenated rows only: the full matrix would be as large as all parts
+    return split.join([part[own] for part in parts])
+
+
+def from_rows(
+    rows: torch.Tensor, count: int, split: Split | None, ranks: RankGroup
+) -> torch.Tensor:
+    """Return this rank's part of a parameter with `count` rows, from its `saved_rows`.
+
+    The inverse of `to_rows`, and called in the same way.
+    """
+    if split is None or split.dim == 0:
+        return rows
+    outer = own_rows(count, ranks)
+    size = outer.stop - outer.start
+    padded = rows.new_zeros(-(-size // ranks.tensor_size), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in range(ranks.tensor_size)]
+    if padded.numel():
+        dist.all_gather(parts, padded, group=ranks.tensor_group)
+    return split.take(torch.cat(parts)[:size], ranks)

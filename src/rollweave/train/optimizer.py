@@ -22,12 +22,16 @@ from rollweave.train.distributed import (
     local_tensor,
     placed_like,
 )
-from rollweave.train.weights import trained_parameters
+from rollweave.train.tensor_parallel import division_of, total_norm
+from rollweave.train.weights import own_part, trained_parameters
 
 BETAS = (0.9, 0.95)
 """AdamW's decay rates of the first and the second moment."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+NORM_EPSILON = 1e-6
+"""Number that torch adds to the norm by which it divides gradients."""
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -98,6 +102,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     Gradients that are not finite are left unchanged.
     """
     parameters = list(trained_parameters(model).values())
+    if division_of(model).splits:
+        value = float(total_norm(model))
+        if math.isfinite(value) and value > max_norm:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    local_tensor(parameter.grad).mul_(max_norm / (value + NORM_EPSILON))
+        return value
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if is_sharded(norm):
         norm = norm.full_tensor()
@@ -144,10 +155,13 @@ def optimizer_tensors(
     `<moment>.<parameter>` and `step.<parameter>`, on the CPU.
     """
     tensors: dict[str, torch.Tensor] = {}
+    splits = division_of(model).splits
     for name, parameter in trained_parameters(model).items():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            tensors[f"{key}.{name}"] = host_copy(value, ranks, like=parameter)
+            tensors[f"{key}.{name}"] = host_copy(
+                value, ranks, like=parameter, split=splits.get(name)
+            )
     return tensors
 
 
@@ -161,7 +175,7 @@ def load_optimizer_tensors(
     for name, parameter in trained_parameters(model).items():
         optimizer.state.pop(parameter, None)
         if f"step.{name}" in tensors:
-            state = {key: tensors[f"{key}.{name}"] for key in MOMENTS}
+            state = {key: own_part(model, name, tensors[f"{key}.{name}"]) for key in MOMENTS}
             for key, moment in state.items():
                 state[key] = (
                     on_host(local_tensor(moment))

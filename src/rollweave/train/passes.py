@@ -2,8 +2,9 @@
 ranks.
 
 Invariants: all ranks make the same number of passes (their collectives must match), so
-a rank without work repeats an example and discards the result; the contribution of an
-example does not depend on the division.
+a rank without work repeats an example and discards the result; the ranks of a tensor
+group make the same passes; the contribution of an example does not depend on the
+division.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from rollweave.train.loading import TrainedModel
 from rollweave.train.model import Reference, Scores
 from rollweave.train.packing import Example, pack, split_micro_batches
 from rollweave.train.rows import balance
+from rollweave.train.tensor_parallel import sync_tensor_group
 
 CACHE_TOKENS = 2048
 """Maximum tokens of one pass on a CPU: beyond that, a small model's activations leave
@@ -79,7 +81,8 @@ class Passes:
             else:
                 loss = scores.logprobs.sum() * 0.0
             # Sharded gradients are averaged over the ranks, but the loss is a sum.
-            (loss * self.ranks.world_size).backward()  # type: ignore[no-untyped-call]
+            (loss * self.ranks.data_size).backward()  # type: ignore[no-untyped-call]
+        sync_tensor_group(self.model)
         return float(self.ranks.all_reduce_sum(torch.tensor(loss_sum, dtype=torch.float64)))
 
     @torch.no_grad()
@@ -103,7 +106,7 @@ class Passes:
                 parts = torch.split(values, [len(examples[index].targets) for index in indices])
                 for index, part in zip(indices, parts, strict=True):
                     logprobs[index].copy_(part)
-        if logprobs and self.ranks.world_size > 1:
+        if logprobs and self.ranks.data_size > 1:
             total = self.ranks.all_reduce_sum(torch.cat(list(logprobs.values())))
             logprobs = dict(zip(chosen, torch.split(total, sizes), strict=True))
         return logprobs
@@ -130,10 +133,10 @@ class Passes:
         """
         lengths = [len(examples[index].tokens) for index in chosen]
         plans = []
-        for share in balance(lengths, self.ranks.world_size):
+        for share in balance(lengths, self.ranks.data_size):
             share_lengths = [lengths[place] for place in share]
             cut = split_micro_batches(share_lengths, max_tokens=self._micro_tokens)
             plans.append([[chosen[share[place]] for place in micro] for micro in cut])
-        own_plan = plans[self.ranks.rank]
+        own_plan = plans[self.ranks.data_rank]
         missing = max(len(plan) for plan in plans) - len(own_plan)
         return own_plan + [[chosen[0]]] * missing, len(own_plan)

@@ -3,13 +3,15 @@ gathering the model (ROSE §4.2).
 
 Ranks that share memory form a group: its first rank owns the payload, and the others
 write into it. If there are several groups, on several hosts, each publishes a part of
-the version, and relays put the parts together (`weights/relay`). Invariants: every byte
-is written once; either all ranks get the manifest or all raise the same `TrainerError`,
-and earlier versions stay published.
+the version, and relays put the parts together (`weights/relay`). Ranks that divide a
+tensor by columns exchange its rows first. Invariants: every byte is written once;
+either all ranks get the manifest or all raise the same `TrainerError`, and earlier
+versions stay published.
 """
 
+import collections
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,12 +21,13 @@ from torch import nn
 from rollweave.schema.errors import RollweaveError, TrainerError
 from rollweave.schema.training import Publish
 from rollweave.schema.weights import TensorMeta, WeightManifest
-from rollweave.train.distributed import RankGroup, local_tensor, rows_of
+from rollweave.train.distributed import RankGroup, local_tensor, published_rows, to_rows
+from rollweave.train.tensor_parallel import division_of
 from rollweave.train.weights import trained_parameters
 from rollweave.weights.memory import Ranges, combined_digest
 from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
 from rollweave.weights.staging import Staging
-from rollweave.weights.views import Part, StoredTensors, View
+from rollweave.weights.views import Part, StoredTensors
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +54,12 @@ class WeightPublisher:
         """
         self._constants = dict(constants or {})
         self._parameters: dict[str, torch.Tensor] = dict(trained_parameters(model))
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._views = (stored or StoredTensors.identical(shapes)).views
+        division = division_of(model)
+        self._splits = division.splits
+        self._shapes = {
+            name: division.shape(name, parameter) for name, parameter in self._parameters.items()
+        }
+        self._views = (stored or StoredTensors.identical(self._shapes)).views
         self._ranks = ranks
         self._dtype = dtype
         self._directory = directory
@@ -163,17 +170,20 @@ class WeightPublisher:
     ) -> str:
         """Write this rank's slices; return the error, or ""."""
         writer = draft.writer if draft is not None else PayloadWriter.open(handle)
-        if writer is None:
-            return "the memory of its host's first rank is gone"
+        slices = self._local_slices(metas)
         try:
+            if writer is None:
+                return "the memory of its host's first rank is gone"
             constants = [
                 (meta.offset, self._constants[meta.name])
                 for meta in metas
                 if meta.name in self._constants and self._ranks.is_first
             ]
-            return self._write(writer, self._local_slices(metas), constants)
+            return self._write(writer, slices, constants)
         finally:
-            if draft is None:
+            # after a failure, too: the ranks of a tensor group exchange what they write
+            collections.deque(slices, maxlen=0)
+            if draft is None and writer is not None:
                 writer.close()
 
     def _finish(self, draft: Draft | None, command: Publish) -> tuple[WeightManifest | None, str]:
@@ -207,16 +217,17 @@ class WeightPublisher:
         return ""
 
     def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the contiguous slices that only this rank holds, with their offsets."""
-        for meta in metas:
-            if meta.name in self._constants:
-                continue
+        """Yield the contiguous slices that only this rank publishes, with their offsets."""
+        stored = [meta for meta in metas if meta.name in self._views]
+        last, rows = "", torch.empty(0)
+        for meta in sorted(stored, key=lambda meta: self._views[meta.name].parameter):
             view = self._views[meta.name]
-            parameter = self._parameters[view.parameter]
-            ranks = self._ranks
-            part = part_of(view, parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
-            start, stop = self._slice(meta, rank=self._ranks.rank)
-            tensor = part.of(view, local_tensor(parameter))
+            if view.parameter != last:
+                last, split = view.parameter, self._splits.get(view.parameter)
+                rows = to_rows(local_tensor(self._parameters[last]), split, self._ranks)
+            part = self._part_of(meta.name, rank=self._ranks.rank)
+            start, stop = slice_of(meta, part)
+            tensor = part.of(view, rows)
             assert tensor.numel() * self._dtype.itemsize == stop - start, (
                 f"{meta.name} is divided as {tuple(tensor.shape)}, not into {stop - start} bytes"
             )
@@ -226,9 +237,14 @@ class WeightPublisher:
     def _slice(self, meta: TensorMeta, *, rank: int) -> tuple[int, int]:
         if meta.name in self._constants:
             return meta.offset, meta.offset + (0 if rank else meta.nbytes)
-        view = self._views[meta.name]
-        shape = self._parameters[view.parameter].shape
-        return slice_of(meta, view, shape, rank=rank, world_size=self._ranks.world_size)
+        return slice_of(meta, self._part_of(meta.name, rank=rank))
+
+    def _part_of(self, name: str, *, rank: int) -> Part:
+        """Return the part of a tensor that a rank publishes."""
+        view = self._views[name]
+        shape, split = self._shapes[view.parameter], self._splits.get(view.parameter)
+        rows = published_rows(shape[0] if shape else 1, self._ranks, split=split, rank=rank)
+        return view.part(shape, rows)
 
     def _raise_together(self, error: str, command: Publish) -> None:
         """Raise the same error on every rank if any rank has one."""
@@ -240,20 +256,10 @@ class WeightPublisher:
                 )
 
 
-def slice_of(
-    meta: TensorMeta, view: View, shape: Sequence[int], *, rank: int, world_size: int
-) -> tuple[int, int]:
-    """Return the range of bytes of a tensor that a rank of FSDP2 has: consecutive rows.
-    The tensor is this `view` of a parameter of this shape.
-    """
-    part = part_of(view, shape, rank=rank, world_size=world_size)
+def slice_of(meta: TensorMeta, part: Part) -> tuple[int, int]:
+    """Return the range of bytes of a tensor that has this part of it."""
     row = meta.nbytes // max(1, meta.shape[0]) if meta.shape else meta.nbytes
     return meta.offset + part.rows.start * row, meta.offset + part.rows.stop * row
-
-
-def part_of(view: View, shape: Sequence[int], *, rank: int, world_size: int) -> Part:
-    """Return the part of a view that lies in a rank's rows of a parameter of this shape."""
-    return view.part(shape, rows_of(shape[0] if shape else 1, rank=rank, world_size=world_size))
 
 
 def _combined(manifests: list[WeightManifest]) -> WeightManifest:

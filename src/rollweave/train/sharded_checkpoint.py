@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from rollweave.io.disk import file_digest
 from rollweave.schema.errors import TrainerError
-from rollweave.train.distributed import RankGroup, empty_shard
+from rollweave.train.distributed import RankGroup, Split, empty_shard
 from rollweave.weights.trainer_checkpoint import (
     Digests,
     Places,
@@ -70,10 +70,10 @@ def save_shards(
 
 
 def load_shards(
-    files: Mapping[str, Sequence[Path]], ranks: RankGroup
+    files: Mapping[str, Sequence[Path]], ranks: RankGroup, splits: Mapping[str, Split]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Read this rank's shards of the tensors in `files` of each part, whatever number of
-    ranks has written them.
+    ranks has written them. `splits` are those of parameters that tensor groups divide.
 
     Raises `TrainerError` on all ranks if one of them fails.
     """
@@ -86,7 +86,13 @@ def load_shards(
     ranks.raise_together(error)
     parts = {
         part: {
-            name: empty_shard(shards[0].shape, shards[0].dtype, ranks)
+            name: empty_shard(
+                shards[0].shape,
+                shards[0].dtype,
+                ranks,
+                # a moment of the optimizer has the name of its parameter, with a prefix
+                split=splits.get(name, splits.get(name.partition(".")[2])),
+            )
             for name, shards in tensors.shards.items()
         }
         for part, tensors in saved.items()

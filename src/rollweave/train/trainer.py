@@ -43,7 +43,7 @@ from rollweave.schema.training import (
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
 from rollweave.train.critic import Critic
-from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks
+from rollweave.train.distributed import ALONE, RankGroup, shutdown_ranks, with_tensor_groups
 from rollweave.train.loading import load_trained_model
 from rollweave.train.lora import NewAdapters
 from rollweave.train.optimizer import (
@@ -57,6 +57,7 @@ from rollweave.train.publishing import WeightPublisher
 from rollweave.train.ratios import group_ratios
 from rollweave.train.residence import Residence
 from rollweave.train.rows import Row, batch_rows, overlong_fraction, teacher_kl
+from rollweave.train.tensor_parallel import division_of
 from rollweave.train.update import Update
 from rollweave.train.warmup import SCRATCH_LR, warm_up
 from rollweave.train.weights import (
@@ -90,8 +91,8 @@ class Trainer:
         self._config = config
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._ranks = ranks
         device = device_named(config.model.device)
+        self._ranks = ranks = with_tensor_groups(ranks, config.trainer.tensor_parallel, device)
         # engines may have the device now; shards are made there, and leave it at once
         alone = config.trainer.colocated and ranks.world_size == 1
         self._model = load_trained_model(
@@ -105,7 +106,11 @@ class Trainer:
         self._model.recompute_activations("activations" in config.trainer.save_memory)
         if config.algorithm.kl and config.algorithm.kl_direction == "forward":
             self._model.output_weights()
-        self._parameters = sum(each.numel() for each in trained_parameters(self._model).values())
+        self._division = division_of(self._model)
+        self._parameters = sum(
+            self._division.shape(name, each).numel()
+            for name, each in trained_parameters(self._model).items()
+        )
         trainer = config.trainer
         self._optimizer = new_optimizer(
             self._model,
@@ -422,7 +427,7 @@ class Trainer:
         return ""
 
     def _restore(self, path: Path) -> Restored:
-        state = checkpoint.load(path, ranks=self._ranks)
+        state = checkpoint.load(path, ranks=self._ranks, splits=self._division.splits)
         reference: list[torch.Tensor] | None = None
         if state.reference is not None:
             with swapped_weights(self._model, clone_parameters(self._model)):

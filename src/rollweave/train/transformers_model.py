@@ -10,12 +10,13 @@ on each sequence alone, so that a model that packing would change is refused.
 transformers is imported only by the functions that need it, because that takes seconds.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,8 +29,11 @@ from rollweave.schema.errors import ConfigError, TrainerError, WeightsError
 from rollweave.train.distributed import (
     ALONE,
     RankGroup,
+    Split,
     local_tensor,
     own_rows,
+    published_rows,
+    saved_rows,
     shard_model,
 )
 from rollweave.train.lora import NewAdapters
@@ -37,6 +41,7 @@ from rollweave.train.model import MAX_LOGITS, Reference, Scores, scores_in_parts
 from rollweave.train.packed_attention import IMPLEMENTATION, packed_rows, register
 from rollweave.train.packing import Example, Packed, pack
 from rollweave.train.routing import Replay, experts_of, routers_of
+from rollweave.train.tensor_parallel import Division, check_gradients, divide, styles_of
 from rollweave.weights.checkpoint import read_rows_of, read_sizes
 from rollweave.weights.views import Part, StoredTensors, View
 
@@ -80,6 +85,7 @@ class TransformersModel(nn.Module):
         self.stored = stored
         self.vocab = int(causal.get_output_embeddings().weight.shape[0])
         self._replay = Replay(causal)
+        self.division = Division()
 
     def forward(
         self, packed: Packed, temperature: float, reference: Reference | None = None
@@ -291,7 +297,9 @@ def load_transformers_model(
         causal, stored = unloaded.causal, unloaded.stored
         model = TransformersModel(causal, stored, getattr(torch, dtype))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        parts = _parts(stored, shapes, ranks)
+        model.division = divide(causal, ranks)
+        splits = model.division.splits
+        parts = _parts(stored, shapes, splits, ranks)
         if adapters is not None:
             adapters.attach(model, head=causal.get_output_embeddings())
         tied = _shared_parameters(model)
@@ -301,7 +309,7 @@ def load_transformers_model(
             for module, name in others:
                 setattr(module, name, getattr(*first))
         _compute_buffers(causal)
-        _read_weights(model, path, stored, parts)
+        _read_weights(model, path, stored, parts, shapes)
         if adapters is not None:
             adapters.initialize(model, ranks)
     except (ConfigError, WeightsError) as error:
@@ -310,18 +318,20 @@ def load_transformers_model(
     return model
 
 
-def examine(path: Path) -> tuple[StoredTensors, list[str], int | None]:
+def examine(path: Path, *, tensor_parallel: int = 1) -> tuple[StoredTensors, list[str], int | None]:
     """Return how a checkpoint stores the model that the trainer would train, its tensors
     that text does not use, and the number of experts whose choice can be replayed, without
     reading its weights.
 
-    Raises `TrainerError`, which names the unsupported part.
+    Raises `TrainerError`, which names the unsupported part, and ConfigError for a model
+    whose layers `tensor_parallel` ranks cannot divide.
     """
     try:
         unloaded = _Unloaded(path)
         unused = unloaded.unused() if unloaded.sees else []
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
+    styles_of(unloaded.causal, tensor_parallel)
     routers = routers_of(unloaded.causal).values()
     return unloaded.stored, unused, next(map(experts_of, routers), None)
 
@@ -511,16 +521,24 @@ def _check(
 
 
 def _parts(
-    stored: StoredTensors, shapes: Mapping[str, Sequence[int]], ranks: RankGroup
+    stored: StoredTensors,
+    shapes: Mapping[str, Sequence[int]],
+    splits: Mapping[str, Split],
+    ranks: RankGroup,
 ) -> dict[str, Part]:
-    """Return this rank's part of each stored tensor. Raises `WeightsError` if a tensor
-    cannot be divided among the ranks.
+    """Return the part of each stored tensor that this rank reads: all columns, if its
+    tensor group divides them. Raises `WeightsError` if a tensor cannot be divided among
+    the ranks.
     """
     parts = {}
     for name, view in stored.views.items():
-        shape = shapes[view.parameter]
-        rows = own_rows(shape[0], ranks) if shape else slice(0, 1)
-        parts[name] = view.part(shape, rows)
+        shape, split = shapes[view.parameter], splits.get(view.parameter)
+        count = shape[0] if shape else 1
+        if split is None or split.dim > 0:
+            parts[name] = view.part(shape, own_rows(count, ranks))
+        else:
+            parts[name] = view.part(shape, saved_rows(count, ranks, split=split))
+        view.part(shape, published_rows(count, ranks, split=split))
     return parts
 
 
@@ -568,11 +586,13 @@ def _read_weights(
     path: Path,
     stored: StoredTensors,
     parts: Mapping[str, Part],
+    shapes: Mapping[str, Sequence[int]],
 ) -> None:
-    """Read this rank's rows of the checkpoint."""
+    """Read this rank's rows of the checkpoint, of parameters with these full shapes."""
     parameters = {name: local_tensor(value) for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())
     rows = {name: part.rows for name, part in parts.items() if part.rows.start < part.rows.stop}
+    whole = _WholeRows(model, shapes, (stored.views[name].parameter for name in rows))
     for name, shape in read_sizes(path).items():
         if name in stored.constants:
             rows[name] = slice(0, shape[0] if shape else 1)
@@ -581,7 +601,47 @@ def _read_weights(
             buffers[stored.constants[name]].copy_(tensor)
         else:
             view = stored.views[name]
-            parts[name].of(view, parameters[view.parameter]).copy_(tensor)
+            shard = whole.of(view.parameter)
+            if shard is None:
+                shard = parameters[view.parameter]
+            parts[name].of(view, shard).copy_(tensor)
+            whole.read(view.parameter, parameters[view.parameter])
+
+
+class _WholeRows:
+    """This rank's rows of parameters whose columns its tensor group divides, from the
+    first to the last stored tensor of each. `stored` has the parameter of every one.
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        shapes: Mapping[str, Sequence[int]],
+        stored: Iterable[str],
+    ) -> None:
+        self._division = model.division
+        self._shapes = shapes
+        self._missing = collections.Counter(stored)
+        self._rows: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """Return space for the rows of a parameter; None if it is not divided so."""
+        split = self._division.splits.get(name)
+        if split is None or split.dim == 0:
+            return None
+        if name not in self._rows:
+            count, *others = self._shapes[name]
+            rows = own_rows(count, self._division.ranks)
+            self._rows[name] = torch.empty(rows.stop - rows.start, *others)
+        return self._rows[name]
+
+    def read(self, name: str, own: torch.Tensor) -> None:
+        """Note that a stored tensor was read. After the last one of a parameter, copy
+        this rank's columns to `own`.
+        """
+        self._missing[name] -= 1
+        if not self._missing[name] and name in self._rows:
+            own.copy_(self._division.splits[name].take(self._rows.pop(name), self._division.ranks))
 
 
 # Verification
@@ -618,3 +678,16 @@ def _probe(model: TransformersModel) -> None:
             f"{name} is not supported: packing several sequences changes its log-probs "
             f"(by {gap:.2g}), so some of its layers see more than attention shows them"
         )
+    if model.division.splits:
+        _probe_gradients(model, pack(examples).to(device))
+
+
+def _probe_gradients(model: TransformersModel, packed: Packed) -> None:
+    """Compare gradients in a tensor group. Raises `TrainerError` if they differ."""
+    try:
+        with torch.enable_grad():
+            model(packed, 1.0).logprobs.sum().backward()
+        check_gradients(model)
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None

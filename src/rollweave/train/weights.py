@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.distributed import RankGroup, host_copy, local_tensor, placed_like
+from rollweave.train.distributed import (
+    RankGroup,
+    from_rows,
+    host_copy,
+    is_sharded,
+    local_tensor,
+    placed_like,
+)
+from rollweave.train.tensor_parallel import division_of
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -52,8 +60,9 @@ def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]
     """Return copies of the trained parameters (of this rank's shards) by transformers' names, on
     the CPU; a tied head appears once, as the embedding.
     """
+    splits = division_of(model).splits
     return {
-        name: host_copy(parameter, ranks, like=parameter)
+        name: host_copy(parameter, ranks, like=parameter, split=splits.get(name))
         for name, parameter in trained_parameters(model).items()
     }
 
@@ -69,11 +78,24 @@ def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
         raise TrainerError(
             f"weights of another model: {sorted(tensors.keys() ^ parameters.keys())[:3]} differ"
         )
+    division = division_of(model)
     for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
+        if tensors[name].shape != division.shape(name, parameter):
             raise TrainerError(
-                f"weight {name} must have shape {tuple(parameter.shape)}, got "
+                f"weight {name} must have shape {tuple(division.shape(name, parameter))}, got "
                 f"{tuple(tensors[name].shape)}"
             )
     for name, parameter in parameters.items():
-        local_tensor(parameter).copy_(local_tensor(placed_like(tensors[name], parameter)))
+        value = own_part(model, name, tensors[name])
+        local_tensor(parameter).copy_(local_tensor(placed_like(value, parameter)))
+
+
+def own_part(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a value of a parameter, such as its weights, of which
+    it has saved rows.
+    """
+    division = division_of(model)
+    split = division.splits.get(name)
+    if split is None or not is_sharded(value):
+        return value
+    return from_rows(local_tensor(value), value.shape[0], split, division.ranks)

@@ -226,6 +226,28 @@ def test_shards_hold_the_whole_model_and_little_more(shape: ModelShape, ranks: i
     assert all(("gathered layers" in shard) == (ranks > 1) for shard in shards)
 
 
+@given(shape=shapes, groups=st.integers(1, 4), size=st.integers(2, 4))
+def test_a_tensor_group_divides_the_matrices_of_the_layers(
+    shape: ModelShape, groups: int, size: int
+) -> None:
+    with torch.device("meta"):
+        model = Model(shape, torch.float32)
+    matrices = sum(
+        parameter.numel() for parameter in model.model.layers.parameters() if parameter.dim() > 1
+    )
+    run = config(
+        f"trainer.ranks={groups * size}",
+        f"trainer.tensor_parallel={size}",
+        "model.implementation=transformers",
+    )
+    of_rank, whole = sizes(rank_parts(run, shape, rank=0)), rank_parts(config(), shape, rank=0)
+    expected = matrices / size + numel(model) - matrices
+    for what, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
+        found = of_rank[what] / (copies * MASTER_BYTES)
+        assert 0 <= found - expected / groups < 2
+    assert of_rank["activations"] <= sizes(whole)["activations"]
+
+
 def kept_for_backward(shape: ModelShape, dtype: torch.dtype, lengths: list[int]) -> int:
     """Return the bytes of all memory that autograd keeps, except for parameters."""
     torch.manual_seed(0)

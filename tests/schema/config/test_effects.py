@@ -186,6 +186,7 @@ USED = [
     ["trainer.save_memory=['optimizer']"],
     ["model.device=cuda", "ablation.without=['cuda_graphs']"],
     ["model.device=cpu", "trainer.save_memory=['activations']"],
+    ["trainer.ranks=4", "trainer.tensor_parallel=2", "model.implementation=transformers"],
     ["rollout.mode=sync", "trainer.colocated=true"],
 ]
 DEFAULTS = ["rollout.mode=sync", "rollout.alpha=1", "eval.episodes=64", "tasks.0.weight=1"]
@@ -246,6 +247,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
+    of_clusters += ("trainer.tensor_parallel",)
     of_clusters += ("lora.", "critic.", "sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     of_clusters += ("engines.kind", "engines.python", "engines.args", "engines.address")
     of_clusters += ("engines.token_",)

@@ -117,10 +117,13 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
 def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]:
     """Return the uses of memory by one rank of the trainer."""
     trainer = config.trainer
-    model, shard = (
-        -(-count // trainer.ranks) * MASTER_BYTES
-        for count in (parameters(shape), trained_parameters(config, shape))
-    )
+    if trainer.tensor_parallel > 1:
+        model = shard = _divided(shape, trainer.ranks, trainer.tensor_parallel) * MASTER_BYTES
+    else:
+        model, shard = (
+            -(-count // trainer.ranks) * MASTER_BYTES
+            for count in (parameters(shape), trained_parameters(config, shape))
+        )
     if config.lora is not None:
         model += shard
     offloaded = "optimizer" in trainer.save_memory
@@ -151,7 +154,11 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
         parts.append(Part(what="copy of the state", nbytes=3 * shard, knob="trainer.minibatches"))
     if trainer.ranks > 1:
         parts.append(
-            Part(what="gathered layers", nbytes=gathered_layers(shape), knob="trainer.ranks")
+            Part(
+                what="gathered layers",
+                nbytes=gathered_layers(shape, tensor_parallel=trainer.tensor_parallel),
+                knob="trainer.ranks",
+            )
         )
     parts.append(
         Part(
@@ -166,6 +173,19 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     if trainer.colocated:
         parts = list(_rank_in_turn(parts, on_gpu=on_gpu))
     return [*parts, *_process(config, knob="trainer.ranks")]
+
+
+def _divided(shape: ModelShape, ranks: int, tensor_parallel: int) -> int:
+    """Return the number of weights of a rank in a tensor group, which divides the matrices
+    of the layers. All else is divided over the data group alone.
+    """
+    layered = sum(
+        _size(dimensions)
+        for name, dimensions in shape.tensors().items()
+        if ".layers." in name and len(dimensions) > 1
+    )
+    own = -(-layered // tensor_parallel) + parameters(shape) - layered
+    return -(-own // (ranks // tensor_parallel))
 
 
 def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
@@ -258,6 +278,13 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     """
     longest = max(task.max_tokens for task in config.tasks)
     on_cpu = config.model.device != "cuda"
+    divided = config.trainer.tensor_parallel
+    shape = dataclasses.replace(
+        shape,
+        heads=-(-shape.heads // divided),
+        kv_heads=-(-shape.kv_heads // divided),
+        ffn=-(-shape.ffn // divided),
+    )
     micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
     tokens = min(max(micro, longest), batch_tokens(config))
     width = NUMBER_BYTES[config.model.dtype]
@@ -310,14 +337,16 @@ def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     return tokens * layers * config.lora.rank * NUMBER_BYTES[config.model.dtype]
 
 
-def gathered_layers(shape: ModelShape) -> int:
-    """Return the bytes of the weights and gradients that a rank has in full at a time:
-    those of one layer, the weights of the next, and those outside of the layers.
+def gathered_layers(shape: ModelShape, *, tensor_parallel: int = 1) -> int:
+    """Return the bytes of the weights and gradients that a rank has of whole layers at a
+    time: those of one layer, the weights of the next, and those outside of the layers.
+    Of the layers' matrices it has its part in its tensor group.
     """
+    layer = [dims for name, dims in shape.tensors().items() if ".layers.0." in name]
+    outside = parameters(shape) - shape.layers * sum(map(_size, layer))
     within = sum(
-        _size(dimensions) for name, dimensions in shape.tensors().items() if ".layers.0." in name
+        -(-_size(dims) // tensor_parallel) if len(dims) > 1 else _size(dims) for dims in layer
     )
-    outside = parameters(shape) - shape.layers * within
     return (3 * within + 2 * outside) * MASTER_BYTES
 
 

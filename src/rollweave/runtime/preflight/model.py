@@ -269,15 +269,30 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
     name = "model.implementation"
     if missing_from("transformers"):
         return fail(name, f"transformers is not installed ({how_to_install('transformers')})")
+    divided = config.trainer.tensor_parallel
     if config.model.path is None or elsewhere:
+        if config.model.path is None and shape is not None:
+            for what, count in (
+                ("heads", shape.heads),
+                ("pairs of keys and values", shape.kv_heads),
+            ):
+                if count % divided:
+                    return fail(
+                        "trainer.tensor_parallel",
+                        f"must divide the {what} of the model from scratch ({count}), "
+                        f"got {divided}",
+                    )
         return ok(name, "transformers")
     # it takes seconds to import
     from rollweave.train.transformers_model import examine
 
     try:
-        stored, unused, experts = examine(Path(config.model.path))
+        stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divided)
     except TrainerError as error:
         return fail(name, str(error))
+    except ConfigError as error:
+        field, _, rule = str(error).partition(" ")
+        return fail(field, rule)
     if config.algorithm.routing_replay and experts is None:
         return _WITHOUT_EXPERTS
     for layer in _layers_with_adapters(config, shape):

@@ -237,6 +237,8 @@ class RunConfig(Section):
                 raise ValueError(f"{section}.group_size must be at least 2 for {which}, got {size}")
         self._check_teacher()
         self._check_kl_direction()
+        if self.trainer.tensor_parallel > 1:
+            self._check_tensor_parallel(self.trainer.tensor_parallel)
         engines = (
             self.allocation.budget
             if self.allocation is not None
@@ -542,6 +544,24 @@ class RunConfig(Section):
             )
         if lora.path is not None and self.model.scratch is not None:
             raise ValueError(f"lora.path must be left out with [model.scratch], got {lora.path!r}")
+
+    def _check_tensor_parallel(self, size: int) -> None:
+        """Check that the trainer's ranks can divide the layers of the model."""
+        field = "trainer.tensor_parallel must"
+        if self.trainer.ranks % size:
+            raise ValueError(f"{field} divide trainer.ranks ({self.trainer.ranks}), got {size}")
+        if self.model.implementation != "transformers":
+            raise ValueError(
+                f"{field} be 1 unless model.implementation is transformers, whose models have the "
+                f"plan, got {size} with {self.model.implementation or 'none'}"
+            )
+        if self.lora is not None:
+            raise ValueError(f"{field} be 1 with lora, whose adapters are not divided, got {size}")
+        if self.has_critic:
+            raise ValueError(
+                f"{field} be 1 with the estimators gae and gae_turn, whose critic is not divided, "
+                f"got {size}"
+            )
 
     def _check_colocated(self) -> None:
         """Check that engines and trainer can take turns on the same devices."""

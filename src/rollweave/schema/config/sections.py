@@ -523,6 +523,11 @@ class TrainerConfig(Section):
     ranks: PositiveInt = Field(
         1, description="Trainer processes (FSDP2 over gloo or NCCL beyond one)."
     )
+    tensor_parallel: PositiveInt = Field(
+        1,
+        description="Consecutive ranks that compute the same rows together and divide the layers, "
+        "by the model's own plan (implementation transformers); FSDP2 shards over the others.",
+    )
     pool: str | None = Field(
         None, description="Pool of hosts on which the trainer's ranks run; any host if unset."
     )
