@@ -303,7 +303,7 @@ def test_ranks_match_one(tmp_path: Path, name: str) -> None:
     """With three ranks, a layer's four experts are divided unevenly."""
     path = build(name, tmp_path / "m")
     alone = run(path, tmp_path / "alone")
-    run_ranks(3, "rank_worker", tmp_path / "three", path)
+    run_ranks(3, "rank_worker", tmp_path / "three", path, "decoupled")
     for rank in range(3):
         of_rank = load_file(tmp_path / "three" / f"rank{rank}.safetensors")
         assert of_rank.keys() == alone.keys()
