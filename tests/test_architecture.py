@@ -4,6 +4,8 @@ a circle, and functions stay short.
 
 import ast
 import graphlib
+import re
+import runpy
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -66,6 +68,19 @@ def test_packages_import_downward(graph: grimp.ImportGraph) -> None:
         if above != below and above in depth and below in depth and depth[above] <= depth[below]
     ]
     assert upward == []
+
+
+def test_the_figure_of_the_packages_shows_all_their_imports() -> None:
+    """Widths of lines are not compared: they change with every new import."""
+    figures = ROOT / "docs" / "figures"
+    script = runpy.run_path(str(figures / "packages.py"))
+    drawn = script["drawn"](script["imports_between"](ROOT / "src"))
+    committed = (figures / "packages.svg").read_text(encoding="utf-8")
+    assert without_widths(committed) == without_widths(drawn), "`make figures` draws it anew"
+
+
+def without_widths(figure: str) -> str:
+    return re.sub(r'stroke-width="[0-9.]+"', "", figure)
 
 
 def package(module: str) -> str:

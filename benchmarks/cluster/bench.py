@@ -28,12 +28,12 @@ from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 
 RESOURCES = ({"training": 1}, {"generation": 1}, {"generation": 1})
-"""What each host offers beside a CPU."""
+"""Resources that each host offers beside a CPU."""
 
 HOSTS = len(RESOURCES)
 
 ENGINES = 2
-"""As many as there are hosts for engines."""
+"""Number of engines: one per host for engines."""
 
 POOLS = (
     'pools.training={resource="training", fallback=["generation"]}',

@@ -1,7 +1,7 @@
 """Hosts of a run on this machine: network namespaces whose links have a limited speed,
 and everything that may happen to a host.
 
-Invariants: as of `benchmarks/network.py`; in the end every process on every host is
+Invariants: those of `benchmarks/network.py`; in the end every process on every host is
 killed.
 """
 
@@ -33,7 +33,7 @@ PREFIX = "rollweave-net-"
 """Prefix of the folder for temporary files: short, as Ray's sockets have long names."""
 
 CACHE = "torchinductor"
-"""In the name of torch's cache, which it keeps for later processes."""
+"""Substring of the name of torch's cache, which it keeps for later processes."""
 
 AnyHosts = TypeVar("AnyHosts", bound="Hosts")
 
@@ -72,7 +72,7 @@ class Hosts:
 
     @property
     def why_not(self) -> str:
-        """Why there are no hosts; empty if there are."""
+        """Return why there are no hosts; "" if there are."""
         return self._network.why_not
 
     @property

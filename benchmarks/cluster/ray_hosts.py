@@ -1,7 +1,7 @@
 """Hosts that are nodes of a real Ray cluster, whose head is on the controllers' host.
 
-Invariants: as of `benchmarks/cluster/hosts.py`; another Ray cluster on this machine is
-not touched, as Ray's files and processes are those of these hosts alone; the processes
+Invariants: those of `benchmarks/cluster/hosts.py`; another Ray cluster on this machine
+is not touched, as Ray's files and processes are those of these hosts alone; the processes
 of a node end with its `ray start`, and that with the thread that started it. (If this
 process is killed, two helpers of each node end only when Ray's head has not answered
 them for a minute.)
@@ -40,8 +40,8 @@ ENVIRONMENT = {
 RAY = Path(sys.executable).parent / "ray"
 
 FOLDER = "ray"
-"""Where the head keeps its files among the temporary ones, and where programs on its host
-look for them; the beginning of the names of all of Ray's files there.
+"""Folder of the head's files among the temporary ones, in which programs on its host look
+for them; the beginning of the names of all of Ray's files there.
 """
 
 AGENT = "ray::AgentActor"

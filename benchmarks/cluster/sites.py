@@ -44,7 +44,7 @@ VARIANTS = ("free", "no_site", "site", "changes")
 """`free` has no limited link; `no_site` and `site` send whole versions."""
 
 MEASURED = ("crossed_mb", "arrived_s", "step_s", "stopped_s")
-"""What is measured of each variant."""
+"""Figures that are measured of each variant."""
 
 FIGURES = (
     "version_mb",

@@ -62,7 +62,7 @@ class RunUnderTest:
         self.config = config
         self.run = RunDir((Path(config.run.dir) / config.run.name).absolute())
         self.env: dict[str, str] = {}
-        """What its controllers have in their environment beyond ours."""
+        """Environment variables that its controllers have beyond ours."""
         self.leftovers = 0
         """Processes that outlived their controller."""
         self._config_file = self.run.path.with_suffix(".toml")

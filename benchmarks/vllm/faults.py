@@ -34,7 +34,7 @@ from rollweave.schema.events import (
 )
 
 MAPPED = "/memfd:weights-"
-"""How the table of memory of a process names a published version."""
+"""Name by which a process's memory map lists a published version."""
 
 POLL_S = 0.002
 """Seconds between two looks at the memory of a server: an update takes tens of

@@ -39,8 +39,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
 
 def train(*arguments: str, sample: str = "fifo", evict: str = "age") -> tuple[int, str, list[str]]:
     decoupled = ("--mode", "decoupled", "--set", "run.steps=3", "--set", "run.checkpoint_every=1")
-    knobs = ("--set", f"buffer.sample={sample}", "--set", f"buffer.evict={evict}")
-    return invoke("train", "small.toml", *decoupled, *knobs, *arguments)
+    settings = ("--set", f"buffer.sample={sample}", "--set", f"buffer.evict={evict}")
+    return invoke("train", "small.toml", *decoupled, *settings, *arguments)
 
 
 RIGHT = """
@@ -86,7 +86,7 @@ def test_the_function_of_the_documentation_works(written: Written) -> None:
 
 
 @pytest.mark.parametrize("dry", [True, False])
-@pytest.mark.parametrize("knob", ["sample", "evict"])
+@pytest.mark.parametrize("setting", ["sample", "evict"])
 @pytest.mark.parametrize(
     ("code", "function", "words"),
     [
@@ -113,14 +113,14 @@ def test_refuses_invalid_functions_before_the_run(
     code: str | None,
     function: str,
     words: str,
-    knob: str,
+    setting: str,
     dry: bool,
 ) -> None:
     name = function if code is None else f"{written(code)}:{function}"
-    exit_code, _, errors = train(*(["--dry-run"] if dry else []), **{knob: name})
+    exit_code, _, errors = train(*(["--dry-run"] if dry else []), **{setting: name})
     assert exit_code == 2
     (error,) = errors
-    assert error.startswith(f"error: buffer.{knob}: function '{name}'")
+    assert error.startswith(f"error: buffer.{setting}: function '{name}'")
     assert words in error
     assert not (tmp_path / "runs").exists()
 

@@ -32,7 +32,7 @@ def test_a_stranger_comes_after_all_residents() -> None:
 
 
 @pytest.mark.parametrize("exempt", ["unpredicted", "overdue", "slow tools"])
-def test_kv_holds_no_one_back_who_is(exempt: str) -> None:
+def test_kv_does_not_hold_back_a_trajectory_that_is(exempt: str) -> None:
     run = running(10, 10, 10, engine=E0)
     last = members(run)[-1]
     match exempt:

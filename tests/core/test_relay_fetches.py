@@ -147,7 +147,7 @@ def test_a_fetch_under_way_is_left_alone() -> None:
     assert (asked(run), relay.fetch) == ([], before), "it cannot act"
 
 
-def test_a_fetch_from_a_suspected_source_goes_on_from_another_if_there_is_one() -> None:
+def test_a_fetch_from_a_suspected_source_continues_from_another_if_one_exists() -> None:
     run, relay = fetching()
     run.state.relays["r0"].suspected_since = 8.0
     run.state.relays["r2"].versions = [20]

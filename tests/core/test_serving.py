@@ -39,10 +39,12 @@ class Service(World):
         seed: int = 0,
         submitted: int = 20,
         cancels: float = 0.0,
-        **knobs: float,
+        **settings: float,
     ) -> None:
         rollout = {"scheduling": scheduling, "max_running": 8}
-        super().__init__(config("sync", rollout=rollout, watchdog={"restarts": 100}), seed, **knobs)
+        super().__init__(
+            config("sync", rollout=rollout, watchdog={"restarts": 100}), seed, **settings
+        )
         self.delivered: dict[str, list[c.Deliver]] = {}
         self.acknowledged: set[str] = set()
         self.acknowledges = True

@@ -189,7 +189,7 @@ STEPS: tuple[Callable[[Run], None], ...] = (
     dispatching.dispatch,
     ending.advance,
 )
-"""What an event may make possible, in the order in which one thing enables the next."""
+"""Steps that an event may make possible, in the order in which one enables the next."""
 
 
 def _use_what_is_possible(run: Run) -> None:

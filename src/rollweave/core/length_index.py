@@ -62,9 +62,9 @@ class LengthIndex:
     def __init__(
         self, *, by_level: bool, pool_of: Callable[[Trajectory], str] = lambda _: ""
     ) -> None:
-        """With `by_level` longer trajectories claim the KV cache first (priority
-        longest_first), otherwise earlier ones. `pool_of` returns the pool that a
-        trajectory prefers, "" for any engine.
+        """Create an empty index. With `by_level` longer trajectories claim the KV cache
+        first (priority longest_first), otherwise earlier ones. `pool_of` returns the pool
+        that a trajectory prefers, "" for any engine.
         """
         self._by_level, self._pool_of = by_level, pool_of
         self.keys: dict[str, list[Key]] = {}  # by pool

@@ -64,8 +64,9 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
 
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
-    """The engine for the trajectory's rank; with migration by gain also the least
-    loaded one, if the former does not pay and this one does. The source moves KV.
+    """Return the engine for the trajectory's rank; with migration by gain also the least
+    loaded one, if the former does not pay and this one does. The source must be able to
+    move KV.
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":

@@ -34,7 +34,7 @@ class SharedPacing:
         return acceptable(version, run.next_version(), run.mode.window)
 
     def room(self, run: Run) -> int:
-        """As many groups as the mode's window and the spare groups allow."""
+        """Return as many groups as the mode's window and the spare groups allow."""
         state, rollout, version = run.state, run.config.rollout, run.serving_version()
         assert run.mode.window is not None, "only mode decoupled has no window"
         assert version is not None, "a mode that admits training has weights"
@@ -140,7 +140,7 @@ class IndependentPacing:
         return True
 
     def room(self, run: Run) -> int:
-        """As many groups as fill the free capacity of engines and buffer."""
+        """Return as many groups as fill the free capacity of engines and buffer."""
         state, rollout = run.state, run.config.rollout
         size = min(run.group_sizes.values())
         drawing = sum(
@@ -198,7 +198,7 @@ class IndependentPacing:
         return weights.newest(run, engine) if wanted is None else wanted
 
     def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
-        """Each engine whose trajectories are over, with the weights wanted of it."""
+        """Yield each engine whose trajectories are over, with the weights wanted of it."""
         if run.state.publication.retained or run.state.publication.checkpointed:
             evaluation.abandon_if_lost(run)
             yield from version_affinity.updates(run)

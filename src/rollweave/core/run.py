@@ -95,8 +95,8 @@ class Pacing(Protocol):
 
 
 class Run:
-    """Handling an event walks over `state`, and appends the commands that follow to
-    `out`.
+    """The context of one event: `state`, which the sub-machines change, and `out`, to
+    which they append commands.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class TurnQueues:
         return None
 
     def waiting(self, state: State, key: QueueKey) -> list[QueuedTurn]:
-        """All turns of this queue."""
+        """Return all turns of this queue."""
         found = [
             (-rank, _find(state, trajectory_id, arrival))
             for rank, _, trajectory_id, arrival in self._heaps.get(key, [])

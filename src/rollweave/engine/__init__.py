@@ -1,1 +1,1 @@
-"""The embedded engine and the clients of every kind of engine."""
+"""The embedded engine, engines that own a vLLM or SGLang server, and the clients of all."""

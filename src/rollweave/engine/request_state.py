@@ -70,7 +70,7 @@ class RequestState:
         self.reported = 0
         """Number of output tokens that were reported by `Progress` or resumed."""
         self.served = False
-        """Whether it has ever had a slot."""
+        """True if it has ever had a slot."""
         self.deadline = math.inf
         """The time on the step clock at which its budget ends, if it keeps its slot."""
         self._queue_s = self._generate_s = 0.0

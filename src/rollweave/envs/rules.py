@@ -13,8 +13,8 @@ from rollweave.schema.errors import ConfigError
 
 def named(config: RunConfig) -> list[tuple[str, str]]:
     """Return the settings that name a function, with its `package.module:function`."""
-    knobs = (("buffer.sample", config.buffer.sample), ("buffer.evict", config.buffer.evict))
-    return [(knob, name) for knob, name in knobs if ":" in name]
+    settings = (("buffer.sample", config.buffer.sample), ("buffer.evict", config.buffer.evict))
+    return [(setting, name) for setting, name in settings if ":" in name]
 
 
 def rule(name: str) -> Rule:
@@ -43,11 +43,11 @@ def rules_of(config: RunConfig) -> dict[str, Rule]:
     """
     rules: dict[str, Rule] = {}
     errors = []
-    for knob, name in named(config):
+    for setting, name in named(config):
         try:
             rules[name] = rule(name)
         except ConfigError as error:
-            errors.append(f"{knob}: {error}")
+            errors.append(f"{setting}: {error}")
     if errors:
         raise ConfigError("\n".join(errors))
     return rules

@@ -1,1 +1,1 @@
-"""Wire frames, whole files and child processes."""
+"""Wire frames, whole files, child processes and HTTP listeners."""

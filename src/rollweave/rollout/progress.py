@@ -26,7 +26,7 @@ class _Turn:
     tokens: int
     reported: int = 0
     pending: bool = False
-    """Whether the turn was present at the report before this one."""
+    """True if the turn was present at the report before this one."""
 
 
 class ProgressReporter:

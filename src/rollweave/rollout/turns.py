@@ -131,7 +131,7 @@ class Turns:
 
     @property
     def known_context(self) -> tuple[int, ...] | None:
-        """All tokens of the attempt that engines are known to have processed.
+        """The tokens of the attempt that engines are known to have processed.
 
         None before the first turn begins.
         """

@@ -239,7 +239,7 @@ class _Start:
                 steps_lost=loss.steps,
                 trajectories_lost=loss.trajectories + loss.missing,
                 seconds_lost=round(loss.seconds, 3),
-                knobs=list(beginning.changes),
+                settings=list(beginning.changes),
             )
             self._progress.phase(f"resuming {loss.describe()}")
             for line in beginning.changes:
@@ -254,7 +254,7 @@ class _Start:
                 f"{beginning.differing} of {beginning.events} replayed events led to other "
                 "commands: the code has changed since"
             )
-            if functions := [f"{knob} ({name})" for knob, name in named(self._config)]:
+            if functions := [f"{setting} ({name})" for setting, name in named(self._config)]:
                 text += (
                     f", or that of {' or '.join(functions)}, which must always return the same "
                     "for the same arguments"

@@ -60,7 +60,7 @@ class Beginning:
     identity: Identity
     missing: tuple[TrajectoryId, ...] = ()
     doubts: tuple[Warn, ...] = ()
-    """What is missing or was changed in the directory, without preventing the run."""
+    """Warnings of what is missing or was changed in the directory, without preventing the run."""
     events: int = 0
     differing: int = 0
     changes: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     run: tuple[str, ...] = ()
     """Commands, each of which runs in a sandbox over the image as built so far."""
     network: bool = False
-    """Whether the commands have the host's network."""
+    """True if the commands have the host's network."""
     lock: str | None = None
     """The lock file that mode `lock` compares."""
 

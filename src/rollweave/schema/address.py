@@ -33,8 +33,8 @@ METADATA = tuple(
         "168.63.129.16",
     )
 )
-"""Where clouds offer a machine its credentials: link-local addresses and AWS, Google,
-Alibaba and Azure in this order.
+"""Addresses at which clouds offer a machine its credentials: link-local addresses and
+AWS, Google, Alibaba and Azure in this order.
 """
 
 _NETLOC = re.compile(

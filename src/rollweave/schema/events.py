@@ -260,8 +260,8 @@ class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class PredictionReady(TaggedStruct, frozen=True, kw_only=True):
-    """As seen before turn `turn`, the attempt will sample about `remaining_tokens` more
-    tokens.
+    """The predictor expects the attempt to sample about `remaining_tokens` more tokens, as
+    seen before turn `turn`.
     """
 
     trajectory_id: TrajectoryId

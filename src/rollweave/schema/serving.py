@@ -330,8 +330,8 @@ class Load(TaggedStruct, frozen=True, kw_only=True):
 
 
 class LoadCheckpoint(TaggedStruct, frozen=True, kw_only=True):
-    """Like `Load`, with the weights of the trainer's checkpoint of step `version` in
-    `directory`, cast to `dtype` as they were published.
+    """Load the weights of the trainer's checkpoint of step `version` in `directory`, cast
+    to `dtype` as they were published. Answered as `Load` is.
     """
 
     version: int

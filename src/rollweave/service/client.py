@@ -125,8 +125,8 @@ class RolloutClient:
     """
 
     def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
-        """Each address is that of a service, or the directory of a service on this
-        host, which contains its address and token.
+        """Create a client. Each address is that of a service, or the directory of a
+        service on this host, which contains its address and token.
 
         `token` is for services whose directory is not given. Raises ValueError without
         an address, or for an invalid one.

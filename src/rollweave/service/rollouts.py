@@ -91,7 +91,7 @@ class RolloutManager:
         self._submitting = 0
         self._cancelling: set[str] = set()
         self.ended = False
-        """Whether no further rollout will complete."""
+        """True if no further rollout will complete."""
 
     def drop_unreadable(self) -> Iterator[tuple[str, str]]:
         """Drop requests that cannot be read; yield the id of each, with the reason.

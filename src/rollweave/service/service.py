@@ -92,7 +92,7 @@ class Service:
 
     @property
     def closed(self) -> bool:
-        """Whether the service refuses new requests."""
+        """True if the service refuses new requests."""
         return self._world.closed
 
     @property

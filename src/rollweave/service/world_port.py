@@ -13,7 +13,7 @@ class WorldPort:
     def __init__(self) -> None:
         self.world: ServiceWorld | None = None
         self.closed = False
-        """Whether the service refuses new requests."""
+        """True if the service refuses new requests."""
 
     @property
     def state(self) -> State:

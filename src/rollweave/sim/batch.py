@@ -39,7 +39,7 @@ class Batch:
         self.context = 0
         """Tokens of all decoding turns, including those computed next."""
         self.prompt_pending = False
-        """Whether a turn waits while its group's prompt is computed.
+        """True if a turn waits while its group's prompt is computed.
 
         Every step may then change the running turns.
         """

@@ -9,7 +9,7 @@ from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
 from rollweave.schema.config.sections import Section
 
 ALL = ()
-"""All fields of a section."""
+"""Stands for all fields of a section."""
 
 IGNORED: dict[str, tuple[str, ...]] = {
     "run": ("sinks",),

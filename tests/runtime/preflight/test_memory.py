@@ -98,8 +98,8 @@ def test_what_saves_the_trainers_memory() -> None:
 def test_a_reference_and_a_copy_to_undo_a_batch_need_memory_only_if_used() -> None:
     assert not {"reference", "copy of the state"} & set(rank())
     assert rank("algorithm.kl=0.1")["reference"] == 2 * rank()["weights"]
-    for knob in ("epochs", "minibatches"):
-        assert rank(f"trainer.{knob}=2")["copy of the state"] == 3 * rank()["weights"]
+    for setting in ("epochs", "minibatches"):
+        assert rank(f"trainer.{setting}=2")["copy of the state"] == 3 * rank()["weights"]
 
 
 def test_adapters_have_gradients_and_moments_and_the_model_has_none() -> None:

@@ -42,7 +42,7 @@ class Mode(Struct, frozen=True, kw_only=True):
 
     @property
     def independent_updates(self) -> bool:
-        """Whether each engine takes weights by itself, and a trajectory stays on engines
+        """True if each engine takes weights by itself, and a trajectory stays on engines
         that have the weights it started with.
         """
         return self.update is Update.INDEPENDENT

@@ -21,33 +21,33 @@ class Scheduling(Struct, frozen=True, kw_only=True):
 
     @property
     def predicts(self) -> bool:
-        """Whether a policy needs predicted lengths."""
+        """True if a policy needs predicted lengths."""
         return self.priority == "longest_first" or self.by_rank
 
     @property
     def preempts(self) -> bool:
-        """Whether a pending turn takes the slot of an active one of lower rank (Heddle
+        """True if a pending turn takes the slot of an active one of lower rank (Heddle
         Alg. 1; Autellix).
         """
         return self.priority in ("longest_first", "shortest_first")
 
     @property
     def by_rank(self) -> bool:
-        """Whether engines own shares of the trajectories sorted by length, planned by
+        """True if engines own shares of the trajectories sorted by length, planned by
         their work, or by eq. 2 (presorted).
         """
         return self.placement in PARTITIONS
 
     @property
     def assigns(self) -> bool:
-        """Whether a trajectory is bound to an engine, for which its turns wait even if
+        """True if a trajectory is bound to an engine, for which its turns wait even if
         another one is free.
         """
         return self.placement == "pinned" or self.by_rank
 
     @property
     def reserves_kv(self) -> bool:
-        """Whether an engine reserves its KV cache for its own trajectories in the order
+        """True if an engine reserves its KV cache for its own trajectories in the order
         of their ranks, which must not change often.
         """
         return self.by_rank and self.priority in ("fcfs", "longest_first")

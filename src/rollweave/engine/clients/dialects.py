@@ -75,11 +75,11 @@ class Dialect(Protocol):
     ready_path: str
     stats_path: str
     keeps_time: bool
-    """Whether the server ends a request itself when its `budget_s` is used up, and
+    """True if the server ends a request itself when its `budget_s` is used up, and
     reports how long it took.
     """
     resumes: bool
-    """Whether the server resumes a turn; the resumed tokens are then part of its
+    """True if the server resumes a turn; the resumed tokens are then part of its
     answer.
     """
 

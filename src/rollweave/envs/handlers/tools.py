@@ -26,7 +26,7 @@ with from_extra("tools"):
     from referencing import Registry
 
 CallStyle = Literal["native", "text"]
-"""How the agent calls tools: as its chat template says, or in fenced blocks, for models
+"""Style in which the agent calls tools: as its chat template says, or in fenced blocks, for models
 whose template shows no tools.
 """
 

@@ -203,7 +203,7 @@ class ChatCodec:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template shows the agent its tools."""
+        """True if the chat template shows the agent its tools."""
         tool = json.dumps(
             {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
         )

@@ -1,1 +1,3 @@
-"""Entry points of the child processes: engine, trainer rank, relay and predictor."""
+"""Entry points of all child processes: engines, trainer ranks, relays, rollout workers,
+roles, the predictor, agents and Ray's launcher.
+"""

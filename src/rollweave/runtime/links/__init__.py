@@ -1,1 +1,1 @@
-"""Connections from the controller to its trainer ranks and relays."""
+"""Connections from the controller to its trainer ranks, relays and rollout workers."""

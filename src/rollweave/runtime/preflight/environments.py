@@ -134,13 +134,13 @@ def examine_domain(
 
 def examine_rules(config: RunConfig) -> Iterator[Check]:
     """Check the functions that `[buffer]` names."""
-    for knob, name in named(config):
+    for setting, name in named(config):
         try:
             rule(name)
         except ConfigError as error:
-            yield fail(knob, str(error))
+            yield fail(setting, str(error))
         else:
-            yield ok(knob, f"function {name}")
+            yield ok(setting, f"function {name}")
 
 
 def declared_by(config: RunConfig) -> Declared:

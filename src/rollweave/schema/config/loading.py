@@ -123,7 +123,9 @@ def load_hosts(path: Path) -> dict[str, Resources]:
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """Like `load`, from text; `name` stands for the file in errors."""
+    """Read a configuration as `load` does, from text; `name` stands for the file in
+    errors.
+    """
     data = _parse(text, name)
     touched = [_override(data, override) for override in overrides]
     config = validated(RunConfig, data, name, touched)

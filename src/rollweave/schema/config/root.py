@@ -1,7 +1,7 @@
 """The user's configuration: one TOML file, read into `RunConfig`. Unknown keys and
 broken rules are errors.
 
-Every knob has a sentence in `sections.py`. `schema/config/loading.py` reads files and
+Every setting has a sentence in `sections.py`. `schema/config/loading.py` reads files and
 overrides into a `RunConfig`.
 """
 
@@ -77,10 +77,10 @@ class RunConfig(Section):
     faults: dict[Fault, NotNegative] = Field(
         default_factory=dict,
         description="Failures injected into real environments, for tests and benches; none in a "
-        "simulation. Shares of calls: env_error raise, env_hang never return, env_garbage return "
-        "something other than an observation; reward_error: of rewards, raise. latency_s is the "
-        "median of a log-normal latency added to each step, latency_sigma the sigma of its "
-        "logarithm (1 if missing).",
+        "simulation. Shares of environment calls that raise (env_error), never return (env_hang) "
+        "or return no observation (env_garbage), and of rewards that raise (reward_error). "
+        "latency_s is the median of a log-normal latency added to each step, latency_sigma the "
+        "sigma of its logarithm (1 if missing).",
     )
     watchdog: WatchdogConfig = WatchdogConfig()
     sandbox: SandboxConfig = SandboxConfig()

@@ -1,4 +1,5 @@
-"""The sections of a configuration: every knob is stated once, here, with a sentence.
+"""The sections of a configuration: every setting is stated once, here, with a
+sentence.
 
 `root.py` combines them.
 """

@@ -39,7 +39,7 @@ OVER = {
 """Laminar's average and maximum speedup in Fig. 11 (Laminar §8.1)."""
 
 Curves = Mapping[tuple[str, str], Sequence[Point]]
-"""By system and model: its points in ascending order of GPUs."""
+"""Points by system and model, in ascending order of GPUs."""
 
 
 def efficiency(points: Sequence[Point]) -> float:
