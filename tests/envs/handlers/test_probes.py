@@ -1,8 +1,11 @@
 """Tests without their expected values, and the notes that are compared instead."""
 
+import os
+import select
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -249,6 +252,21 @@ def test_a_test_ends_only_by_returning(last: str) -> None:
     assert isinstance(seen, list)
     assert (seen == ["1", END]) == WAYS[last]
     assert passed({"t": seen}, {"t": ["1", END]}) == {"t": WAYS[last]}
+
+
+def test_notes_written_between_two_looks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test writes its notes and ends just after the pipe was found empty."""
+    wait = select.select
+
+    def empty_until_the_test_has_ended(*descriptors: Any) -> Any:
+        monkeypatch.setattr(select, "select", wait)
+        assert wait(*descriptors[:3], 60.0)[0]
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return [], [], []
+
+    monkeypatch.setattr(select, "select", empty_until_the_test_has_ended)
+    source = "class T(Probe):\n    def test(self):\n        self.note(1)\n"
+    assert run({"m": compile(source, "m", "exec")}, "m.T.test", "/", 60.0) == ["1", END]
 
 
 async def test_the_interpreter_of_probes_imports_nothing_when_it_starts() -> None:

@@ -129,14 +129,18 @@ def run(codes: dict[str, CodeType], test: str, root: str, seconds: float) -> obj
         finally:
             os._exit(1)
     os.close(out)
-    data, alive = b"", True
-    while alive and len(data) <= NOTES_BYTES and time.monotonic() < end:
-        if select.select([source], [], [], 0.02)[0]:
+    data = b""
+    while len(data) <= NOTES_BYTES and time.monotonic() < end:
+        # Asked first: what an ended process has written is then in the pipe, which a
+        # process that the test started may still hold open.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if select.select([source], [], [], 0 if ended else 0.02)[0]:
             part = os.read(source, 1 << 16)
+            if not part:
+                break
             data += part
-            alive = bool(part)
-        else:  # a process that the test started may still hold the pipe open
-            alive = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        elif ended:
+            break
     os.close(source)
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
