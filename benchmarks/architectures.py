@@ -123,7 +123,9 @@ def read(path: Path, **options: Any) -> Any:
 
 
 def _auto(config: Any) -> Any:
-    """Return the class of transformers that builds and reads models of this configuration."""
+    """Return the class of transformers that builds and reads models of this
+    configuration.
+    """
     if hasattr(config, "vision_config"):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM

@@ -263,7 +263,9 @@ def adam(rng: np.random.Generator, weight: Array, steps: int) -> Iterator[Array]
 
 
 def own_update(rate: float, settings: tuple[str, ...]) -> Versions:
-    """Return the last two checkpoints of a run, a step apart, as published in bfloat16."""
+    """Return the last two checkpoints of a run, a step apart, as published in
+    bfloat16.
+    """
     with recorded(
         example(OWN), [*settings, *OWN_ALWAYS, f"trainer.lr={rate}", "run.name=delta"]
     ) as (_, run, _):

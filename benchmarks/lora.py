@@ -1,5 +1,5 @@
-"""Bench `lora`: steps that adapters of several ranks need to learn the fixed lake, and the
-bytes of a published version, beside training all weights.
+"""Bench `lora`: steps that adapters of several ranks need to learn the fixed lake, and
+the bytes of a published version, beside training all weights.
 
 Each run is that of the bench `losses`. The model is made by the same warm-up of all
 weights; with adapters, it stays as it is from then on.

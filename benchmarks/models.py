@@ -253,7 +253,9 @@ def _example(sequence: TokenSequence) -> Example:
 
 
 def _logprobs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob of each token, [T]; 0 for the first, which nothing predicts."""
+    """Return the log-prob of each token, [T]; 0 for the first, which nothing
+    predicts.
+    """
     table = (model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
     return torch.cat([torch.zeros(1), table.gather(1, tokens[1:, None]).squeeze(1)])
 

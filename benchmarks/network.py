@@ -145,8 +145,8 @@ class Network:
         _run("tc", [_discipline(f"h{host}", mbits) for host in chosen])
 
     def limit_sites(self, mbits: float | None) -> None:
-        """Limit the link between the two sites to so many megabits a second up and down;
-        None removes the limit.
+        """Limit the link between the two sites to so many megabits a second up and
+        down; None removes the limit.
         """
         _run("tc", [_discipline(end, mbits) for end in BETWEEN])
 
@@ -240,7 +240,9 @@ def _run(tool: str, lines: list[str]) -> None:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """Return what a program prints. Raises OSError, or CalledProcessError if it fails."""
+    """Return what a program prints. Raises OSError, or CalledProcessError if it
+    fails.
+    """
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 

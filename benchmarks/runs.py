@@ -52,7 +52,9 @@ class MeasuredRun:
         return None if line is None else float(line["at"]) - self.ready_s
 
     def reached_step(self, success: float) -> int | None:
-        """Return the number of trained steps at that evaluation; None if there was none."""
+        """Return the number of trained steps at that evaluation; None if there was
+        none.
+        """
         line = self._reached(success)
         return None if line is None else int(line["step"])
 

@@ -36,8 +36,8 @@ ROLES = {
 
 
 def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
-    """Return NeMo-RL's message log: one message per segment with exactly its tokens, and
-    `generation_logprobs` for sampled ones.
+    """Return NeMo-RL's message log: one message per segment with exactly its tokens,
+    and `generation_logprobs` for sampled ones.
 
     Contents are empty: nothing is rendered to be tokenized again.
     """
@@ -59,8 +59,8 @@ def rollout(
     metrics.
 
     A rollout that failed, or that is not one sequence, has `loss_multiplier` 0 and its
-    group's mean reward: it is not trained on and does not change the baseline. Raises the
-    errors of `Rollouts.run`.
+    group's mean reward: it is not trained on and does not change the baseline. Raises
+    the errors of `Rollouts.run`.
     """
     tasks = [json.dumps(info["rollweave"], sort_keys=True) for info in batch["extra_env_info"]]
     requests = []
@@ -113,8 +113,8 @@ class RollweaveRollouts:
     """Replaces `nemo_rl.algorithms.grpo.run_multi_turn_rollout`."""
 
     def __init__(self, rollouts: Rollouts, *, temperature: float | None = None) -> None:
-        """`temperature` is that of `policy.generation`, by which NeMo-RL divides the logits
-        in training.
+        """`temperature` is that of `policy.generation`, by which NeMo-RL divides the
+        logits in training.
         """
         self._rollouts, self._temperature = rollouts, temperature
 

@@ -58,8 +58,8 @@ sample without a reward.
 def fields_of(
     trajectory: Trajectory, *, prompt_length: int, response_length: int
 ) -> dict[str, Any]:
-    """Return the fields of verl's `AgentLoopOutput`, without `metrics`. Observations have
-    mask 0 and log-prob 0.
+    """Return the fields of verl's `AgentLoopOutput`, without `metrics`. Observations
+    have mask 0 and log-prob 0.
 
     Raises ValueError for a trajectory that is not one sequence with a reward, or whose
     prompt is too long: verl would cut off its beginning, and would then train on a

@@ -24,7 +24,9 @@ register_profiles()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the long tests: if one of them came last, one core would stand idle."""
+    """Begin with the long tests: if one of them came last, one core would stand
+    idle.
+    """
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in STARTING_PROCESSES)
 

@@ -1,10 +1,10 @@
 """Bench `cluster`: two examples trained across three hosts, beside the same runs on one
 host; and how a run continues after the loss of a host.
 
-The hosts are network namespaces with links of limited speed, and share the cores of this
-machine. Each is a node of a real Ray cluster, with a resource for the trainer or one for
-engines, and pools select them by these. The controller and Ray's head are on none of
-them. Runs on one host have as many engines.
+The hosts are network namespaces with links of limited speed, and share the cores of
+this machine. Each is a node of a real Ray cluster, with a resource for the trainer or
+one for engines, and pools select them by these. The controller and Ray's head are on
+none of them. Runs on one host have as many engines.
 
 Root, `ip`, `tc` and Ray are needed; without them, no figure is measured.
 """
@@ -65,8 +65,8 @@ FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """Length of the bench: `pairs` runs of the fixed lake on one host and on all, each of
-    `steps` steps; as many of the long-tailed one as `tails`, of `tail_steps` steps;
+    """Length of the bench: `pairs` runs of the fixed lake on one host and on all, each
+    of `steps` steps; as many of the long-tailed one as `tails`, of `tail_steps` steps;
     `losses` losses of a host in a run that has no other end.
 
     With `steps_after`, the runs of the fixed lake on all hosts lose the trainer's host
@@ -241,8 +241,8 @@ class _Measuring:
         }
 
     def _lose(self, run: ClusterRun, *, after: int, with_trainer: bool) -> int:
-        """Lose a host after so many steps of the run, and wait until training is as far as
-        before; return the host.
+        """Lose a host after so many steps of the run, and wait until training is as far
+        as before; return the host.
         """
         run.wait(lambda: run.reached >= after, PATIENCE_S, f"step {after}")
         victim = self._victim(run, with_trainer=with_trainer)
@@ -282,8 +282,8 @@ class _Measuring:
         return _started(config_of(name, (*self._plan.settings, *settings, *own), hosts), hosts)
 
     def _balance(self, run: ClusterRun, summary: dict[str, Any], *, on_cluster: bool) -> None:
-        """Add up what is lost, how engines of a cluster updated, and what its controller
-        carried.
+        """Add up what is lost, how engines of a cluster updated, and what its
+        controller carried.
         """
         for figure, count in (
             ("lost_trajectories", lost_trajectories(summary["account"])),
@@ -309,8 +309,9 @@ def _started(config: RunConfig, hosts: RayHosts | None) -> Iterator[ClusterRun]:
 
 
 def config_of(name: str, settings: tuple[str, ...], hosts: RayHosts | None) -> RunConfig:
-    """Return the configuration of an example with two engines, on the hosts or, if there are
-    none, on this machine alone, that does not end on success. Raises ConfigError.
+    """Return the configuration of an example with two engines, on the hosts or, if
+    there are none, on this machine alone, that does not end on success. Raises
+    ConfigError.
     """
     engines, cluster = f"engines={{count={ENGINES}, max_slots=16}}", []
     if hosts is not None:

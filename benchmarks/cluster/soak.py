@@ -1,5 +1,5 @@
-"""Bench `cluster_soak`: a run on the three hosts of bench `cluster`, of which one is lost
-every minute and comes back, for 15 minutes.
+"""Bench `cluster_soak`: a run on the three hosts of bench `cluster`, of which one is
+lost every minute and comes back, for 15 minutes.
 
 In turn, a host loses its power, its agent alone is killed, it hangs, or its link is cut
 for 20 seconds. Otherwise it comes back half a minute after its loss; Ray starts another

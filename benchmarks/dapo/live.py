@@ -183,7 +183,9 @@ def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfi
 
 
 def _model(directory: Path) -> Path:
-    """Write random weights and a tokenizer of the game's words, by a run of no steps."""
+    """Write random weights and a tokenizer of the game's words, by a run of no
+    steps.
+    """
     scratch = {"scratch": {"hidden": 32, "layers": 1}}
     none = {"name": "model", "dir": str(directory), "steps": 0}
     run, _ = trained(_config(directory, scratch, run=none, eval={"final_episodes": 0}))

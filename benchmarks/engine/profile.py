@@ -314,7 +314,9 @@ def together(conversations: Conversations, count: int, prompt: int) -> None:
 
 
 def staggered(conversations: Conversations, count: int, prompt: int) -> None:
-    """Run half of the conversations, while the turns of the others arrive in between."""
+    """Run half of the conversations, while the turns of the others arrive in
+    between.
+    """
     contexts = conversations.turn([conversations.random_tokens(prompt) for _ in range(count)])
     conversations.overlapping(contexts[: count // 2], contexts[count // 2 :])
 

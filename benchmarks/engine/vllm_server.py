@@ -151,7 +151,9 @@ class VllmServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the server and its children, reap it, and let the running requests fail."""
+        """Kill the server and its children, reap it, and let the running requests
+        fail.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()  # the guard kills the rest
         self._process.wait()

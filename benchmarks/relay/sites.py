@@ -1,8 +1,8 @@
-"""Weights between two sites: the gain of each of ROSE's steps (§6.3, Fig. 10), the point
-at which deltas stop paying off, and RollArt's Table 4.
+"""Weights between two sites: the gain of each of ROSE's steps (§6.3, Fig. 10), the
+point at which deltas stop paying off, and RollArt's Table 4.
 
-The first relay reads the trainer's memory; two more are at the other site, behind a link
-of limited speed. The variants in `VARIANTS` build on one another: `batch` passes a
+The first relay reads the trainer's memory; two more are at the other site, behind a
+link of limited speed. The variants in `VARIANTS` build on one another: `batch` passes a
 version to the next relay once the one before has all of it; `async` sends pieces along
 the chain as they arrive; `sparse` sends deltas.
 """

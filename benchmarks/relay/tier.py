@@ -116,7 +116,9 @@ def checked(relay: int, answer: FetchReply | None) -> VersionFetched:
 
 
 def chain(relays: int) -> list[int | None]:
-    """Return the source of each relay in a chain (Laminar §4.2); None is the trainer."""
+    """Return the source of each relay in a chain (Laminar §4.2); None is the
+    trainer.
+    """
     return [None, *range(relays - 1)]
 
 

@@ -256,7 +256,9 @@ def _prediction_figures(ours: Sequence[VariantRun]) -> dict[str, Figure]:
 
 
 def over(theirs: Sequence[VariantRun], ours: Sequence[VariantRun], name: str) -> float | None:
-    """Return the median of their seconds over ours, step by step; None where ours is 0."""
+    """Return the median of their seconds over ours, step by step; None where ours is
+    0.
+    """
     pairs = list(zip(_all(theirs, name), _all(ours, name), strict=True))
     return (
         round(statistics.median(one / other for one, other in pairs), 4)

@@ -261,7 +261,9 @@ class Trainer:
         return wanted[:WANTED]
 
     async def _cancel(self, tasks: set[asyncio.Task[RolloutStatus]]) -> None:
-        """Cancel the wait, upon which the client asks the service to end the rollout."""
+        """Cancel the wait, upon which the client asks the service to end the
+        rollout.
+        """
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

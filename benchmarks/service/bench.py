@@ -185,7 +185,9 @@ def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0)
 
 
 def _model(directory: Path) -> Path:
-    """Write random weights and a tokenizer of the lake's words, by a run of no steps."""
+    """Write random weights and a tokenizer of the lake's words, by a run of no
+    steps.
+    """
     made = _config(directory, directory).model_dump(mode="json", exclude_none=True)
     made["tasks"].append({"env": "benchmarks.service.bash_env:BashEnv", "tag": "bash"})
     made |= {

@@ -187,7 +187,9 @@ class PacedEngine:
 
 
 def engine_index(tokens: Sequence[int], count: int) -> int:
-    """Return which of `count` engines a conversation uses: the same for all its turns."""
+    """Return which of `count` engines a conversation uses: the same for all its
+    turns.
+    """
     return _digest(tokens[:KEY_TOKENS]) % count
 
 

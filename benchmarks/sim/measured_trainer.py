@@ -184,7 +184,9 @@ class MeasuredTrainer:
         return self._load_s
 
     def hop_s(self, *, share: float) -> float:
-        """Use the time of an engine's full load: relays were not recorded separately."""
+        """Use the time of an engine's full load: relays were not recorded
+        separately.
+        """
         return share * self._load_s
 
     def lag_s(self) -> float:
@@ -194,7 +196,9 @@ class MeasuredTrainer:
         return self.load_s(engines=engines, tp=tp)
 
     def swap_s(self, *, engines: int, tp: int) -> float:
-        """Use the recorded time between the suspension and the swap of staged weights."""
+        """Use the recorded time between the suspension and the swap of staged
+        weights.
+        """
         del engines, tp
         return self._swap_s
 

@@ -1,1 +1,3 @@
-"""Bench `trl`: TRL's GRPOTrainer, in an interpreter that has it, beside our own runs."""
+"""Bench `trl`: TRL's GRPOTrainer, in an interpreter that has it, beside our own
+runs.
+"""

@@ -62,8 +62,8 @@ COMMON = (
     "run.checkpoint_every=0",
     "run.name=trl",
 )
-"""What TRL can do, too: GRPO with one advantage for each trajectory, no KL, and a constant
-learning rate.
+"""What TRL can do, too: GRPO with one advantage for each trajectory, no KL, and a
+constant learning rate.
 """
 
 QUICK = ("run.steps=4", "eval.episodes=8")

@@ -46,7 +46,9 @@ def interpreter(root: Path = ROOT) -> str | None:
 
 
 def trl_version(python: str) -> str:
-    """Return the version of the interpreter's TRL. Raises ConfigError if it has none."""
+    """Return the version of the interpreter's TRL. Raises ConfigError if it has
+    none.
+    """
     try:
         return installed_version(
             "TRL", python, package="trl", distributions=("trl",), needed=NEEDED

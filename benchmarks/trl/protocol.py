@@ -12,7 +12,9 @@ from rollweave.schema.work import Task
 
 
 class TrlSpec(Struct, frozen=True, kw_only=True):
-    """A training of TRL: `tasks` are those of all steps in order, one for each group."""
+    """A training of TRL: `tasks` are those of all steps in order, one for each
+    group.
+    """
 
     model: str
     directory: str

@@ -25,8 +25,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 class EpisodeRollouts:
-    """A `rollout_func`: the prompts are tasks, and turns are sampled by the trainer's own
-    generation.
+    """A `rollout_func`: the prompts are tasks, and turns are sampled by the trainer's
+    own generation.
     """
 
     def __init__(self, spec: TrlSpec) -> None:

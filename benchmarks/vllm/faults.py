@@ -70,7 +70,9 @@ class Survived:
 
 
 def kill_one(config: Path, settings: Sequence[str]) -> Survived:
-    """Kill an engine, with SIGKILL. Raises RollweaveError if the run does not recover."""
+    """Kill an engine, with SIGKILL. Raises RollweaveError if the run does not
+    recover.
+    """
 
     def struck(run: RunUnderTest) -> int:
         run.strike(ENGINE, signal.SIGKILL, min)
@@ -101,7 +103,9 @@ def stop_one_in_update(config: Path, settings: Sequence[str]) -> Survived:
 def _survived(
     config: Path, settings: Sequence[str], strike: Callable[[RunUnderTest], int]
 ) -> Survived:
-    """Run until an engine was lost and has rejoined; `strike` returns once it is lost."""
+    """Run until an engine was lost and has rejoined; `strike` returns once it is
+    lost.
+    """
     with RunUnderTest(load(config, settings)) as run:
         run.start()
         run.wait(lambda: run.trained >= 2, STEP_S, "two trained steps")

@@ -1,7 +1,7 @@
 """A controller under test: `python -m benchmarks.workers.controller CONFIG ROLLOUTS`.
 
-It is a service that submits the rollouts to itself, all at once. Its only line of output
-is a `Load` as JSON.
+It is a service that submits the rollouts to itself, all at once. Its only line of
+output is a `Load` as JSON.
 """
 
 import asyncio

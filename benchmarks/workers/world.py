@@ -1,5 +1,5 @@
-"""The environment and the engine of bench `workers`. Both only wait, so that what remains
-is the cost of the controller and its workers.
+"""The environment and the engine of bench `workers`. Both only wait, so that what
+remains is the cost of the controller and its workers.
 
 As a program, `python -m benchmarks.workers.world`, it is the engine, in the place of
 `runtime/entrypoints/engine`: it answers each turn with equal tokens after `TURN_S`.
@@ -31,8 +31,8 @@ from rollweave.schema.serving import (
 from rollweave.schema.work import Task
 
 PROMPT_WORDS, ANSWER_WORDS, TURN_TOKENS = 256, 64, 32
-"""Words of the first prompt and of each observation, and tokens that the agent samples in
-a turn: a context of some 1,200 tokens after ten turns.
+"""Words of the first prompt and of each observation, and tokens that the agent samples
+in a turn: a context of some 1,200 tokens after ten turns.
 """
 
 TURN_S = 0.2
@@ -42,7 +42,9 @@ WORD = " part"
 
 
 class Waiting:
-    """An environment whose steps wait `step_s`, and whose episodes have `turns` turns."""
+    """An environment whose steps wait `step_s`, and whose episodes have `turns`
+    turns.
+    """
 
     def __init__(self, *, turns: int, step_s: float) -> None:
         self._left, self._step_s = turns, step_s

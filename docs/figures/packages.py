@@ -2,9 +2,10 @@
 
     .venv/bin/python docs/figures/packages.py src docs/figures/packages.svg
 
-Packages stand on levels: a package stands one level above the highest one that it imports.
-A line leads from a package to each one that it imports; its width grows with the number of
-imports between their modules. An import between packages of one cycle is red.
+Packages stand on levels: a package stands one level above the highest one that it
+imports. A line leads from a package to each one that it imports; its width grows with
+the number of imports between their modules. An import between packages of one cycle is
+red.
 """
 
 import collections
@@ -33,7 +34,9 @@ def imports_between(src: Path, root: str = "rollweave") -> collections.Counter[t
 
 
 def levels(names: set[str], counts: collections.Counter[tuple[str, str]]) -> dict[str, int]:
-    """Return the level of each package, 0 at the bottom; a cycle is cut where it closes."""
+    """Return the level of each package, 0 at the bottom; a cycle is cut where it
+    closes.
+    """
     level: dict[str, int] = {}
 
     def visit(name: str, above: tuple[str, ...]) -> int:

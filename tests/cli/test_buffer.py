@@ -21,8 +21,8 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """Return a function that writes a user's module beside the configuration, small.toml,
-    and returns its name.
+    """Return a function that writes a user's module beside the configuration,
+    small.toml, and returns its name.
     """
     monkeypatch.chdir(tmp_path)
     # children are of `tests`, too

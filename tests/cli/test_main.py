@@ -182,8 +182,8 @@ def test_resumes_a_run_directory_without_an_option(tmp_path: Path) -> None:
 def test_a_run_directory_may_be_copied_or_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its configuration may name another directory: it may have been copied or moved, or
-    be given relative to another directory.
+    """Its configuration may name another directory: it may have been copied or moved,
+    or be given relative to another directory.
     """
     assert invoke("train", "small.toml", "--inproc")[0] == 0
     original, copy = tmp_path / "runs/small", tmp_path / "elsewhere/copy"

@@ -1,5 +1,5 @@
-"""`rollweave simulate` names the settings that it ignores, honors all others, and claims
-nothing about learning.
+"""`rollweave simulate` names the settings that it ignores, honors all others, and
+claims nothing about learning.
 """
 
 import json

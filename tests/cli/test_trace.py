@@ -1,4 +1,6 @@
-"""`rollweave trace` shows the content of the store: filters, turns, tokens and versions."""
+"""`rollweave trace` shows the content of the store: filters, turns, tokens and
+versions.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Costs follow what the engines measured, and nothing where degrees cannot be compared."""
+"""Costs follow what the engines measured, and nothing where degrees cannot be
+compared.
+"""
 
 import msgspec
 import pytest

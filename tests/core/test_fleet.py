@@ -11,8 +11,8 @@ RANKS = {"t0": 3.0, "t1": 1.0, "t2": 2.0}
 
 
 def laid_out() -> State:
-    """Two engines serve, one of them with more turns than slots; the others start, load,
-    are stale or drain.
+    """Two engines serve, one of them with more turns than slots; the others start,
+    load, are stale or drain.
     """
     state = State()
     for name, status, fields in (

@@ -1,4 +1,6 @@
-"""What becomes of a group: complete, filtered, dropped, returned; and what is counted."""
+"""What becomes of a group: complete, filtered, dropped, returned; and what is
+counted.
+"""
 
 from collections.abc import Sequence
 

@@ -10,7 +10,9 @@ from tests.support.states import E0, E1, members, running
 
 
 def laid_out(*statuses: EngineStatus) -> Run:
-    """A run at second 10, last charged at second 4, whose engines have these statuses."""
+    """A run at second 10, last charged at second 4, whose engines have these
+    statuses.
+    """
     run = running(5)
     for engine, status in zip(run.state.engines.values(), statuses, strict=True):
         engine.status = status

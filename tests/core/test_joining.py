@@ -25,7 +25,9 @@ def registered(name: EngineId | None, *, degree: int = 1, group: int = 0) -> e.E
 
 
 def restart(world: World) -> None:
-    """Lose the controller; its new world begins with the engines of `engines_to_start`."""
+    """Lose the controller; its new world begins with the engines of
+    `engines_to_start`.
+    """
     world.heap.clear()
     world.timer, world.finish = None, None
     world.core = Core.restore(world.core.snapshot(), world.config)

@@ -1,5 +1,5 @@
-"""Engines that do not measure themselves: what the core learns from their finished turns,
-against a sum over everything that happened.
+"""Engines that do not measure themselves: what the core learns from their finished
+turns, against a sum over everything that happened.
 """
 
 import itertools
@@ -24,8 +24,8 @@ UNMEASURED_SEEDS = (0, 5, 10)
 
 
 class Recorder(World):
-    """A world that remembers the contexts of the turns on each engine, and computes from
-    them alone what each finished turn teaches.
+    """A world that remembers the contexts of the turns on each engine, and computes
+    from them alone what each finished turn teaches.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

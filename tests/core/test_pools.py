@@ -27,7 +27,9 @@ HOSTS = (HostSlot(number=0, pools=("compute",)), HostSlot(number=1, pools=("band
 
 
 def pooled(mode: str = "bounded", *, placement: str = "affinity", **sections: Any) -> RunConfig:
-    """A run with two engines of each pool, and domains that prefer either or neither."""
+    """A run with two engines of each pool, and domains that prefer either or
+    neither.
+    """
     plain = config(
         mode,
         tasks=[{"env": "a"}, {"env": "b"}, {"env": "c"}],
@@ -73,7 +75,9 @@ class PooledWorld(World):
         self.later(e.TrainerReady(epoch=0, step=0))
 
     def lose_controller(self) -> None:
-        """Start a new world on the same hosts, with the core restored from a snapshot."""
+        """Start a new world on the same hosts, with the core restored from a
+        snapshot.
+        """
         self.heap.clear()
         self.timer = None
         self.core = Core.restore(self.core.snapshot(), self.config)
@@ -95,7 +99,9 @@ class PooledWorld(World):
         super().execute(command)
 
     def feed(self, event: e.Event) -> None:
-        """Assert, too, that no slot stays free while a turn waits that may run there."""
+        """Assert, too, that no slot stays free while a turn waits that may run
+        there.
+        """
         super().feed(event)
         state = self.core.state
         if BINDING & {*self.config.ablation.policies} or self.finish is not None:

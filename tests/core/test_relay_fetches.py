@@ -1,4 +1,6 @@
-"""What a relay remembers of a fetch: of one that succeeded nothing, of a failed one why."""
+"""What a relay remembers of a fetch: of one that succeeded nothing, of a failed one
+why.
+"""
 
 import pytest
 

@@ -20,7 +20,9 @@ SHORT = "g0.0"
 
 
 class Long(World):
-    """A world in which all trajectories but one are long, and the predictor knows it."""
+    """A world in which all trajectories but one are long, and the predictor knows
+    it.
+    """
 
     def __init__(
         self, *, turns: int = 200, tool_s: float = 0.2, seed: int = 1, **sections: object
@@ -187,7 +189,9 @@ class Huge(Long):
 
 
 def test_an_absurdly_large_prediction_counts_as_a_long_trajectory() -> None:
-    """The context summed over so many tokens would not fit into a snapshot's integers."""
+    """The context summed over so many tokens would not fit into a snapshot's
+    integers.
+    """
     world = Huge(
         turns=6, rollout={"scheduling": "trajectory", "groups_per_step": 2, "group_size": 4}
     )

@@ -28,8 +28,8 @@ SCHEDULINGS = ("turn", "trajectory")
 
 
 class Service(World):
-    """A world in which `submitted` groups are submitted at random times, some members are
-    cancelled, and engines are registered and withdrawn.
+    """A world in which `submitted` groups are submitted at random times, some members
+    are cancelled, and engines are registered and withdrawn.
     """
 
     def __init__(

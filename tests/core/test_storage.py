@@ -43,7 +43,9 @@ def fail_save(world: World, step: int) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_version_without_a_checkpoint_is_not_the_best(killed: bool) -> None:
-    """The evaluation is over before its checkpoint fails, or is lost with its trainer."""
+    """The evaluation is over before its checkpoint fails, or is lost with its
+    trainer.
+    """
     world = evaluating()
     saving(world, 2)
     evaluation = world.core.state.evaluations.current

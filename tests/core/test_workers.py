@@ -115,8 +115,8 @@ def test_the_first_with_the_fewest_is_chosen_unless_it_has_its_share(
 
 @given(count=st.integers(1, 6), at_once=st.integers(1, 40))
 def test_shares_are_enough_for_all_attempts(count: int, at_once: int) -> None:
-    """Whatever the order in which workers become ready, all attempts are given away once
-    all of them are.
+    """Whatever the order in which workers become ready, all attempts are given away
+    once all of them are.
     """
     loads: dict[str, int] = {}
     for number in range(count):
@@ -304,7 +304,9 @@ def test_workers_that_are_not_ready_are_waited_for() -> None:
 def test_any_run_whose_workers_are_lost_ends_accounted_for(
     seed: int, mode: str, count: int, failure: float, hang: float, hosts: bool, lost: bool
 ) -> None:
-    """The core's invariants hold after every event; its replay gives the same commands."""
+    """The core's invariants hold after every event; its replay gives the same
+    commands.
+    """
     run_config = config(
         mode,
         engines={"count": 2},

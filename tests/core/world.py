@@ -173,7 +173,9 @@ class World:
         )
 
     def lose_worker(self) -> None:
-        """One of the workers that are ready dies, and its attempts report nothing more."""
+        """One of the workers that are ready dies, and its attempts report nothing
+        more.
+        """
         if self.ready_workers:
             name = self.random.choice(sorted(self.ready_workers))
             lost = e.WorkerLost(worker_id=name, epoch=self.worker_epoch[name], error="killed")
@@ -246,8 +248,8 @@ class World:
             self.execute(command)
 
     def note_memory(self, event: e.Event) -> None:
-        """Note which weights the trainer has published, and which process gives back its
-        memory, or loses it with its life.
+        """Note which weights the trainer has published, and which process gives back
+        its memory, or loses it with its life.
         """
         if isinstance(event, e.WeightsPublished) and event.epoch == self.trainer_epoch:
             self.trainer_has_devices = False
@@ -776,7 +778,9 @@ class World:
                 raise AssertionError(f"nobody executes {command}")
 
     def take(self, command: c.FetchWeights) -> None:
-        """Release the versions that are not to be kept, and finish the fetch, or fail."""
+        """Release the versions that are not to be kept, and finish the fetch, or
+        fail.
+        """
         name, retained = command.relay_id, {*command.keep, command.base_id}
         assert name in self.relay_epoch, f"{command} of a relay that is gone"
         assert command.source is None or command.source in self.relay_epoch, (

@@ -84,7 +84,9 @@ def after(path: str, *commands: object) -> Outcome:
 def test_an_engine_computes_with_the_adapters(
     base: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
-    """Each version is added to the base and not to the version before, staged or not."""
+    """Each version is added to the base and not to the version before, staged or
+    not.
+    """
     first, second = adapters(base, 1), adapters(base, 2)
     manifests = [
         publisher.publish(each, version=number, weights_id=number)

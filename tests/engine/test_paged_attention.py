@@ -161,7 +161,9 @@ def check(
 def test_a_step_is_what_a_loop_over_tokens_computes(
     kernel: Kernel, seed: int, decoding: int, prefilling: int, kv_heads: int, shared: int, size: int
 ) -> None:
-    """Several steps use the same buffers, in which the former ones have left their lists."""
+    """Several steps use the same buffers, in which the former ones have left their
+    lists.
+    """
     rng = random.Random(seed)
     shape = shape_of(kv_heads=kv_heads, shared=shared, head_dim=4)
     pool = pool_of(shape, blocks=24, size=size)

@@ -1,4 +1,6 @@
-"""An engine on a device samples what transformers' full forward pass gives on the CPU."""
+"""An engine on a device samples what transformers' full forward pass gives on the
+CPU.
+"""
 
 from pathlib import Path
 

@@ -83,7 +83,9 @@ asyncio.run(main())
 def test_a_child_that_is_still_importing_ends_with_its_parent(
     tmp_path: Path, stopped: bool
 ) -> None:
-    """The child also ends if it is stopped and could not notice the end of its socket."""
+    """The child also ends if it is stopped and could not notice the end of its
+    socket.
+    """
     log = tmp_path / "log"
     command = [sys.executable, "-c", PARENT, str(log), "tests.engine.clients.endless_import"]
     env = {

@@ -12,9 +12,9 @@ sample is spread evenly over all functions, and the same for the same seed and c
 that matches no mutant is an error.
 
 pytest runs in this process, once to learn which tests run which lines, then per mutant
-in a fork that replaces the function's code and runs the tests of its line, the likeliest
-first, until one fails. A mutant that needs several times the test's processor time
-counts as killed.
+in a fork that replaces the function's code and runs the tests of its line, the
+likeliest first, until one fails. A mutant that needs several times the test's processor
+time counts as killed.
 """
 
 import argparse
@@ -100,7 +100,9 @@ def all_mutants() -> list[Mutant]:
 
 
 def sampled(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
-    """Draw at equal distances from the mutants, which are mixed within each function."""
+    """Draw at equal distances from the mutants, which are mixed within each
+    function.
+    """
     if number >= len(mutants):
         return list(mutants)
     rng = random.Random(seed)

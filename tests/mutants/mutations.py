@@ -69,7 +69,9 @@ class _Owner:
 
 
 def mutations(tree: ast.Module) -> Iterator[Mutation]:
-    """Change `tree` in place to each of its mutants in turn; afterwards it is as before."""
+    """Change `tree` in place to each of its mutants in turn; afterwards it is as
+    before.
+    """
     for name, function in _functions(tree, ""):
         for statement in _body(function):
             owner = _Owner(name, ast.unparse(function.returns) if function.returns else "")
@@ -150,7 +152,9 @@ def line_number(line: Line) -> int:
 
 
 def _lines(line: Line) -> tuple[int, int]:
-    """Return the first and last line of the file that the head of a statement covers."""
+    """Return the first and last line of the file that the head of a statement
+    covers.
+    """
     first = line_number(line)
     body = getattr(line, "body", None)
     if isinstance(body, list) and body:

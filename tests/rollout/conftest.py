@@ -1,4 +1,6 @@
-"""Everything about the pipeline holds for a worker in its process and in another one."""
+"""Everything about the pipeline holds for a worker in its process and in another
+one.
+"""
 
 import pytest
 

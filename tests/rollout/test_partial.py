@@ -51,7 +51,9 @@ from tests.support.engines import environment, real_loop, tiny_checkpoint
 
 PROMPT = (5, 6)
 IDLE: Any = SimpleNamespace(budget_s=600.0, reward=0.0)
-"""What a turn asks of its episode. No turn of a real engine outlasts it on a busy machine."""
+"""What a turn asks of its episode. No turn of a real engine outlasts it on a busy
+machine.
+"""
 TRUTH = tuple(range(10, 30))
 """The tokens of the complete turn."""
 
@@ -601,8 +603,8 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
 
 
 class Watched:
-    """An engine that reports when it has streamed its turn `times` times; `reported` is set
-    then.
+    """An engine that reports when it has streamed its turn `times` times; `reported` is
+    set then.
     """
 
     def __init__(self, engine: EngineClient, times: int) -> None:

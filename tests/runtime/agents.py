@@ -88,7 +88,9 @@ class Impatient:
 
 
 class Imaged:
-    """A handler whose sandbox has the image `image`, and whose result is its /etc/word."""
+    """A handler whose sandbox has the image `image`, and whose result is its
+    /etc/word.
+    """
 
     def __init__(self, *, image: str) -> None:
         self._spec = SandboxSpec(image=image)

@@ -1,4 +1,6 @@
-"""User code that blocks the event loop: environments, a handler and a buffer function."""
+"""User code that blocks the event loop: environments, a handler and a buffer
+function.
+"""
 
 import contextlib
 import sys
@@ -52,7 +54,9 @@ class Quick(Async):
 
 
 class Deaf(Async):
-    """An environment that swallows every exception while it blocks, and keeps blocking."""
+    """An environment that swallows every exception while it blocks, and keeps
+    blocking.
+    """
 
     async def step(self, action: str) -> Step:
         while not until.is_set():

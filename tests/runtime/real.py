@@ -35,8 +35,8 @@ from rollweave.schema.events import StepTrained
 ROOT = Path(__file__).parents[2]
 GROUPS, MEMBERS = 2, 4
 LIMIT_S = 120.0
-"""Maximum time to wait for anything, in seconds: even on a busy machine, nothing here takes
-that long.
+"""Maximum time to wait for anything, in seconds: even on a busy machine, nothing here
+takes that long.
 """
 
 
@@ -128,7 +128,9 @@ class Life:
         return summary(self.config)
 
     def children(self, module: str = "rollweave.") -> list[int]:
-        """Return the living processes of `module` that it started, even after its end."""
+        """Return the living processes of `module` that it started, even after its
+        end.
+        """
         return children_of(self.process.pid, module)
 
     def child(self, module: str) -> int:
@@ -231,7 +233,9 @@ def at_gate(life: Life, gate: Path) -> None:
 
 
 def check_totals(config: RunConfig, summary_: dict[str, Any]) -> None:
-    """Check that the run has trained and evaluated all that its configuration requires."""
+    """Check that the run has trained and evaluated all that its configuration
+    requires.
+    """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     assert summary_["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
     assert summary_["eval_episodes"] == {"lake": 8}

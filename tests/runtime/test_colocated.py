@@ -1,5 +1,5 @@
-"""The trainer and the engines take turns on the same devices, as real processes that give
-their memory back to each other.
+"""The trainer and the engines take turns on the same devices, as real processes that
+give their memory back to each other.
 """
 
 import asyncio

@@ -95,7 +95,9 @@ def test_the_time_of_a_slow_environment_is_attributed_to_it(tmp_path: Path) -> N
 
 
 def ends(config: RunConfig) -> Counter[StopReason]:
-    """Return how the run's attempts ended, and check that each is consistent in itself."""
+    """Return how the run's attempts ended, and check that each is consistent in
+    itself.
+    """
     reader = TrajectoryReader(run_dir(config) / "trajectories")
     results = [reader.load(entry) for entry in reader.entries]
     for trajectory in results:

@@ -1,5 +1,5 @@
-"""Training with two real vLLM servers, one of which is killed and the other stopped; and
-the recipe `examples/qwen3_math` with a tiny model (`make test-vllm`).
+"""Training with two real vLLM servers, one of which is killed and the other stopped;
+and the recipe `examples/qwen3_math` with a tiny model (`make test-vllm`).
 """
 
 import json

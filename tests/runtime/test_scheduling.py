@@ -42,7 +42,9 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
 
 
 def checked_journal(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:
-    """Return the journal, checked against the contract between the core and its worlds."""
+    """Return the journal, checked against the contract between the core and its
+    worlds.
+    """
     run = RunDir(Path(config.run.dir) / config.run.name)
     replay, referee = Replay(run.journal, config), Referee()
     history = list(replay)

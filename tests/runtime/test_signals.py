@@ -187,8 +187,8 @@ def test_when_the_process_is_ended_at_once(
 
 
 def test_a_signal_wakes_a_loop_that_waits() -> None:
-    """A signal in another thread does not interrupt the wait of the main one, as one that
-    arrives just before the wait does not.
+    """A signal in another thread does not interrupt the wait of the main one, as one
+    that arrives just before the wait does not.
     """
 
     async def heard_after_s() -> float:

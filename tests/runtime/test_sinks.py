@@ -1,4 +1,6 @@
-"""The optional mirrors of the metrics, each with its real package if it is installed."""
+"""The optional mirrors of the metrics, each with its real package if it is
+installed.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

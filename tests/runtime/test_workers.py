@@ -1,4 +1,6 @@
-"""Whole runs whose attempts run in worker processes: results, and the loss of workers."""
+"""Whole runs whose attempts run in worker processes: results, and the loss of
+workers.
+"""
 
 import os
 import signal

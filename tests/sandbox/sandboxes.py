@@ -78,7 +78,9 @@ def no_process_left() -> Iterator[None]:
 
 
 def _below_us() -> list[Process]:
-    """Return the processes that tests have started, without the server that forks them."""
+    """Return the processes that tests have started, without the server that forks
+    them.
+    """
     apart = (os.getpid(), forking.server().pid)
     return [each for each in Table.now().below(started([os.getpid()])) if each.pid not in apart]
 

@@ -1,5 +1,5 @@
-"""Images from the cache, other hosts, the mirror and a build: sources that fail, requests
-at the same time, and what stays in the cache.
+"""Images from the cache, other hosts, the mirror and a build: sources that fail,
+requests at the same time, and what stays in the cache.
 """
 
 import asyncio

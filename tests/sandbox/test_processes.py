@@ -12,7 +12,9 @@ from rollweave.sandbox.processes import Table, family, process, started
 
 
 def test_a_threads_child_is_listed_while_other_threads_end() -> None:
-    """The kernel lists children by thread, and reassigns those of a thread that ends."""
+    """The kernel lists children by thread, and reassigns those of a thread that
+    ends.
+    """
     done, here = threading.Event(), threading.Event()
     children: list[subprocess.Popen[bytes]] = []
 

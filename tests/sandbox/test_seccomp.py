@@ -1,4 +1,6 @@
-"""The filter is compared with its specification by a simple interpreter of classic BPF."""
+"""The filter is compared with its specification by a simple interpreter of classic
+BPF.
+"""
 
 import errno
 import re

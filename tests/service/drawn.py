@@ -1,5 +1,5 @@
-"""An environment whose tasks are drawn slowly or are invalid: `make_task` logs its start
-and its end to the file `log`.
+"""An environment whose tasks are drawn slowly or are invalid: `make_task` logs its
+start and its end to the file `log`.
 """
 
 import time

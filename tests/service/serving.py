@@ -1,5 +1,5 @@
-"""A service for tests, with the real pipeline, real HTTP, and echo engines as processes.
-It runs in a thread, or as a program that a test can kill.
+"""A service for tests, with the real pipeline, real HTTP, and echo engines as
+processes. It runs in a thread, or as a program that a test can kill.
 
 The program is `python -m tests.service.serving CONFIG`; it prints its address.
 """
@@ -155,7 +155,9 @@ class Program:
         return self._ended()
 
     def _ended(self) -> int:
-        """Return the exit code. A service that does not end in time is killed, so that no later test inherits it."""
+        """Return the exit code. A service that does not end in time is killed, so that
+        no later test inherits it.
+        """
         try:
             return self.process.wait(WAIT_S)
         except subprocess.TimeoutExpired:

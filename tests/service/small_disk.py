@@ -1,5 +1,5 @@
-"""A service on a full disk: `python -m tests.service.small_disk DIRECTORY SPARE`, run in
-a namespace.
+"""A service on a full disk: `python -m tests.service.small_disk DIRECTORY SPARE`, run
+in a namespace.
 
 Fills the disk while rollouts are accepted. Each answer must be 202 or 507, the service
 must continue or end with one error, and exactly the accepted rollouts must be done once
@@ -19,12 +19,14 @@ from tests.service.api import call, game
 from tests.service.serving import Program, service_config
 
 MAX_ROLLOUTS = 400
-"""Number of rollouts of 20 kB each that are submitted: twice as many as fit the disk."""
+"""Number of rollouts of 20 kB each that are submitted: twice as many as fit the
+disk.
+"""
 
 
 async def flood(address: str) -> tuple[set[str], set[str]]:
-    """Submit rollouts until the service stops answering; return the ids that it accepted
-    and those that it refused.
+    """Submit rollouts until the service stops answering; return the ids that it
+    accepted and those that it refused.
     """
     accepted, refused = set(), set()
     for number in range(MAX_ROLLOUTS):

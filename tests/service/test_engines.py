@@ -31,7 +31,9 @@ from tests.support.services import elsewhere, registered
 async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
     tmp_path: Path, dtype: str, exact: bool
 ) -> None:
-    """vLLM rounds without --dtype float32, which its requests and answers do not show."""
+    """vLLM rounds without --dtype float32, which its requests and answers do not
+    show.
+    """
     config = registered(tmp_path)
     directory = Path(config.model.path or "")
     tiny_checkpoint(directory)
@@ -186,8 +188,8 @@ async def wait_for_shares(services: list[str], sizes: list[int]) -> None:
 
 @pytest.mark.slow
 async def test_engines_are_distributed_and_move_when_a_service_fails(tmp_path: Path) -> None:
-    """One of two services with four engines is killed and restarted: all engines move to
-    the other one, and two move back.
+    """One of two services with four engines is killed and restarted: all engines move
+    to the other one, and two move back.
     """
     configs = []
     for name in ("one", "two"):

@@ -310,7 +310,9 @@ async def test_draining_without_an_engine_keeps_accepted_rollouts(tmp_path: Path
 async def test_refuses_a_journal_without_its_job_database(
     tmp_path: Path, left: str, done: bool
 ) -> None:
-    """Otherwise new requests would reuse names of rollouts in the journal and the store."""
+    """Otherwise new requests would reuse names of rollouts in the journal and the
+    store.
+    """
     config = service_config(tmp_path, **({} if done else {"serve": {"engines": "registered"}}))
     jobs, older = run_dir(config) / "jobs.sqlite", tmp_path / "older"
     with serving(config):

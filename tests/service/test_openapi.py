@@ -15,7 +15,9 @@ from tests.service.serving import service_config, serving
 
 
 def routes() -> set[tuple[str, str]]:
-    """Return the method and path of each route of the application that `launch` serves."""
+    """Return the method and path of each route of the application that `launch`
+    serves.
+    """
     service: Any = Mock()
     app = http.make_app(service, service)
     app.add_routes(ProRL(service, codec=service, hosts=service).routes())

@@ -1,5 +1,5 @@
-"""Replays of the requests that ProRL's clients send: NeMo-Gym's agent, and the setup and
-batches of a NeMo-RL client.
+"""Replays of the requests that ProRL's clients send: NeMo-Gym's agent, and the setup
+and batches of a NeMo-RL client.
 """
 
 import asyncio

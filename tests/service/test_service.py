@@ -469,7 +469,9 @@ def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("brief_waits")
 async def test_a_client_balances_and_fails_over(tmp_path: Path) -> None:
-    """One of two services is killed with rollouts under way: the other one runs them."""
+    """One of two services is killed with rollouts under way: the other one runs
+    them.
+    """
     gate = tmp_path / "gate"
     configs = []
     for name in ("one", "two"):
@@ -543,8 +545,8 @@ def test_a_client_without_an_event_loop(tmp_path: Path) -> None:
 def test_a_failed_or_interrupted_run_cancels_the_other_rollouts(
     tmp_path: Path, interrupted: bool
 ) -> None:
-    """After an interrupt, or if one request is refused, the other rollouts are cancelled
-    before `run` raises.
+    """After an interrupt, or if one request is refused, the other rollouts are
+    cancelled before `run` raises.
     """
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     requests = [
@@ -727,8 +729,8 @@ def test_refuses_invalid_addresses(address: str) -> None:
 
 @pytest.mark.slow
 async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) -> None:
-    """With few free files the client polls less often, and the service does not count as
-    dead.
+    """With few free files the client polls less often, and the service does not count
+    as dead.
     """
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}))
@@ -751,7 +753,9 @@ async def test_runs_more_rollouts_than_open_files_are_allowed(tmp_path: Path) ->
 async def test_leaving_the_client_cancels_pending_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are cancelled at the service, whether their request is under way or queued."""
+    """They are cancelled at the service, whether their request is under way or
+    queued.
+    """
     monkeypatch.setattr(rollouts, "QUEUE", 10)
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     with serving(config) as service:

@@ -191,8 +191,8 @@ def test_task_domains_run_on_the_engines_of_their_pools(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("relayed", [False, True])
 def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None:
-    """While the only host of a pool is gone, the fallback's engines run its turns. There
-    is room for one engine in place of the two of that host; the other one waits.
+    """While the only host of a pool is gone, the fallback's engines run its turns.
+    There is room for one engine in place of the two of that host; the other one waits.
     """
     run_config = pooled(tmp_path, (3, 2), relayed=relayed)
     world, journal = begun(run_config)

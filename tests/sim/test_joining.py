@@ -32,7 +32,9 @@ class Journal:
 @pytest.mark.parametrize("relays", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", list(ModeName))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
-    """One joins after the first step, and the first one leaves once the new one serves."""
+    """One joins after the first step, and the first one leaves once the new one
+    serves.
+    """
     run_config = RunConfig.model_validate(
         {**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}}
     )

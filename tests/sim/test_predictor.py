@@ -65,7 +65,9 @@ def test_an_answer_arrives_one_latency_after_its_question() -> None:
 
 @pytest.mark.parametrize("name", ["ridge", "boosted", "prompt", "history"])
 def test_batched_answers_equal_single_ones(name: str) -> None:
-    """Questions arrive at random times, with fits and ends between question and answer."""
+    """Questions arrive at random times, with fits and ends between question and
+    answer.
+    """
     rng = random.Random(7)
     stage, slow = Stage(name), ProgressivePredictor(lambda: build_regressor(name))
     expected: list[float] = []

@@ -1,10 +1,11 @@
-"""`Forked`, a `subprocess.Popen` whose child is forked from a server that has imported the
-child's modules: a start takes milliseconds of CPU in place of up to two seconds.
+"""`Forked`, a `subprocess.Popen` whose child is forked from a server that has imported
+the child's modules: a start takes milliseconds of CPU in place of up to two seconds.
 
-Each test process has one server, which imports the modules of a program when the program
-is first started. Invariants: the child is a child of the test process, with its arguments,
-environment, working directory and file descriptors, and the process id by which `Popen`
-waits for it and signals it; it has neither the memory of the test process nor its threads.
+Each test process has one server, which imports the modules of a program when the
+program is first started. Invariants: the child is a child of the test process, with its
+arguments, environment, working directory and file descriptors, and the process id by
+which `Popen` waits for it and signals it; it has neither the memory of the test process
+nor its threads.
 
 A program that is not an interpreter's, or that runs with interpreter options, starts as
 `Popen` starts it. Tests of a start itself (what it imports, its signals, its output

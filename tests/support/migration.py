@@ -68,8 +68,8 @@ class Stage:
 
 
 def shared_memory() -> list[str]:
-    """Return the names in shared memory, except for semaphores, which engines do not use
-    but other processes of this machine may.
+    """Return the names in shared memory, except for semaphores, which engines do not
+    use but other processes of this machine may.
     """
     return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
 

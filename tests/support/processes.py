@@ -1,4 +1,6 @@
-"""Reads of the kernel's table of processes, in which any of them may end at any time."""
+"""Reads of the kernel's table of processes, in which any of them may end at any
+time.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the name; None if the process is gone."""
+    """Return the fields of /proc/PID/stat after the name; None if the process is
+    gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,9 +1,9 @@
 """One rank of a trainer, started by torchrun or a parent process: it trains, saves,
 restores, and writes the weights to a file.
 
-Arguments: model directory, name of a case, output directory, and for a divided model the
-size of a tensor group and a checkpoint of a rank alone. Rank and world size come from
-the environment.
+Arguments: model directory, name of a case, output directory, and for a divided model
+the size of a tensor group and a checkpoint of a rank alone. Rank and world size come
+from the environment.
 """
 
 import sys

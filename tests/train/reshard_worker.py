@@ -73,8 +73,8 @@ def restep(model_dir: Path, checkpoint: Path | None, out: Path, ranks: RankGroup
 
 
 def check_load(model_dir: Path, ranks: RankGroup) -> None:
-    """Loading takes the memory of this rank's shards, and of one tensor's rows. The file
-    is mapped, which counts as memory, too.
+    """Loading takes the memory of this rank's shards, and of one tensor's rows. The
+    file is mapped, which counts as memory, too.
     """
     peak, model = peak_bytes(
         "cpu", lambda: load_model(model_dir, dtype="float32", device=CPU, ranks=ranks)
@@ -86,8 +86,8 @@ def check_load(model_dir: Path, ranks: RankGroup) -> None:
 
 
 def check_full_disk(trainer: Trainer, out: Path, ranks: RankGroup) -> None:
-    """If the disk is full for the last rank alone, no rank saves, and nothing is left. A
-    limit of the size of files acts like that.
+    """If the disk is full for the last rank alone, no rank saves, and nothing is left.
+    A limit of the size of files acts like that.
     """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == ranks.world_size - 1:

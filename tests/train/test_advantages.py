@@ -35,7 +35,9 @@ def groups_of(rewards: list[list[float]], seed: int) -> list[ScoredGroup]:
 
 
 def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
-    """Return the advantage that all output tokens share; check that the others have 0."""
+    """Return the advantage that all output tokens share; check that the others have
+    0.
+    """
     values = set()
     for sequence, tensor in zip(trajectory.sequences, tensors, strict=True):
         for sampled, value in zip(sequence.output_mask(), tensor.tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""The policy losses and corrections equal slow references in plain Python, token by token,
-including gradients.
+"""The policy losses and corrections equal slow references in plain Python, token by
+token, including gradients.
 """
 
 import math
@@ -68,7 +68,8 @@ def slow_surrogate(
                 return 0.0, 0.0, True
             return -ratio * advantage, -ratio * advantage, False
         case "gspo":
-            # geometric mean over the sequence; each token has the gradient of its own ratio
+            # geometric mean over the sequence; each token has the gradient of its own
+            # ratio
             ratio = 1.0
             for each, each_old in zip(sequence, olds, strict=True):
                 ratio *= math.exp(each.logprob - each_old) ** (1 / len(sequence))
@@ -313,8 +314,8 @@ def test_published_values_hold_where_nothing_is_set() -> None:
 
 
 def test_where_the_losses_differ() -> None:
-    """A token that has become likely enough still learns by cispo (up to its cap), and by
-    dppo if its probability has hardly moved; an unlikely one that is discouraged is
+    """A token that has become likely enough still learns by cispo (up to its cap), and
+    by dppo if its probability has hardly moved; an unlikely one that is discouraged is
     bounded by dual_clip alone.
     """
 

@@ -208,8 +208,8 @@ def test_a_batch_of_dropped_trajectories_changes_nothing(model_dir: Path, tmp_pa
 def test_a_domain_keeps_its_share_whatever_the_length_of_others(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """With equal settings, domains are one component; an estimator makes none, but another
-    loss does, which is averaged alone.
+    """With equal settings, domains are one component; an estimator makes none, but
+    another loss does, which is averaged alone.
     """
     batch = make_batch(envs=("none", "other"))
     losses = []

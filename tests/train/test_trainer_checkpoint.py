@@ -1,4 +1,6 @@
-"""An engine reads from a checkpoint exactly the bits that were published, or nothing."""
+"""An engine reads from a checkpoint exactly the bits that were published, or
+nothing.
+"""
 
 from pathlib import Path
 

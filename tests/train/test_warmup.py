@@ -1,4 +1,6 @@
-"""Warm-up learns the outputs of transcripts, and a model from scratch observations, too."""
+"""Warm-up learns the outputs of transcripts, and a model from scratch observations,
+too.
+"""
 
 import itertools
 import random

@@ -1,4 +1,6 @@
-"""A transport without a network: channels are pairs of queues, and bodies are copied."""
+"""A transport without a network: channels are pairs of queues, and bodies are
+copied.
+"""
 
 import asyncio
 import os

@@ -116,7 +116,9 @@ def versions(
 
 
 class Parts:
-    """A version of which every holder has slices of all tensors in memory of its own."""
+    """A version of which every holder has slices of all tensors in memory of its
+    own.
+    """
 
     def __init__(self, whole: Memory, count: int) -> None:
         self.payload, self._fds = whole.payload, []

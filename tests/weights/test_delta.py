@@ -44,7 +44,9 @@ def weights(rng: np.random.Generator, count: int, itemsize: int) -> Array:
 
 
 def changed(rng: np.random.Generator, base: Array, density: float, *, steps: int) -> Array:
-    """Change some elements by up to `steps` integers, or to any value if `steps` is 0."""
+    """Change some elements by up to `steps` integers, or to any value if `steps` is
+    0.
+    """
     new = base.copy()
     where = np.flatnonzero(rng.random(len(base)) < density)
     if steps:

@@ -44,7 +44,9 @@ async def read(
 def test_reads_exactly_the_requested_ranges(
     edges: list[int], bytewise: tuple[int, int], early: bool
 ) -> None:
-    """Long and short ranges are read, before or after the bytes arrive, and no others."""
+    """Long and short ranges are read, before or after the bytes arrive, and no
+    others.
+    """
     start, count = bytewise
     ranges = [*itertools.pairwise(edges)][::2] or [
         (start + 2 * number, start + 2 * number + 1) for number in range(count)

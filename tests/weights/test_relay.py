@@ -1,5 +1,5 @@
-"""A relay fetches complete versions and passes them on while they arrive. A failed fetch
-does not affect its other versions.
+"""A relay fetches complete versions and passes them on while they arrive. A failed
+fetch does not affect its other versions.
 """
 
 import asyncio
@@ -224,7 +224,9 @@ async def test_reports_a_stall_repeatedly_while_the_fetch_continues() -> None:
 
 
 async def test_a_slow_source_does_not_count_as_stalled() -> None:
-    """A piece may take any time as long as bytes arrive, and so may a waiting source."""
+    """A piece may take any time as long as bytes arrive, and so may a waiting
+    source.
+    """
     with versions(1) as (memory,):
         sent, total, over = 0, memory.manifest.nbytes, asyncio.Event()
 

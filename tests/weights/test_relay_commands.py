@@ -62,8 +62,8 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
                 commands_sent[number] += 1
                 for _ in range(turns):
                     await asyncio.sleep(0)
-            # A relay that waits for a source that never starts is freed by a FetchVersion
-            # of that version from memory.
+            # A relay that waits for a source that never starts is freed by a
+            # FetchVersion of that version from memory.
             for host in hosts_:
                 for weights_id in range(1, VERSIONS + 1):
                     everything = tuple(range(1, VERSIONS + 1))

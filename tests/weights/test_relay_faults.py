@@ -25,7 +25,9 @@ def test_resumes_after_any_interruptions(sizes: list[int], cuts: list[int], delt
 
 
 async def _interrupt(sizes: list[int], cuts: list[int], *, delta: bool) -> None:
-    """Break the wires to the master after so many bytes; the last one does not break."""
+    """Break the wires to the master after so many bytes; the last one does not
+    break.
+    """
     base_id = 1 if delta else None
     with versions(2, tensors=tensors_of(*sizes)) as (old, new):
         async with hosts(3) as (master, host, after):

@@ -1,5 +1,5 @@
-"""One contract for all transports: TCP, a fake without a network, and the libraries that
-are installed.
+"""One contract for all transports: TCP, a fake without a network, and the libraries
+that are installed.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""`rollweave bench`: runs a benchmark of `benchmarks/` and prints its figures as a table;
-with `--json`, also as one line of JSON.
+"""`rollweave bench`: runs a benchmark of `benchmarks/` and prints its figures as a
+table; with `--json`, also as one line of JSON.
 """
 
 import importlib

@@ -138,8 +138,8 @@ def _devices() -> Check:
 
 
 def _sealed_memory() -> Check:
-    """Check that weights can pass between processes in sealed anonymous files, which the
-    receiver opens through /proc.
+    """Check that weights can pass between processes in sealed anonymous files, which
+    the receiver opens through /proc.
     """
     try:
         fd = os.memfd_create("rollweave-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

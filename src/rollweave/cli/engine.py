@@ -41,8 +41,8 @@ REPLY_S = 60.0
 SHUTDOWN_S = 1.0
 """Maximum seconds for requests that are under way when the engine ends."""
 TOKEN_FILE = Path("rollweave") / "engine.token"
-"""File with the token of all engines that this user starts, relative to the user's state
-directory. `--token-file` names another one.
+"""File with the token of all engines that this user starts, relative to the user's
+state directory. `--token-file` names another one.
 """
 
 
@@ -63,8 +63,8 @@ class TokenizerCodec:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The address of the engine's server and the clients that it admits, as given by the
-    options of `rollweave engine`.
+    """The address of the engine's server and the clients that it admits, as given by
+    the options of `rollweave engine`.
     """
 
     host: str

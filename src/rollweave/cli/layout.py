@@ -21,7 +21,9 @@ UNKNOWN = "not known"
 
 
 def show_layout(layout: Layout, console: Console) -> None:
-    """Print the processes, the memory of one of each kind, and how full each memory is."""
+    """Print the processes, the memory of one of each kind, and how full each memory
+    is.
+    """
     known = all(process.host for process in layout.processes)
     _title(f"{len(layout.processes)} processes", console)
     console.print(_processes(layout))

@@ -41,7 +41,9 @@ CURVE_POINTS = 40
 """Maximum number of blocks of a sparkline."""
 
 AVERAGED_STEPS = 10
-"""Number of steps over which the panel averages: single batches are too noisy to read."""
+"""Number of steps over which the panel averages: single batches are too noisy to
+read.
+"""
 
 
 class Display(Protocol):
@@ -290,8 +292,8 @@ def sparkline(values: list[float]) -> str:
 
 
 def _measured(line: Mapping[str, Any]) -> str:
-    """Return the success rates of task domains that define success, and the mean rewards
-    of the others.
+    """Return the success rates of task domains that define success, and the mean
+    rewards of the others.
     """
     measures = headline_figures(line["success"], line["reward"])
     parts = []

@@ -1,5 +1,5 @@
-"""`rollweave reproduce`: runs the papers' experiments in the simulated world, and prints
-a table for each as it finishes.
+"""`rollweave reproduce`: runs the papers' experiments in the simulated world, and
+prints a table for each as it finishes.
 """
 
 import json

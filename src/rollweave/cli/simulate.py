@@ -1,5 +1,5 @@
-"""`rollweave simulate`: runs a configuration on simulated GPUs, and shows how their time
-is used.
+"""`rollweave simulate`: runs a configuration on simulated GPUs, and shows how their
+time is used.
 """
 
 import json

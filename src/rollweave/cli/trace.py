@@ -225,8 +225,8 @@ def _show_summary(trajectory: Trajectory, entry: StoredAttempt) -> None:
 
 
 class Span:
-    """Adjacent segments of a sequence that belong together: the prompt, one observation,
-    or one turn of the agent.
+    """Adjacent segments of a sequence that belong together: the prompt, one
+    observation, or one turn of the agent.
     """
 
     def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:

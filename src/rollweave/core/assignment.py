@@ -73,7 +73,9 @@ def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
 
 
 def pool_for(run: Run, trajectory: Trajectory) -> str | None:
-    """Return the pool whose engines serve the trajectory now; None if all engines do."""
+    """Return the pool whose engines serve the trajectory now; None if all engines
+    do.
+    """
     return serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
 
 

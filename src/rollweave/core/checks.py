@@ -271,8 +271,8 @@ def _check_fleet(run: Run) -> None:
 
 def _check_workers(run: Run) -> None:
     """Assert that every attempt under way is with one worker, which is ready, or with
-    none if attempts run in the controller; and that, until the run is over, no worker is
-    on a host that is gone.
+    none if attempts run in the controller; and that, until the run is over, no worker
+    is on a host that is gone.
     """
     state = run.state
     held: dict[str, str] = {}

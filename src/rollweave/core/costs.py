@@ -30,7 +30,9 @@ engines are meaningful.
 """
 
 NEW_RATE = 0.1
-"""Relative change of a step's estimated time from which trajectories are placed anew."""
+"""Relative change of a step's estimated time from which trajectories are placed
+anew.
+"""
 
 
 Kind = tuple[str, int]
@@ -118,8 +120,8 @@ def _set_costs(
 
 
 def _known_profile(run: Run, engine: Engine) -> Sequence[StepTime]:
-    """Return the profile of the engine's kind. While it is not known, it is assumed that
-    the engine costs as much as others, of its degree if possible.
+    """Return the profile of the engine's kind. While it is not known, it is assumed
+    that the engine costs as much as others, of its degree if possible.
     """
     known = measured_of(run, engine)
     if known is None:
@@ -152,8 +154,8 @@ def charge(run: Run, engine: Engine) -> Use:
 
 
 def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> None:
-    """Learn from a finished turn what the steps of an unmeasured engine cost. The engine
-    has just been charged for it.
+    """Learn from a finished turn what the steps of an unmeasured engine cost. The
+    engine has just been charged for it.
 
     Left out are turns that have begun elsewhere, whose tokens may be of another engine,
     and those during which the engine did not serve, because it loaded weights.

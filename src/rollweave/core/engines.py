@@ -225,7 +225,9 @@ def _has_place(run: Run, engine: Unplaced) -> bool:
 
 
 def _serving_elsewhere(run: Run, host: int) -> int:
-    """Return the number of engines on other hosts that have weights; 0 without relays."""
+    """Return the number of engines on other hosts that have weights; 0 without
+    relays.
+    """
     if not run.state.chain.relayed:
         return 0
     others = [engine for engine in run.state.engines.values() if engine.host != host]

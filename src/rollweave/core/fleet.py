@@ -24,7 +24,8 @@ class Fleet:
     live_pools: frozenset[str] = frozenset()
     slots: int = 0  # all slots of the engines that take turns
     active: int = 0  # turns on these engines
-    # slots of these engines without a turn; an engine with more turns than slots has none
+    # slots of these engines without a turn; an engine with more turns than slots has
+    # none
     free: int = 0
     busy: int = 0  # number of these engines that have turns
     draining: int = 0

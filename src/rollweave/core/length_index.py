@@ -1,5 +1,5 @@
-"""The trajectories under way by predicted length, among those that prefer the same pool,
-and the work that remains for each engine's assigned trajectories.
+"""The trajectories under way by predicted length, among those that prefer the same
+pool, and the work that remains for each engine's assigned trajectories.
 
 Derived from the state (`Trajectory.estimate`, `kv_token_steps` and `assigned_engine`)
 and never written to a snapshot; `core/checks` compares with a fresh index. A rank is a
@@ -63,8 +63,8 @@ class LengthIndex:
         self, *, by_level: bool, pool_of: Callable[[Trajectory], str] = lambda _: ""
     ) -> None:
         """Create an empty index. With `by_level` longer trajectories claim the KV cache
-        first (priority longest_first), otherwise earlier ones. `pool_of` returns the pool
-        that a trajectory prefers, "" for any engine.
+        first (priority longest_first), otherwise earlier ones. `pool_of` returns the
+        pool that a trajectory prefers, "" for any engine.
         """
         self._by_level, self._pool_of = by_level, pool_of
         self.keys: dict[str, list[Key]] = {}  # by pool
@@ -90,7 +90,9 @@ class LengthIndex:
         )
 
     def update(self, trajectory: Trajectory) -> None:
-        """Index the trajectory again after its estimate, engine or stage has changed."""
+        """Index the trajectory again after its estimate, engine or stage has
+        changed.
+        """
         self.drop(trajectory.id)
         if trajectory.stage not in ORDERED:
             return

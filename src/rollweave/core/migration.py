@@ -64,9 +64,9 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
 
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
-    """Return the engine for the trajectory's rank; with migration by gain also the least
-    loaded one, if the former does not pay and this one does. The source must be able to
-    move KV.
+    """Return the engine for the trajectory's rank; with migration by gain also the
+    least loaded one, if the former does not pay and this one does. The source must be
+    able to move KV.
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
@@ -136,8 +136,8 @@ def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float
 
 
 def begin(run: Run) -> list[Trajectory]:
-    """Begin the transfers whose engines are in no other one. Between engines that cannot
-    move KV, a trajectory moves at once, and its KV is computed again.
+    """Begin the transfers whose engines are in no other one. Between engines that
+    cannot move KV, a trajectory moves at once, and its KV is computed again.
 
     Return the trajectories whose turns wait no longer, among them those whose transfer
     was given up.

@@ -198,7 +198,9 @@ class IndependentPacing:
         return weights.newest(run, engine) if wanted is None else wanted
 
     def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
-        """Yield each engine whose trajectories are over, with the weights wanted of it."""
+        """Yield each engine whose trajectories are over, with the weights wanted of
+        it.
+        """
         if run.state.publication.retained or run.state.publication.checkpointed:
             evaluation.abandon_if_lost(run)
             yield from version_affinity.updates(run)

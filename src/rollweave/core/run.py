@@ -52,7 +52,9 @@ class Pacing(Protocol):
     """True if engines load weights while trajectories are under way there."""
 
     def admits(self, run: "Run", version: int) -> bool:
-        """True if a later step could train on a trajectory launched at `version` now."""
+        """True if a later step could train on a trajectory launched at `version`
+        now.
+        """
 
     def room(self, run: "Run") -> int:
         """The number of training groups to draw now; none if negative."""
@@ -70,7 +72,9 @@ class Pacing(Protocol):
         """Assign the trajectory to another engine if it cannot keep its own."""
 
     def unassign_engine(self, run: "Run", engine: Engine) -> None:
-        """Unassign trajectories that cannot stay with an engine that lost its weights."""
+        """Unassign trajectories that cannot stay with an engine that lost its
+        weights.
+        """
 
     def may_drain(self, run: "Run", engine: Engine) -> bool:
         """True if a leaving engine may drain now."""
@@ -82,7 +86,9 @@ class Pacing(Protocol):
         """The stale and serving engines that are to load other weights now."""
 
     def holds_back(self, run: "Run", weights_id: int | None) -> bool:
-        """True if an evaluation that has started forbids engines to load these weights."""
+        """True if an evaluation that has started forbids engines to load these
+        weights.
+        """
 
     def can_still_evaluate(self, run: "Run", weights_id: int) -> bool:
         """True if engines can load these weights although newer ones are published."""
@@ -238,7 +244,9 @@ class Run:
         )
 
     def reindex(self, trajectory: Trajectory) -> None:
-        """Index the trajectory again after its estimate, engine or stage has changed."""
+        """Index the trajectory again after its estimate, engine or stage has
+        changed.
+        """
         if self._length_index is not None:
             self._length_index.update(trajectory)
 

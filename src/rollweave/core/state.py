@@ -58,8 +58,8 @@ class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
     """The use of an engine so far: the number of its turns, and of the tokens of their
-    contexts, summed over the seconds until `at`, and the prompt tokens that it computed for
-    turns that are done.
+    contexts, summed over the seconds until `at`, and the prompt tokens that it computed
+    for turns that are done.
     """
 
     at: float = 0.0
@@ -577,7 +577,8 @@ class Service(msgspec.Struct):
 
 class State(msgspec.Struct):
     """The whole state: what concerns the run itself, the tables, and a part for each
-    sub-machine that owns more than a table. `core/recovery` resets parts with the world.
+    sub-machine that owns more than a table. `core/recovery` resets parts with the
+    world.
     """
 
     run_id: str = ""  # from RunStarted

@@ -102,8 +102,8 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     once.
     """
     if trajectory.stage in (Stage.CLOSING, Stage.OVER, Stage.ENDED):
-        # A doomed trajectory that is already closing for a retryable reason must not
-        # come back.
+        # A trajectory that is already closing for a retryable reason must not come
+        # back.
         if trajectory.closing is not None:
             trajectory.closing = reason
         return
@@ -133,8 +133,8 @@ def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure
 
 
 def suspect(run: Run, trajectory: Trajectory) -> None:
-    """Count a lost controller or worker against an attempt that was under way: it may be
-    the cause, since its environment ran there.
+    """Count a lost controller or worker against an attempt that was under way: it may
+    be the cause, since its environment ran there.
     """
     trajectory.worlds_lost += 1
     if trajectory.worlds_lost == MAX_WORLDS_LOST:

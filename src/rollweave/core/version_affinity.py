@@ -305,7 +305,9 @@ def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> 
 
 
 def serves_version_of(engine: Engine, trajectory: Trajectory) -> bool:
-    """True if the engine takes turns under the weights that the trajectory began with."""
+    """True if the engine takes turns under the weights that the trajectory began
+    with.
+    """
     return _serves(engine) and engine.weights_id == trajectory.weights_id
 
 
@@ -353,7 +355,9 @@ def needed_checkpoints(run: Run) -> set[int]:
 
 
 def _unassigned(run: Run) -> list[Trajectory]:
-    """The trajectories that are still unassigned; the others are dropped from the list."""
+    """The trajectories that are still unassigned; the others are dropped from the
+    list.
+    """
     state = run.state
     listed = [
         state.trajectories[member] for member in state.unassigned if member in state.trajectories

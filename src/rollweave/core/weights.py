@@ -7,9 +7,9 @@ what that relay holds. In mode decoupled any engine can also read a version from
 checkpoint that holds it (§3.3), since all hosts see the run's directory. Weights ids
 only grow.
 
-Invariants: `state.publication.retained` has the newest published version, and of earlier
-ones those that are `needed`; `state.publication.checkpointed` has no version that a
-checkpoint may no longer hold.
+Invariants: `state.publication.retained` has the newest published version, and of
+earlier ones those that are `needed`; `state.publication.checkpointed` has no version
+that a checkpoint may no longer hold.
 """
 
 from collections.abc import Container

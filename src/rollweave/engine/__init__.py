@@ -1,1 +1,3 @@
-"""The embedded engine, engines that own a vLLM or SGLang server, and the clients of all."""
+"""The embedded engine, engines that own a vLLM or SGLang server, and the clients of
+all.
+"""

@@ -8,7 +8,9 @@ from rollweave.schema.serving import GenerateRequest
 
 
 def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
-    """Raise ValueError, naming the invalid field, if the engine cannot serve `request`."""
+    """Raise ValueError, naming the invalid field, if the engine cannot serve
+    `request`.
+    """
     sampling = request.sampling
     if not request.tokens:
         raise ValueError("tokens must have at least one token, got none")

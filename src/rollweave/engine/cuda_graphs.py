@@ -1,11 +1,12 @@
 """Decoding steps as CUDA graphs: a step is recorded once for each number of rows, and
-then replayed by one call, so that the GPU does not wait for the launches of its kernels.
+then replayed by one call, so that the GPU does not wait for the launches of its
+kernels.
 
 A graph reads and writes memory at fixed addresses. The inputs of a step are therefore
 written into buffers (tokens and positions here, slots and blocks in
 `PagedAttention`), weights are updated in place (`Decoder.update`), and the rotations
-are computed up to the longest context. Graphs are dropped if the weights or the pool are
-at another place than when they were recorded: after the engine has given back its
+are computed up to the longest context. Graphs are dropped if the weights or the pool
+are at another place than when they were recorded: after the engine has given back its
 memory.
 """
 
@@ -85,8 +86,8 @@ class DecodeGraphs:
         self._logits = torch.empty(0, self._model.shape.vocab, device=self._model.device)
 
     def compute(self, rows: Sequence[Entry]) -> torch.Tensor:
-        """Return the logits of each row's next token, [rows, vocab] in fp32, valid until
-        the next step. The number of rows is one of `padded_rows`.
+        """Return the logits of each row's next token, [rows, vocab] in fp32, valid
+        until the next step. The number of rows is one of `padded_rows`.
 
         Raises RuntimeError if the step cannot be recorded, or a recording computes
         anything else than the step.

@@ -75,7 +75,9 @@ class PagedPool:
         self._place(0)
 
     def allocate(self) -> None:
-        """Take the memory of a released pool again. Raises RuntimeError without room."""
+        """Take the memory of a released pool again. Raises RuntimeError without
+        room.
+        """
         self._place(self.blocks)
 
     def clear(self) -> None:

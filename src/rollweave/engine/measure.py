@@ -38,7 +38,8 @@ def step_times(spec: EngineSpec, runner: Runner) -> tuple[StepTime, ...]:
     Return nothing for an engine that has no room for the few tokens sampled here.
     """
     pool, steps = runner.pool, WARM_STEPS + STEPS
-    # Each sequence needs blocks for one token and those that follow, and one spare block.
+    # Each sequence needs blocks for one token and those that follow, and one spare
+    # block.
     min_blocks = steps // pool.block_tokens + 2
     largest = min(spec.max_slots, pool.blocks // min_blocks)
     if not largest or runner.shape.context <= steps:

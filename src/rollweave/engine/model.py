@@ -4,8 +4,9 @@ sequences' tokens at once over the paged cache.
 Weights are stored in the layout of the computation: query, key and value in one matrix,
 gate and up in one, all transposed; the rotary halves of query and key are interleaved,
 so that rotation is one complex product (attention is invariant to a permutation of
-both). `load` takes tensors under their transformers names and shapes. A model with a base
-takes adapters instead, and adds them to the weights of the base (`weights/adapters.py`).
+both). `load` takes tensors under their transformers names and shapes. A model with a
+base takes adapters instead, and adds them to the weights of the base
+(`weights/adapters.py`).
 """
 
 import math
@@ -106,7 +107,8 @@ class DecoderWeights:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the parameters.
 
-        Names and shapes must have passed `Decoder.check`; a tied `lm_head.weight` is skipped.
+        Names and shapes must have passed `Decoder.check`; a tied `lm_head.weight` is
+        skipped.
         """
         for name, tensor in tensors:
             if name == "lm_head.weight":
@@ -206,8 +208,8 @@ class Decoder:
                 )
 
     def incoming(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the parameters on the device, one after the other, each valid until the
-        next. `tensors` must have passed `check`.
+        """Return the parameters on the device, one after the other, each valid until
+        the next. `tensors` must have passed `check`.
 
         The call itself allocates memory for the largest one. Raises
         torch.OutOfMemoryError.

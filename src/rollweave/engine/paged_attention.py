@@ -69,7 +69,9 @@ def padded_rows(count: int) -> int:
 
 
 def obstacle(shape: ModelShape, pool: PagedPool) -> str:
-    """Return why the kernel cannot be used for this model on this device; "" if it can."""
+    """Return why the kernel cannot be used for this model on this device; "" if it
+    can.
+    """
     device = pool.device
     if device.type != "cuda":
         return "there is no GPU"
@@ -110,7 +112,9 @@ class Prefill:
 
 @dataclass(slots=True)
 class PagedPlan:
-    """`slots[i]` is the pool position of token i's KV. The first `rows` tokens decode."""
+    """`slots[i]` is the pool position of token i's KV. The first `rows` tokens
+    decode.
+    """
 
     slots: torch.Tensor
     rows: int
@@ -194,8 +198,9 @@ class PagedAttention(Attention[PagedPlan]):
         self._lists = BlockLists(most, self._width, pool.device)
         self._decode_masks: dict[int, BlockMask] = {}
         self._first = torch.zeros(pool.blocks, dtype=torch.int32, device=pool.device)
-        """Position of the first token of each block that a prefill lists. A block has the
-        same one in all sequences that share it, since they share all tokens before it.
+        """Position of the first token of each block that a prefill lists. A block has
+        the same one in all sequences that share it, since they share all tokens before
+        it.
         """
         self._prefills: dict[int, PrefillBuffers] = {}
 
@@ -310,8 +315,8 @@ class PagedAttention(Attention[PagedPlan]):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prefill_options(self) -> dict[str, object]:
-        """Return tiles that divide a row of queries and a block; the kernel's choice may
-        be larger.
+        """Return tiles that divide a row of queries and a block; the kernel's choice
+        may be larger.
         """
         return {
             "FORCE_USE_FLEX_ATTENTION": True,
@@ -320,8 +325,8 @@ class PagedAttention(Attention[PagedPlan]):
         }
 
     def difference(self, reference: Attention[Plan]) -> float:
-        """Return the largest difference of this attention from another one over the same
-        pool, in a step that decodes and prefills. Clears the pool.
+        """Return the largest difference of this attention from another one over the
+        same pool, in a step that decodes and prefills. Clears the pool.
         """
         pool, size = self.pool, self.pool.block_tokens
         half = min(self._width, pool.blocks // 2, 3)

@@ -63,7 +63,9 @@ class RequestState:
         self.prompt_tokens = len(request.tokens)
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] = []
-        """The log-probs of the prompt's tokens from the second on, if they are wanted."""
+        """The log-probs of the prompt's tokens from the second on, if they are
+        wanted.
+        """
         self.version_starts: list[tuple[int, int]] = []
         """The (start, version) of each run of output tokens sampled by one version."""
         self.stop_strings: StopStrings | None = None

@@ -87,7 +87,9 @@ class RowParams:
 
 
 def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowParams:
-    """Collect the rows' parameters. A parameter that no row uses costs nothing later."""
+    """Collect the rows' parameters. A parameter that no row uses costs nothing
+    later.
+    """
     warm = [row.temperature or 1.0 for row in rows]
     cold = [row.temperature == 0 for row in rows]
     cut = [

@@ -1,4 +1,6 @@
-"""The images that the tasks of a domain name, as far as they are known before the run."""
+"""The images that the tasks of a domain name, as far as they are known before the
+run.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -47,7 +47,9 @@ CLOSE_S = 2.0
 """Seconds that a server has to close the connection."""
 
 BACK_OFF_S = 0.25, 0.5, 1.0, 2.0, 4.0
-"""Seconds between two tries to begin a session, each changed at random by up to a half."""
+"""Seconds between two tries to begin a session, each changed at random by up to a
+half.
+"""
 
 BUSY = frozenset({429, 502, 503, 504})
 """HTTP statuses of a server (or of a proxy in front of it) that may have room later."""

@@ -63,7 +63,9 @@ def how_to_install(extra: str) -> str:
 
 
 def _checkout() -> Path | None:
-    """Return the checkout of an editable installation; None for any other installation."""
+    """Return the checkout of an editable installation; None for any other
+    installation.
+    """
     try:
         record = importlib.metadata.distribution("rollweave").read_text("direct_url.json")
         origin = json.loads(record) if record else {}

@@ -100,7 +100,9 @@ class JournalWriter:
         self._format = journal_format(version)
         complete = self._format.complete_bytes(self.path)
         self.torn = max(0, (self.path.stat().st_size if self.path.exists() else 0) - complete)
-        """Number of bytes of an incomplete last record, cut off because its writer died."""
+        """Number of bytes of an incomplete last record, cut off because its writer
+        died.
+        """
         self._file = AppendFile(self.path, keep=complete, header=self._format.header)
 
     @property

@@ -10,7 +10,9 @@ from rollweave.core.state import State
 
 
 class CounterSnapshot:
-    """The core's counters at one moment; the difference of two shows what a step added."""
+    """The core's counters at one moment; the difference of two shows what a step
+    added.
+    """
 
     def __init__(
         self,

@@ -231,7 +231,9 @@ class TrajectoryStore:
         numbers = _segments(directory)
         self._segment = numbers[-1] if numbers else 0
         self.torn = 0
-        """Number of bytes of an incomplete last record, cut off because its writer died."""
+        """Number of bytes of an incomplete last record, cut off because its writer
+        died.
+        """
         end_of_newest, floor = 0, _floor(self._floor)
         expected = range(floor, max([floor, *numbers]) + 1)
         self.absent = [

@@ -25,8 +25,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     trajectories of training and of evaluations, and later attempts at them (`again`);
     each has one of `stop_reasons`. `interrupted` is true if the user ended the run;
     `ended_by` names the setting that ended it before `run.steps`, if one did. `engines`
-    counts engines that joined the run and that were withdrawn. `weights` has the seconds
-    in which engines that served received new weights, and those for which they stopped.
+    counts engines that joined the run and that were withdrawn. `weights` has the
+    seconds in which engines that served received new weights, and those for which they
+    stopped.
     """
 
     success_rate: dict[str, float]

@@ -97,7 +97,9 @@ class Trace:
         )
 
     def release(self, row: int, lane: str) -> None:
-        """Free the line for reuse, so that a long run does not have thousands of lines."""
+        """Free the line for reuse, so that a long run does not have thousands of
+        lines.
+        """
         number = self._lanes.pop((row, lane), None)
         if number is not None:
             self._free.setdefault(row, []).append(number)

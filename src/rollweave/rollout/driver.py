@@ -12,8 +12,8 @@ from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
 
 DELAY_S = 4.0
-"""Seconds between two calls of `Driver.on_delay`: fewer than any limit that the core puts
-on a stage.
+"""Seconds between two calls of `Driver.on_delay`: fewer than any limit that the core
+puts on a stage.
 """
 
 

@@ -1,3 +1,3 @@
-"""The live world: pump, effects of the core's commands, supervisors of processes, recovery
-and metrics.
+"""The live world: pump, effects of the core's commands, supervisors of processes,
+recovery and metrics.
 """

@@ -291,7 +291,9 @@ def _listening(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yield another name of `path` that fits a socket's address of at most 107 bytes."""
+    """Yield another name of `path` that fits a socket's address of at most 107
+    bytes.
+    """
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

@@ -40,7 +40,9 @@ class Episodes:
         *,
         images: Images | None = None,
     ) -> None:
-        """`images` are those of this process; by default, of a run on this host alone."""
+        """`images` are those of this process; by default, of a run on this host
+        alone.
+        """
         self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
         self._images = images or Images(config.sandbox, clock=clock.now)
         self._sandboxes = Sandboxes(
@@ -75,7 +77,9 @@ class Episodes:
         )
 
     def teacher(self, command: StartInit) -> Teach | None:
-        """Return what asks the teacher about the attempt; None if it learns from none."""
+        """Return what asks the teacher about the attempt; None if it learns from
+        none.
+        """
         taught = command.purpose is Purpose.TRAIN and command.task.tag in self._taught
         return self._teacher.teach if taught and self._teacher is not None else None
 

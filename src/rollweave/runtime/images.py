@@ -93,8 +93,8 @@ class RemoteExchange:
 
 
 class Images:
-    """The images of one process (an `ImagePort`). The cache is opened when the first image
-    is needed.
+    """The images of one process (an `ImagePort`). The cache is opened when the first
+    image is needed.
     """
 
     def __init__(

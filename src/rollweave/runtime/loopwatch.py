@@ -1,5 +1,5 @@
-"""Detect code that blocks the event loop, and name it while it still does: while the loop
-is blocked, no trajectory advances.
+"""Detect code that blocks the event loop, and name it while it still does: while the
+loop is blocked, no trajectory advances.
 
 A thread notices that the loop's heartbeats stop, and inspects the stack of the loop's
 thread. Invariants: foreign code is named within a second, once each time that it blocks
@@ -25,8 +25,8 @@ BEAT_S = 0.2
 """Seconds between two heartbeats of the loop, and between two checks of the thread."""
 
 MISSED = 3
-"""Number of checks without a heartbeat after which the loop counts as blocked: on a busy
-machine, two can occur by chance.
+"""Number of checks without a heartbeat after which the loop counts as blocked: on a
+busy machine, two can occur by chance.
 """
 
 COMPONENT = "event loop"

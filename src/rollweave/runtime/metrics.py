@@ -1,10 +1,10 @@
-"""The metrics of a run, line by line: always `metrics.jsonl`, and the optional mirrors of
-`runtime/sinks.py`.
+"""The metrics of a run, line by line: always `metrics.jsonl`, and the optional mirrors
+of `runtime/sinks.py`.
 
 Invariants: there is one line of kind `step` per training step, of kind `evaluation` per
 evaluation and of kind `warning` per warning, in the order in which they happened, each
-with the run's time. Lines are written atomically; a torn line that a power loss has left
-is cut off. Sinks only mirror lines.
+with the run's time. Lines are written atomically; a torn line that a power loss has
+left is cut off. Sinks only mirror lines.
 """
 
 import contextlib
@@ -258,8 +258,8 @@ def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[s
 
 
 def _mean_values(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, float]:
-    """Average the trainer's metrics over mini-batches, and sum its seconds and tokens. An
-    age that a mini-batch does not have is a share of 0.
+    """Average the trainer's metrics over mini-batches, and sum its seconds and tokens.
+    An age that a mini-batch does not have is a share of 0.
     """
     gathered: dict[str, list[float]] = {}
     for _, _, metrics in parts:

@@ -1,5 +1,5 @@
-"""The pump: inbox → core → journal → effects, the only place that calls the core; and the
-run's clock.
+"""The pump: inbox → core → journal → effects, the only place that calls the core; and
+the run's clock.
 
 Invariants: events are handled one by one, in the order in which they were posted; an
 event is in the journal before any of its commands is executed; a command is executed at

@@ -90,7 +90,9 @@ class ServiceWorld:
         self.pump.post(StopRequested(drain=drain))
 
     def compact(self) -> None:
-        """Replace the journal by a snapshot if it has grown enough. Raises DiskError."""
+        """Replace the journal by a snapshot if it has grown enough. Raises
+        DiskError.
+        """
         if self._journal.appended_bytes >= max(self._compact_bytes, self._journal.initial_bytes):
             self._journal.rotate(self.core.snapshot())
 

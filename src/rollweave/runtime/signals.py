@@ -1,14 +1,16 @@
 """Handle SIGINT and SIGTERM, in the main thread: no other thread can handle signals.
 
 A signal escalates in three steps: the handler of `on_ending_signals` runs on the event
-loop; if the loop is blocked, `Interrupted` is raised in the code that blocks it; if even
-that does not end the process, a thread of `run_to_the_end` ends it, children first.
+loop; if the loop is blocked, `Interrupted` is raised in the code that blocks it; if
+even that does not end the process, a thread of `run_to_the_end` ends it, children
+first.
 
 Invariants: a second signal always takes effect, even while user code blocks the event
 loop and never returns (the loop's own `add_signal_handler` calls its handler only when
-the loop runs again); further signals do not interrupt the orderly end, which would leave
-tasks unfinished, unless it takes very long. Service managers send SIGTERM once and
-SIGKILL next, so a SIGTERM that a blocked loop does not handle counts as two signals.
+the loop runs again); further signals do not interrupt the orderly end, which would
+leave tasks unfinished, unless it takes very long. Service managers send SIGTERM once
+and SIGKILL next, so a SIGTERM that a blocked loop does not handle counts as two
+signals.
 """
 
 import asyncio
@@ -37,8 +39,8 @@ code of ours blocks it.
 """
 
 HELD_S = 3.0
-"""Maximum time until the loop runs again after the request to end, in seconds; beyond it
-a thread ends the process.
+"""Maximum time until the loop runs again after the request to end, in seconds; beyond
+it a thread ends the process.
 """
 
 ENDING_S = 15.0
@@ -57,8 +59,8 @@ to end by themselves.
 
 @contextlib.contextmanager
 def on_ending_signals(handle: Callable[[], object]) -> Iterator[None]:
-    """Call `handle` on the running loop for each SIGINT and SIGTERM while the context is
-    open. Do nothing outside the main thread.
+    """Call `handle` on the running loop for each SIGINT and SIGTERM while the context
+    is open. Do nothing outside the main thread.
 
     A second signal that the loop does not handle raises a KeyboardInterrupt in the code
     that blocks it: at once if the loop has not handled the first one either, otherwise
@@ -115,7 +117,9 @@ class _Ending:
         """The loop has not handled the last signal yet."""
         self._closed = False
         self._interruption: Callable[[], Interrupted | None] = lambda: None
-        """Weak reference to the interruption, which is alive while it unwinds the stack."""
+        """Weak reference to the interruption, which is alive while it unwinds the
+        stack.
+        """
         self._timing = False
         self._former: tuple[Any, tuple[float, float]] = (signal.SIG_DFL, (0.0, 0.0))
         """The former handler and timer of SIGALRM, while we use it."""
@@ -194,8 +198,8 @@ def run_to_the_end(main: Coroutine[Any, Any, T]) -> T:
 
 
 class _LastResort:
-    """A thread that receives signals through the wakeup descriptor, independently of the
-    main thread, and can end the process.
+    """A thread that receives signals through the wakeup descriptor, independently of
+    the main thread, and can end the process.
     """
 
     def __init__(self) -> None:

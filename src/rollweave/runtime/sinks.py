@@ -32,8 +32,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Mirrors to a W&B run of the same name, offline or online as the user's environment
-    selects.
+    """Mirrors to a W&B run of the same name, offline or online as the user's
+    environment selects.
 
     `--resume` continues the same W&B run.
     """

@@ -1,9 +1,9 @@
 """The task group that owns every task of a live world.
 
-Invariants: an exception in a task is a bug of ours or a disk failure, and ends the group
-with that exception; several exceptions end it with an exception group, except that disk
-errors of several tasks are reported as one; `cancel_all` ends every task, and each one
-that is spawned later.
+Invariants: an exception in a task is a bug of ours or a disk failure, and ends the
+group with that exception; several exceptions end it with an exception group, except
+that disk errors of several tasks are reported as one; `cancel_all` ends every task, and
+each one that is spawned later.
 """
 
 import asyncio

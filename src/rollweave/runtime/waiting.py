@@ -1,4 +1,6 @@
-"""Report long waits while they last: `core/policy/waiting` decides when each is named."""
+"""Report long waits while they last: `core/policy/waiting` decides when each is
+named.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -15,7 +17,9 @@ async def name_long_waits(
     clock: Callable[[], float],
     report: Callable[[str, str], None],
 ) -> None:
-    """Report the component and the line of each long wait, until this task is cancelled."""
+    """Report the component and the line of each long wait, until this task is
+    cancelled.
+    """
     long_waits = LongWaits()
     while True:
         for component, line in wait_lines(long_waits.due(clock(), waits())):

@@ -284,8 +284,8 @@ def addressed(spec: SandboxSpec) -> SandboxSpec:
 
 def is_reference(image: str) -> bool:
     """Return whether `image` names what the cache of images resolves to a folder: a
-    digest, or the path of an archive or of a recipe, which may be relative to the working
-    directory.
+    digest, or the path of an archive or of a recipe, which may be relative to the
+    working directory.
     """
     named = DIGEST.fullmatch(image) or image.endswith((RECIPE, *ARCHIVES))
     return bool(named) and "\0" not in image
@@ -298,7 +298,9 @@ def check_image(image: str) -> None:
 
 
 def check_snapshot_paths(only: Sequence[str], at: str) -> None:
-    """Raise ValueError if a snapshot cannot consist of these paths in the folder `at`."""
+    """Raise ValueError if a snapshot cannot consist of these paths in the folder
+    `at`.
+    """
     if bool(only) != bool(at) or (at and (not _plain_path(at) or at == "/")):
         raise ValueError(
             f"at must be an absolute path without '..' where only has paths, else empty, got {at!r}"

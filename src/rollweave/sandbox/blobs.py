@@ -188,8 +188,8 @@ class Blobs:
         )
 
     def find(self, digest: str) -> Path | None:
-        """Return the path of a local blob; None if there is none, or it is damaged: such
-        a blob is removed.
+        """Return the path of a local blob; None if there is none, or it is damaged:
+        such a blob is removed.
         """
         path = self.path(digest)
         with contextlib.suppress(FileNotFoundError):
@@ -208,8 +208,8 @@ class Blobs:
         on_progress: OnProgress | None = None,
         cancellation: Cancellation | None = None,
     ) -> str | None:
-        """Fetch a blob from one source; return the reason for a failure, or None if it is
-        stored now. Raises SandboxError if it cannot be written.
+        """Fetch a blob from one source; return the reason for a failure, or None if it
+        is stored now. Raises SandboxError if it cannot be written.
         """
         timeout_text = f"all sources together must send it within limit_s = {self._limit_s:g} s"
         left_s = self._limit_s if ends_at is None else ends_at - time.monotonic()

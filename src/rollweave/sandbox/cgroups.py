@@ -79,7 +79,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Group:
-    """The groups of one sandbox: a version and a folder for each available controller."""
+    """The groups of one sandbox: a version and a folder for each available
+    controller.
+    """
 
     folders: dict[str, tuple[int, str]]
 

@@ -80,7 +80,9 @@ class ImageCache:
         return None
 
     def hold(self, digest: str) -> None:
-        """Prevent the removal of an image until `release`, whether it is here yet or not."""
+        """Prevent the removal of an image until `release`, whether it is here yet or
+        not.
+        """
         with self._mutex:
             if digest in self._held:
                 fd, count = self._held[digest]
@@ -136,8 +138,8 @@ class ImageCache:
     def fetch(
         self, digest: str, source: Source, on_progress: OnProgress, cancellation: Cancellation
     ) -> str | None:
-        """Fetch an archive; return the reason for a failure, or None. Raises SandboxError
-        if it cannot be stored, because there is no room, for example.
+        """Fetch an archive; return the reason for a failure, or None. Raises
+        SandboxError if it cannot be stored, because there is no room, for example.
         """
         known = False
 
@@ -160,8 +162,8 @@ class ImageCache:
             blob.keep()
 
     def unpack(self, digest: str, cancellation: Cancellation) -> None:
-        """Make the folder of an image from its archive. Raises SandboxError, also if there
-        is no room for it; the image is held.
+        """Make the folder of an image from its archive. Raises SandboxError, also if
+        there is no room for it; the image is held.
         """
         self.images.path(digest, cancellation=cancellation)
         self._note_size(digest)

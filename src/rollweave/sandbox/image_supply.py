@@ -103,8 +103,8 @@ class ImageSupply:
         here: Path | None = None,
     ) -> None:
         """`mirror` is an http or https URL, or the absolute path of a directory, which
-        receives what is built here. Relative paths of images start at `here`, by default
-        the working directory.
+        receives what is built here. Relative paths of images start at `here`, by
+        default the working directory.
         """
         self._cache, self._exchange = cache, exchange or NoExchange()
         self._mirror = None if mirror is None else Source(url=mirror)
@@ -192,7 +192,9 @@ class ImageSupply:
         return _Image(reference=reference, key=key)
 
     async def _obtained(self, image: _Image, backend: Callable[[], Backend]) -> None:
-        """Wait until the image is obtained, which continues if this wait is cancelled."""
+        """Wait until the image is obtained, which continues if this wait is
+        cancelled.
+        """
         task = self._obtaining.get(image.key)
         if task is None:
             task = asyncio.create_task(

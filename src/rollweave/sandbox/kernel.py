@@ -132,7 +132,9 @@ def adopt_orphans() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities irrevocably, including those that a program's file grants."""
+    """Drop all capabilities irrevocably, including those that a program's file
+    grants.
+    """
     for number in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, number)

@@ -64,7 +64,9 @@ class SandboxHandle:
         self.id, self.channel = name, channel
         self.pid = 0
         self.writes = writes
-        """Descriptor of the folder that has the sandbox's writes; -1 if there is none."""
+        """Descriptor of the folder that has the sandbox's writes; -1 if there is
+        none.
+        """
         self.has_root = True
         """True if that folder has the whole root, with no layers below it."""
         self.why = ""

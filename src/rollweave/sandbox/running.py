@@ -27,7 +27,9 @@ from rollweave.schema.errors import (
 )
 
 START_S = 20.0
-"""Maximum seconds until a server answers: an interpreter's start on a loaded machine."""
+"""Maximum seconds until a server answers: an interpreter's start on a loaded
+machine.
+"""
 
 FILE_S = 10.0
 """Maximum seconds for reading or writing a file, which is in memory."""
@@ -203,9 +205,9 @@ async def started(
 ) -> RunningSandbox:
     """Launch a sandbox and wait until its server answers. Raises SandboxError.
 
-    `requested_spec` is the caller's specification if `spec` is an adapted one; `writes` is a
-    descriptor of the folder of its writes if no root is staged for it; `contained` says
-    that its processes end with the first one, `drop` that a supervisor run by root
+    `requested_spec` is the caller's specification if `spec` is an adapted one; `writes`
+    is a descriptor of the folder of its writes if no root is staged for it; `contained`
+    says that its processes end with the first one, `drop` that a supervisor run by root
     gives it a separate uid.
     """
     began = time.perf_counter()

@@ -125,7 +125,9 @@ NEW_NAMESPACES = 0x7E020000
 """Every CLONE_NEW* flag that clone takes."""
 
 TERMINAL_REQUESTS = (0x5412, 0x541C, 0x5423)
-"""TIOCSTI and TIOCLINUX, which push input, and TIOCSETD, which loads a line discipline."""
+"""TIOCSTI and TIOCLINUX, which push input, and TIOCSETD, which loads a line
+discipline.
+"""
 
 FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""

@@ -46,7 +46,9 @@ TICK_S = 0.1
 """Seconds between two checks of the resources that the sandboxes use."""
 
 POLL_CPU_SHARE = 0.1
-"""Largest share of one core spent on polling; with many sandboxes the interval grows."""
+"""Largest share of one core spent on polling; with many sandboxes the interval
+grows.
+"""
 
 STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.wall_s"
 """Reasons for a sandbox's end that the code in it did not cause."""
@@ -81,7 +83,9 @@ class SandboxRecord:
     after their parent has ended.
     """
     own: dict[int, int] = field(default_factory=dict)
-    """Start times, by pid, of the sandbox's init and server, which a soft stop spares."""
+    """Start times, by pid, of the sandbox's init and server, which a soft stop
+    spares.
+    """
     inherited: dict[int, int] = field(default_factory=dict)
     """Resident bytes, by pid, of these processes before any command ran; a fork shares
     most of them with its parent.
@@ -165,7 +169,9 @@ class Supervisor:
         }
 
     def run(self) -> None:
-        """Serve until the owner closes its end of the socket; then end all sandboxes."""
+        """Serve until the owner closes its end of the socket; then end all
+        sandboxes.
+        """
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -385,7 +391,8 @@ class Supervisor:
                 self._end(record)
             elif record.kill_at:
                 self._terminate(record, processes)
-        # the CPU's time: on a busy machine the same work takes longer, and costs no more
+        # the CPU's time: on a busy machine the same work takes longer, and costs no
+        # more
         took = time.process_time() - cpu_s
         ending = any(record.kill_at or record.reaped for record in self._records.values())
         self._next_poll = began + max(
@@ -577,8 +584,8 @@ def _exceeded_limit(record: SandboxRecord, processes: list[Process], now: float)
     # Pages that processes share should count once, but that sum takes long to compute.
     # The upper bound, which counts them repeatedly, is checked first.
     if sum(each.most_bytes for each in processes) > record.memory_bytes:
-        # The kernel walks all page tables to sum up the pages, which would take the longest
-        # of the processes that have the most of them.
+        # The kernel walks all page tables to sum up the pages, which would take the
+        # longest of the processes that have the most of them.
         used = sum(each.table_bytes() for each in processes)
         if used <= record.memory_bytes:
             used = sum(

@@ -244,7 +244,9 @@ class Header(tarfile.TarInfo):
 
 
 def check_member(path: str, members: int, bounds: Bounds) -> None:
-    """Raise Refused if the path, or the number of members so far, exceeds the bounds."""
+    """Raise Refused if the path, or the number of members so far, exceeds the
+    bounds.
+    """
     if len(os.fsencode(path)) > PATH_BYTES:
         raise Refused(f"a path must have at most {PATH_BYTES} bytes, got {path[:100]!r}…")
     if (names := path.count("/") + 1) > bounds.depth:

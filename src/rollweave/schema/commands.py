@@ -25,9 +25,9 @@ class DrawTask(TaggedStruct, frozen=True, kw_only=True):
 class StartInit(TaggedStruct, frozen=True, kw_only=True):
     """Start the environment of an attempt in a worker, or in the controller ("").
 
-    → EnvReady | TrajectoryEnded (if the environment failed to start). Until its end, the
-    attempt may also be lost with its worker (WorkerLost), and AttemptDelayed may come at
-    any time, in RUN and EVAL, too.
+    → EnvReady | TrajectoryEnded (if the environment failed to start). Until its end,
+    the attempt may also be lost with its worker (WorkerLost), and AttemptDelayed may
+    come at any time, in RUN and EVAL, too.
     """
 
     trajectory_id: TrajectoryId
@@ -264,7 +264,8 @@ class RemoveEngine(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RestartWorker(TaggedStruct, frozen=True, kw_only=True):
-    """Kill what is left of the rollout worker and start it again as `epoch` on this host.
+    """Kill what is left of the rollout worker and start it again as `epoch` on this
+    host.
 
     → WorkerJoined | WorkerLost
     """
@@ -276,8 +277,8 @@ class RestartWorker(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RemoveWorker(TaggedStruct, frozen=True, kw_only=True):
-    """Kill what is left of the process, which is not started again for now. No answer is
-    owed.
+    """Kill what is left of the process, which is not started again for now. No answer
+    is owed.
     """
 
     worker_id: str
@@ -431,7 +432,9 @@ class MarkBest(TaggedStruct, frozen=True, kw_only=True):
 
 
 class SetTimer(TaggedStruct, frozen=True, kw_only=True):
-    """Send `TimerFired` at time `at`. This replaces the timer set before. → TimerFired"""
+    """Send `TimerFired` at time `at`. This replaces the timer set before. →
+    TimerFired
+    """
 
     at: float
 

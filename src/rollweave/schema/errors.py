@@ -10,7 +10,9 @@ class RollweaveError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user ends the run while code blocks the event loop. No code may catch this."""
+    """The user ends the run while code blocks the event loop. No code may catch
+    this.
+    """
 
 
 class ConfigError(RollweaveError, ValueError):
@@ -51,7 +53,9 @@ class NonFiniteLossError(TrainerError):
 
 
 class WeightsError(RollweaveError):
-    """Weights do not match their manifest. The receiver keeps the version that it had."""
+    """Weights do not match their manifest. The receiver keeps the version that it
+    had.
+    """
 
 
 class DeltaError(WeightsError):
@@ -92,8 +96,8 @@ class SandboxError(RollweaveError):
 
 
 class ImageError(SandboxError):
-    """The image of a sandbox cannot be obtained: no source has it, its build failed, or the
-    cache has no room for it. The agent is not to blame.
+    """The image of a sandbox cannot be obtained: no source has it, its build failed, or
+    the cache has no room for it. The agent is not to blame.
     """
 
 

@@ -8,7 +8,9 @@ from rollweave.schema.base import Struct, TaggedStruct
 
 
 class ImagePeer(Struct, frozen=True, kw_only=True):
-    """A worker from which others fetch images: its URL, and the token that it asks for."""
+    """A worker from which others fetch images: its URL, and the token that it asks
+    for.
+    """
 
     host: str
     """Name of its host."""

@@ -6,8 +6,8 @@ from rollweave.schema.base import Struct, TaggedStruct, TrajectoryId
 
 
 class LengthContext(Struct, frozen=True, kw_only=True):
-    """Describes a trajectory before turn `turn`: its task, its progress, and the lengths
-    observed in its group. Lengths are in tokens.
+    """Describes a trajectory before turn `turn`: its task, its progress, and the
+    lengths observed in its group. Lengths are in tokens.
 
     `siblings` members of its group have ended, after `sibling_mean` sampled tokens on
     average and `sibling_longest` at most. `reward` (of the steps so far) and `plan`

@@ -115,6 +115,6 @@ class WorkerError(RollweaveError):
 
 
 class WorkerLostError(RollweaveError):
-    """A worker's process or host is lost, or it has not answered in time. All workers of
-    its role have ended with it.
+    """A worker's process or host is lost, or it has not answered in time. All workers
+    of its role have ended with it.
     """

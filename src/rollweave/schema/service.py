@@ -17,7 +17,9 @@ TOKEN_LENGTH = 4096
 
 
 class RequestedLimits(Struct, frozen=True, kw_only=True):
-    """Limits of a rollout that override those of its handler; they never exceed them."""
+    """Limits of a rollout that override those of its handler; they never exceed
+    them.
+    """
 
     max_turns: int | None = None
     max_tokens: int | None = None

@@ -139,9 +139,10 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     `resumed_tokens` of the tokens were in the request; it is 0 if an engine that cannot
     resume started the turn over. With `text_only` the engine returned text alone: the
     tokens are encoded from it, the log-probs are 0, and it is never trained on.
-    `prompt_logprobs` are those of the prompt's tokens from the second on, at temperature
-    1, if they were requested. `routes` are those of prompt and answer from an engine that
-    records them: not of the last token, which the model has not processed.
+    `prompt_logprobs` are those of the prompt's tokens from the second on, at
+    temperature 1, if they were requested. `routes` are those of prompt and answer from
+    an engine that records them: not of the last token, which the model has not
+    processed.
     """
 
     id: str
@@ -330,8 +331,8 @@ class Load(TaggedStruct, frozen=True, kw_only=True):
 
 
 class LoadCheckpoint(TaggedStruct, frozen=True, kw_only=True):
-    """Load the weights of the trainer's checkpoint of step `version` in `directory`, cast
-    to `dtype` as they were published. Answered as `Load` is.
+    """Load the weights of the trainer's checkpoint of step `version` in `directory`,
+    cast to `dtype` as they were published. Answered as `Load` is.
     """
 
     version: int
@@ -375,7 +376,8 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     `profile` holds its decode step times by increasing batch size, if
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
     copy of the weights, and so can receive them while it generates; `moves_kv`, if it
-    can export and import KV; `preempts`, if a request takes the slot of one of lower rank.
+    can export and import KV; `preempts`, if a request takes the slot of one of lower
+    rank.
     """
 
     version: int
@@ -521,11 +523,11 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     """The inference server of an engine: its kind, the interpreter that has it, more
     arguments, and its tensor parallelism.
 
-    With `scaled_logprobs`, requests have temperatures other than 0 and 1, at which their
-    log-probs must be. The server must be ready within `start_s`, and answer each control
-    call within `control_s`. With `addresses`, it is not started: the engine leases one of
-    the servers there as `holder`, with their `token`; it must compute sequences of
-    `context` tokens.
+    With `scaled_logprobs`, requests have temperatures other than 0 and 1, at which
+    their log-probs must be. The server must be ready within `start_s`, and answer each
+    control call within `control_s`. With `addresses`, it is not started: the engine
+    leases one of the servers there as `holder`, with their `token`; it must compute
+    sequences of `context` tokens.
     """
 
     kind: ServerName

@@ -181,8 +181,8 @@ class RelayHeartbeat(TaggedStruct, frozen=True, kw_only=True):
     """Sent every `HEARTBEAT_S` seconds, so that a hung relay can be distinguished from
     a working one.
 
-    `received` of `whole` bytes have arrived of the version that it fetches; both are 0 if
-    it fetches none.
+    `received` of `whole` bytes have arrived of the version that it fetches; both are 0
+    if it fetches none.
     """
 
     received: int = 0

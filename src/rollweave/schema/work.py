@@ -173,8 +173,8 @@ class TurnSpan(Struct, frozen=True, kw_only=True):
 
 
 class Routes(Struct, frozen=True, kw_only=True):
-    """The experts to which a mixture-of-experts model routed the tokens `[start, end)` of
-    a sequence: in each of `layers` layers, those with the `top_k` highest scores.
+    """The experts to which a mixture-of-experts model routed the tokens `[start, end)`
+    of a sequence: in each of `layers` layers, those with the `top_k` highest scores.
 
     `data` has their numbers by token, layer and rank, in one byte each, or in two
     (little endian) if the model has more than 256. Layers without experts have zeros.

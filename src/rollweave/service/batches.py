@@ -150,7 +150,9 @@ class DapoBatches:
     # Decisions of the policy.
 
     def _advance(self) -> None:
-        """Stop groups that are too old, and begin as many new ones as the rule allows."""
+        """Stop groups that are too old, and begin as many new ones as the rule
+        allows.
+        """
         if self._error is not None:
             return
         self._stop(self._dapo.overdue())

@@ -412,8 +412,8 @@ class RolloutClient:
     async def _send_with_retries(
         self, server: _Server, method: str, path: str, body: bytes | None = None
     ) -> bytes:
-        """Call `_send_in_turn`, and retry a few times if the service is busy or does not
-        answer.
+        """Call `_send_in_turn`, and retry a few times if the service is busy or does
+        not answer.
         """
         wait_s = BACKOFF_S
         for attempt in itertools.count(1):
@@ -430,7 +430,9 @@ class RolloutClient:
         raise AssertionError("the loop above has no end")
 
     async def _run_on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
-        """Submit the rollout and wait for it. A step that fails is retried a few times."""
+        """Submit the rollout and wait for it. A step that fails is retried a few
+        times.
+        """
         body, path = msgspec.json.encode(request), _path(request.id)
         submitted, failures, wait_s = False, 0, BACKOFF_S
         while True:
@@ -560,7 +562,9 @@ class RolloutClient:
         return min(alive or remaining, key=lambda server: server.outstanding)
 
     async def _cancel_abandoned(self) -> None:
-        """Cancel rollouts that were moved away from a service, if it may answer again."""
+        """Cancel rollouts that were moved away from a service, if it may answer
+        again.
+        """
         for server in self._servers:
             if server.to_cancel and server.dead_until <= _now():
                 job_ids, server.to_cancel = server.to_cancel, []
@@ -570,8 +574,8 @@ class RolloutClient:
 
 
 class Rollouts:
-    """A `RolloutClient` for programs without an event loop: `with Rollouts(addresses) as
-    rollouts: rollouts.run(requests)`.
+    """A `RolloutClient` for programs without an event loop: `with Rollouts(addresses)
+    as rollouts: rollouts.run(requests)`.
     """
 
     def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
@@ -595,8 +599,8 @@ class Rollouts:
             self._loop.stop()
 
     def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
-        """Run all rollouts at once; return them in the order of the requests. Errors are
-        those of `RolloutClient.rollout`.
+        """Run all rollouts at once; return them in the order of the requests. Errors
+        are those of `RolloutClient.rollout`.
 
         The first error, and Ctrl-C, cancel the others.
         """
@@ -683,8 +687,8 @@ def _path(job_id: str) -> str:
 
 
 def _error(answer: bytes) -> tuple[str, str]:
-    """Return an error's type and message, or "" and the start of the answer if it is not
-    in the service's form.
+    """Return an error's type and message, or "" and the start of the answer if it is
+    not in the service's form.
     """
     try:
         error = msgspec.json.decode(answer)["error"]

@@ -5,8 +5,8 @@ Invariants: a body is decoded into the structs of `schema/service.py` or refused
 400 and a message that names field, rule and value; every answer is JSON, except metrics
 and streams; no request causes a 500. `io/http/guard.py` checks every request first: if
 the service has a token, only health checks work without it. Errors are `{"error":
-{"type", "message"}}`. Invalid HTTP never gets here: aiohttp answers it with 400 in plain
-text.
+{"type", "message"}}`. Invalid HTTP never gets here: aiohttp answers it with 400 in
+plain text.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

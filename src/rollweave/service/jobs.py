@@ -98,8 +98,8 @@ class JobStore:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises ConfigError if it is damaged, in use, or not a
-        job database.
+        """Open or create the file. Raises ConfigError if it is damaged, in use, or not
+        a job database.
         """
         self._path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -244,7 +244,9 @@ class JobStore:
         return [_result(row) for row in rows]
 
     def results_after(self, number: int, limit: int, *, job: int | None = None) -> list[Result]:
-        """Return the first `limit` results after number `number`, of one job or of all."""
+        """Return the first `limit` results after number `number`, of one job or of
+        all.
+        """
         where, values = (
             ("number > ?", (number, limit))
             if job is None

@@ -165,7 +165,8 @@ def serve(
         except (RollweaveError, OSError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            # also SystemExit, whose exit code could be that of a service that was stopped
+            # also SystemExit, whose exit code could be that of a service that was
+            # stopped
             raise RollweaveError(
                 f"a failure that Rollweave did not foresee: {describe_error('the service', error)}"
             ) from error

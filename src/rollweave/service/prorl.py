@@ -253,7 +253,9 @@ class ProRL:
     # Jobs.
 
     async def process(self, request: web.Request) -> dict[str, Any]:
-        """Run a job, and answer once it is done. A client that disconnects cancels it."""
+        """Run a job, and answer once it is done. A client that disconnects cancels
+        it.
+        """
         if not self._started:
             raise _DetailError(503, "Server is not running")
         body = decode_body(await body_of(request, most=BODY_BYTES), Process, rule="JSON")
@@ -365,7 +367,9 @@ def _final_result(trajectory: Trajectory | None) -> dict[str, Any]:
 
 
 def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
-    """Return the seconds of active time by stage; `others_time` is the time in queues."""
+    """Return the seconds of active time by stage; `others_time` is the time in
+    queues.
+    """
     timing = trajectory.timing if trajectory is not None else None
     init, run, score, queue = (
         (timing.init_s, timing.run_s, timing.eval_s, timing.queue_s) if timing else (0.0,) * 4

@@ -63,7 +63,9 @@ async def decode_requests(body: bytes, *, max_requests: int) -> tuple[list[Rollo
 
 
 async def _check_value_count(body: bytes) -> None:
-    """Count the JSON values in `body`: each but the first follows a comma or bracket."""
+    """Count the JSON values in `body`: each but the first follows a comma or
+    bracket.
+    """
     values = 0
     for start in range(0, len(body), SCAN_BYTES):
         values += sum(body.count(mark, start, start + SCAN_BYTES) for mark in (b",", b"[", b"{"))

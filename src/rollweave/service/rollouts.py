@@ -213,7 +213,9 @@ class RolloutManager:
             raise ClosedError("the service is shutting down")
 
     def _is_known(self, job_id: str, request: RolloutRequest) -> bool:
-        """Return whether this very request was accepted before. Raises ConflictError."""
+        """Return whether this very request was accepted before. Raises
+        ConflictError.
+        """
         job = self._jobs.find(job_id)
         if job is not None and job.request != request:
             raise ConflictError(
@@ -400,7 +402,8 @@ class RolloutManager:
         trajectory = self._world.state.trajectories.get(name)
         if trajectory is None:
             return MemberStatus(id=name, stage="queued", attempt=0)
-        # a trajectory that has ended, but whose result is not stored yet, is still in eval
+        # a trajectory that has ended, but whose result is not stored yet, is still in
+        # eval
         return MemberStatus(
             id=name, stage=STAGES.get(trajectory.stage, "eval"), attempt=trajectory.attempt
         )

@@ -1,4 +1,6 @@
-"""Access to the world of a service, for those parts that exist before the world does."""
+"""Access to the world of a service, for those parts that exist before the world
+does.
+"""
 
 from collections.abc import Callable
 

@@ -304,7 +304,9 @@ def slowdown_between_sites(name: str) -> float:
 
 
 class TrainerCosts(Protocol):
-    """The costs that a simulated trainer, and the engines that fetch its weights, need."""
+    """The costs that a simulated trainer, and the engines that fetch its weights,
+    need.
+    """
 
     def step_s(self, *, tokens: int, context: int) -> float:
         """Return the seconds of one optimizer step on `tokens` tokens whose attention

@@ -326,7 +326,9 @@ class Chaos:
         return True
 
     def _strike_host(self, kind: str) -> bool:
-        """Lose a host, unless it is the last one, or let one join the pool of another."""
+        """Lose a host, unless it is the last one, or let one join the pool of
+        another.
+        """
         draw, world = self._random, self.world
         up = [*world.hosts.up]
         if kind == "host lost" and len(up) > 1:
@@ -378,7 +380,9 @@ class Chaos:
         world.revive(core, self._journal)
 
     def _replayed(self) -> Core:
-        """Return the core replayed from its journal, which must equal the current core."""
+        """Return the core replayed from its journal, which must equal the current
+        core.
+        """
         replay = Replay(self._path, self._config)
         core = replay.finish()
         assert replay.differing == 0, f"a replay decides differently at {replay.differing} events"

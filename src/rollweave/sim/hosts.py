@@ -48,7 +48,9 @@ class SimHosts:
             self._pools = [NO_POOL] * len(self.up)
 
     def add(self, pool: str) -> HostSlot:
-        """Add a host of this pool, with a number that no other has had in this world."""
+        """Add a host of this pool, with a number that no other has had in this
+        world.
+        """
         number = len(self._pools)
         slot = HostSlot(number=number, name=f"{pool or 'host'}-{number}")
         if pool:

@@ -249,7 +249,9 @@ class SimRelays:
         return self._cost.hop_s(share=share) * self._slower(node, command.source)
 
     def _slower(self, node: Node, source: str) -> float:
-        """Return how many times as long weights travel to this relay as within a site."""
+        """Return how many times as long weights travel to this relay as within a
+        site.
+        """
         other = self.nodes.get(source)
         return self._hosts.slowdown(other.host, node.host) if other is not None else 1.0
 

@@ -83,7 +83,9 @@ class Rates:
 
 
 def scenario(seed: int) -> RunConfig:
-    """Return a run of seconds on one core, with other sizes and modes for every seed."""
+    """Return a run of seconds on one core, with other sizes and modes for every
+    seed.
+    """
     draw = random.Random(f"scenario/{seed}")
     mode = draw.choice(COUPLED_MODES)
     data: dict[str, Any] = {

@@ -1,1 +1,3 @@
-"""The trainer: advantages, losses, packing, the optimizer step, checkpoints, warm-up."""
+"""The trainer: advantages, losses, packing, the optimizer step, checkpoints,
+warm-up.
+"""

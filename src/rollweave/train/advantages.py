@@ -47,9 +47,10 @@ def token_advantages(
       turn whose key no other turn shares gets 0; turns without a key share one
       baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
-    - `distill` (on-policy distillation, MiniLLM arXiv:2306.08543, GKD arXiv:2306.13649):
-      log p of the teacher - log p with which the engine sampled, of each token alone,
-      within ±`MAX_LOG_RATIO`, plus `reward_weight` times (reward - group mean).
+    - `distill` (on-policy distillation, MiniLLM arXiv:2306.08543, GKD
+      arXiv:2306.13649): log p of the teacher - log p with which the engine sampled, of
+      each token alone, within ±`MAX_LOG_RATIO`, plus `reward_weight` times (reward -
+      group mean).
     - `gae`, `gae_turn`: 0, until `train/gae.py` replaces them by those of the critic.
 
     A reward includes `overlong_penalty` where `algorithm.overlong` is `punish`.
@@ -130,8 +131,8 @@ def is_overlong(trajectory: Trajectory) -> bool:
 
 
 def overlong_penalty(trajectory: Trajectory) -> float:
-    """Return DAPO's soft punishment of long trajectories (arXiv:2503.14476 eq. 13): 0 up
-    to 1 - `OVERLONG_CACHE` of the maximum length, then falling linearly to -1 at the
+    """Return DAPO's soft punishment of long trajectories (arXiv:2503.14476 eq. 13): 0
+    up to 1 - `OVERLONG_CACHE` of the maximum length, then falling linearly to -1 at the
     maximum, which a trajectory that was cut has reached.
 
     The length is that of the longest sequence, prompts and observations included, since
@@ -188,7 +189,9 @@ def turns_of(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
 
 
 def turn_rewards(total: float, spans: Sequence[tuple[int, TurnSpan]]) -> list[float]:
-    """Return the reward of each turn; what the turns lack of `total` is the last one's."""
+    """Return the reward of each turn; what the turns lack of `total` is the last
+    one's.
+    """
     rewards = [span.reward for _, span in spans]
     if rewards:
         rewards[-1] += total - math.fsum(rewards)
@@ -213,7 +216,9 @@ def _constant(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
 
 
 def reward_of(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
-    """Return the trajectory's reward, with the punishment of its length if configured."""
+    """Return the trajectory's reward, with the punishment of its length if
+    configured.
+    """
     assert trajectory.reward is not None
     if algorithm.overlong == "punish":
         return trajectory.reward + overlong_penalty(trajectory)

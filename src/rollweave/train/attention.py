@@ -161,7 +161,9 @@ def attend(
 def _blocks(
     q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None
 ) -> list[tuple[int, int, int]]:
-    """Return queries `[start, end)` with the number of keys that any of them may see."""
+    """Return queries `[start, end)` with the number of keys that any of them may
+    see.
+    """
     width, length = q.shape[2], k.shape[1]
     if visible is not None:
         return [(0, width, length)]

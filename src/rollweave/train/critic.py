@@ -1,9 +1,9 @@
-"""The critic of PPO: a model that predicts the return from each state, trained beside the
-policy.
+"""The critic of PPO: a model that predicts the return from each state, trained beside
+the policy.
 
-Invariants: it starts from the weights of the policy, with a head that gives 0; it has the
-policy's division into minibatches, ranks and micro-batches; a minibatch changes it only
-if the policy's part of the step has succeeded, too.
+Invariants: it starts from the weights of the policy, with a head that gives 0; it has
+the policy's division into minibatches, ranks and micro-batches; a minibatch changes it
+only if the policy's part of the step has succeeded, too.
 """
 
 import dataclasses

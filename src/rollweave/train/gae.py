@@ -1,8 +1,8 @@
 """Generalized advantage estimation (GAE, arXiv:1506.02438 eq. 16) with the values of a
 critic, token by token or turn by turn.
 
-Invariants: a value is that of the state in which a token is sampled; the state after the
-last turn has the value 0; `gamma` discounts between turns, never within one.
+Invariants: a value is that of the state in which a token is sampled; the state after
+the last turn has the value 0; `gamma` discounts between turns, never within one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,8 @@ def estimate(
     """Return the estimates of a trajectory's rows from the values [M] at their tokens.
 
     - `gae`: each token is a step, and the last one of a turn has the turn's reward.
-      A_t = δ_t + γ λ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t, where γ is 1 within a turn.
+      A_t = δ_t + γ λ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t, where γ is 1 within a
+      turn.
     - `gae_turn`: each turn is a step with the value of its first token; all its tokens
       have its advantage, and the critic learns at the first one.
     """
@@ -80,8 +81,8 @@ def estimate(
 
 
 def standardized(estimates: Mapping[int, Estimate]) -> dict[int, torch.Tensor]:
-    """Return advantages by row, minus their mean over the tokens of all turns and divided
-    by their standard deviation, as PPO's implementations do.
+    """Return advantages by row, minus their mean over the tokens of all turns and
+    divided by their standard deviation, as PPO's implementations do.
     """
     flat = torch.cat([each.advantages[each.covered] for each in estimates.values()])
     mean, deviation = flat.mean(), flat.std(correction=0)

@@ -70,8 +70,8 @@ class NewAdapters:
 
     @torch.no_grad()
     def initialize(self, model: nn.Module, ranks: RankGroup) -> None:
-        """Set the adapters' first values: those of `lora.path`, or like peft's, A uniform
-        and B 0. They do not depend on the number of ranks.
+        """Set the adapters' first values: those of `lora.path`, or like peft's, A
+        uniform and B 0. They do not depend on the number of ranks.
 
         Raises ConfigError for an adapter that cannot be read.
         """
@@ -92,8 +92,8 @@ class NewAdapters:
             local_tensor(layer.lora_B.weight).zero_()
 
     def _given(self, directory: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the adapters in `directory`. Raises ConfigError unless they are those of
-        the model.
+        """Return the adapters in `directory`. Raises ConfigError unless they are those
+        of the model.
         """
         where = f"lora.path: {directory}"
         try:

@@ -152,8 +152,8 @@ def _surrogate(
       -min(ρ A, clip(ρ, 1 - l, 1 + h) A).
     - `dual_clip` (arXiv:1912.09729): as ppo, but at most -3 A for A < 0, where ρ
       would be unbounded.
-    - `gspo` (GSPO-token, arXiv:2507.18071 §4.3): as ppo, with sg(s / π) π for ρ, where s
-      is the geometric mean of ρ over the sequence.
+    - `gspo` (GSPO-token, arXiv:2507.18071 §4.3): as ppo, with sg(s / π) π for ρ, where
+      s is the geometric mean of ρ over the sequence.
     - `cispo` (arXiv:2506.13585 eq. 4 and 5): -sg(clip(ρ, 1 - l, 1 + h)) A log π. No
       token loses its gradient.
     - `dppo` (arXiv:2602.04879, binary total variation): -ρ A, and 0 for tokens whose
@@ -197,7 +197,8 @@ def _importance(
     - `decoupled` (AReaL §5.2): w, and 0 for tokens with w > `IS_CAP`.
     - `tis` (truncated importance sampling): min(w, `IS_CAP`).
     - `icepop` (IcePop, Ling team; arXiv:2510.18855): w in `BAND`, else 0.
-    - `sequence_mask`: as tis in sequences whose geometric mean of w is in `BAND`, else 0.
+    - `sequence_mask`: as tis in sequences whose geometric mean of w is in `BAND`, else
+      0.
     - `reject`: as tis in sequences in which every w is in `FAR_OFF`, else 0.
     """
     if algorithm.correction == "bypass":

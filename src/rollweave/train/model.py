@@ -384,8 +384,8 @@ def load_as(
     ranks: RankGroup = ALONE,
     adapters: NewAdapters | None = None,
 ) -> M:
-    """Load a model of class `kind` as `load_model` does; parameters that only `kind` has
-    are left empty, and those that it lacks are not read.
+    """Load a model of class `kind` as `load_model` does; parameters that only `kind`
+    has are left empty, and those that it lacks are not read.
 
     A rank reads its own rows only: the full model is never in its memory. Raises
     `TrainerError` for an unsupported architecture, and for tensors that are missing or

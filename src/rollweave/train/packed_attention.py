@@ -1,5 +1,5 @@
-"""Attention of transformers' models over packed rows, registered as an implementation of
-transformers' attention interface.
+"""Attention of transformers' models over packed rows, registered as an implementation
+of transformers' attention interface.
 
 A model computes everything else on one row with all sequences, and its masks and its
 attention here. Invariants: a sequence sees only itself; what it sees is decided by the

@@ -49,8 +49,8 @@ class WeightPublisher:
         device: torch.device,
         directory: Path,
     ) -> None:
-        """`stored` are the tensors to publish; without it, each trained parameter is one.
-        The first rank publishes `constants`, in their own number formats.
+        """`stored` are the tensors to publish; without it, each trained parameter is
+        one. The first rank publishes `constants`, in their own number formats.
         """
         self._constants = dict(constants or {})
         self._parameters: dict[str, torch.Tensor] = dict(trained_parameters(model))
@@ -217,7 +217,9 @@ class WeightPublisher:
         return ""
 
     def _local_slices(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the contiguous slices that only this rank publishes, with their offsets."""
+        """Yield the contiguous slices that only this rank publishes, with their
+        offsets.
+        """
         stored = [meta for meta in metas if meta.name in self._views]
         last, rows = "", torch.empty(0)
         for meta in sorted(stored, key=lambda meta: self._views[meta.name].parameter):

@@ -1,7 +1,7 @@
-"""Routing replay: the routers of a model of transformers choose the experts that the engine
-chose (R3, rollout routing replay: Ma et al., "Stabilizing MoE Reinforcement Learning by
-Aligning Training and Inference Routers", arXiv 2510.11370; GSPO, arXiv 2507.18071, §5.3,
-replays those of the former policy).
+"""Routing replay: the routers of a model of transformers choose the experts that the
+engine chose (R3, rollout routing replay: Ma et al., "Stabilizing MoE Reinforcement
+Learning by Aligning Training and Inference Routers", arXiv 2510.11370; GSPO, arXiv
+2507.18071, §5.3, replays those of the former policy).
 
 Only the choice is replayed. A router's scores, and so the weights of the chosen experts
 and the router's gradient, are those of the trained weights. Invariant: tokens without a
@@ -27,8 +27,8 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def routed_fraction(examples: Sequence[Example]) -> float:
-    """Return the share of the tokens whose routes are known. The last token of a sequence,
-    which predicts nothing, does not count.
+    """Return the share of the tokens whose routes are known. The last token of a
+    sequence, which predicts nothing, does not count.
     """
     known = sum(int((e.routes[:-1, 0, 0] != FREE).sum()) for e in examples if e.routes is not None)
     return known / max(1, sum(len(e.tokens) - 1 for e in examples))

@@ -55,8 +55,8 @@ class Row:
     def current(self) -> torch.Tensor:
         """The tokens that the weights sampled from which the step starts: [M] bool.
 
-        With routes, none of a sequence that older weights sampled in part: the engine has
-        computed its context again, with routes that it does not return.
+        With routes, none of a sequence that older weights sampled in part: the engine
+        has computed its context again, with routes that it does not return.
         """
         current = self.ages == 0
         return current if self.example.routes is None else current & current.all()
@@ -91,8 +91,8 @@ def _rows_of(
     *,
     version: int,
 ) -> Iterator[Row]:
-    """Yield the rows of a trajectory, the `index`th of a batch for weights `version`, from
-    the advantages [T] of each sequence.
+    """Yield the rows of a trajectory, the `index`th of a batch for weights `version`,
+    from the advantages [T] of each sequence.
     """
     for number, (sequence, values) in enumerate(zip(trajectory.sequences, advantages, strict=True)):
         targets = output_positions(sequence)
@@ -137,9 +137,9 @@ def overlong_fraction(batch: Batch) -> float:
 
 
 def teacher_kl(batch: Batch) -> dict[str, float]:
-    """Return the mean of log p(student) - log p(teacher) over the output tokens of which
-    a teacher's log-prob is known: an estimate of KL(student, teacher). Empty if there
-    are none.
+    """Return the mean of log p(student) - log p(teacher) over the output tokens of
+    which a teacher's log-prob is known: an estimate of KL(student, teacher). Empty if
+    there are none.
     """
     total, count = 0.0, 0
     for group in batch.groups:

@@ -62,8 +62,8 @@ group, relative to its largest element. Rounding is below 1e-4.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """What a tensor group divides of a model: parameters by name, and those with partial
-    gradients.
+    """The parameters of a model that a tensor group divides, by name, and those that
+    have partial gradients.
     """
 
     ranks: RankGroup = ALONE
@@ -333,8 +333,8 @@ def total_norm(model: nn.Module) -> torch.Tensor:
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Raise `TrainerError` if the ranks of a tensor group have different gradients of an
-    undivided parameter: then the plan lacks a part of the exchange.
+    """Raise `TrainerError` if the ranks of a tensor group have different gradients of
+    an undivided parameter: then the plan lacks a part of the exchange.
     """
     division = division_of(model)
     ranks = division.ranks

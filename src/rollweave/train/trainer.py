@@ -259,7 +259,9 @@ class Trainer:
         return Trained(step=batch.step, part=batch.part, metrics=metrics)
 
     def _measure(self, batch: Batch) -> Measured:
-        """Measure ratios with a forward pass over the whole batch, without gradients."""
+        """Measure ratios with a forward pass over the whole batch, without
+        gradients.
+        """
         self._enter()
         ratios = group_ratios(
             self._passes,
@@ -328,8 +330,8 @@ class Trainer:
         return Published(manifest=manifest, publish_s=time.perf_counter() - started)
 
     def _save(self, command: Save) -> Copied | Saved:
-        """Copy the checkpoint, and write it, or leave that to `write`. Every rank copies
-        its own shards.
+        """Copy the checkpoint, and write it, or leave that to `write`. Every rank
+        copies its own shards.
         """
         started = time.perf_counter()
         state, error = None, ""

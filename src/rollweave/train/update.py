@@ -145,8 +145,8 @@ class Update:
     def _weights(self, chosen: Sequence[int]) -> dict[int, float]:
         """Return the weight of the tokens of each row.
 
-        Each component of the loss is averaged over its own rows, and counts by its share
-        of the rows.
+        Each component of the loss is averaged over its own rows, and counts by its
+        share of the rows.
         """
         weight_of: dict[int, float] = {}
         for component, indices in self._by_component(chosen).items():

@@ -46,7 +46,8 @@ def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
 def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
     """Run with other weights.
 
-    Costs a copy of the trained weights for the duration, instead of a second model permanently.
+    Costs a copy of the trained weights for the duration, instead of a second model
+    permanently.
     """
     own = clone_parameters(model)
     load_clones(model, values)
@@ -57,8 +58,8 @@ def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterato
 
 
 def named_tensors(model: nn.Module, ranks: RankGroup) -> dict[str, torch.Tensor]:
-    """Return copies of the trained parameters (of this rank's shards) by transformers' names, on
-    the CPU; a tied head appears once, as the embedding.
+    """Return copies of the trained parameters (of this rank's shards) by transformers'
+    names, on the CPU; a tied head appears once, as the embedding.
     """
     splits = division_of(model).splits
     return {

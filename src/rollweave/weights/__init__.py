@@ -1,1 +1,3 @@
-"""Publishes, transfers and loads weights: bytes under a manifest, verified before use."""
+"""Publishes, transfers and loads weights: bytes under a manifest, verified before
+use.
+"""

@@ -52,7 +52,9 @@ class ModelShape:
     inv_freq: tuple[float, ...]
     eos_token_ids: tuple[int, ...]
     sizes: Mapping[str, tuple[int, ...]] | None = None
-    """The checkpoint's tensors, for an architecture that this package does not compute."""
+    """The checkpoint's tensors, for an architecture that this package does not
+    compute.
+    """
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's shape by its transformers name.
@@ -177,8 +179,8 @@ def read_any_shape(directory: Path) -> ModelShape:
     """Read the shape of a checkpoint of any architecture: like `read_shape` where that
     supports it, else the sizes that config.json names, and the tensors of the files.
 
-    Such a shape serves to plan a run and to verify published weights. Raises ConfigError
-    for missing or truncated files.
+    Such a shape serves to plan a run and to verify published weights. Raises
+    ConfigError for missing or truncated files.
     """
     if has_native_shape(directory):
         return read_shape(directory)

@@ -1,4 +1,6 @@
-"""The messages that relays exchange over a channel, and the reasons why a fetch fails."""
+"""The messages that relays exchange over a channel, and the reasons why a fetch
+fails.
+"""
 
 from collections.abc import Collection
 from typing import Literal

@@ -181,7 +181,9 @@ class Relay:
             )
 
     def serve_part(self, command: ServePart) -> None:
-        """Serve a part from the trainer's memory; parts of other versions are dropped."""
+        """Serve a part from the trainer's memory; parts of other versions are
+        dropped.
+        """
         manifest, part = command.manifest, command.manifest.parts[command.part]
         for served in [one for one in self._parts if one.version.manifest != manifest]:
             self._parts.remove(served)

@@ -129,7 +129,9 @@ class ServedVersion:
     # Called by the owner.
 
     def add_piece(self, start: int, stop: int, checksum: int | None = None) -> None:
-        """Add bytes `[start, stop)`, of which the first may have been present before."""
+        """Add bytes `[start, stop)`, of which the first may have been present
+        before.
+        """
         before = bisect.bisect_right(self._starts, start) - 1
         if before >= 0 and self._pieces[self._starts[before]].stop > start:
             start, checksum = self._pieces[self._starts[before]].stop, None

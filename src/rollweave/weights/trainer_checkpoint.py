@@ -30,8 +30,8 @@ DIGESTS = "digests.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
 STORED = "stored.json"
-"""File with the tensors of the model's Hugging Face checkpoint (`StoredTensors`), if these
-are not the parameters themselves.
+"""File with the tensors of the model's Hugging Face checkpoint (`StoredTensors`), if
+these are not the parameters themselves.
 """
 
 PLACES = "places"
@@ -140,7 +140,9 @@ def read_stored(directory: Path, saved: SavedTensors) -> Iterator[tuple[str, tor
 
 
 def read_constants(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the Hugging Face checkpoint that training does not change."""
+    """Return the tensors of the Hugging Face checkpoint that training does not
+    change.
+    """
     path = directory / file_of("constants")
     return dict(load_file(path)) if path.exists() else {}
 

@@ -1,8 +1,8 @@
 """The tensors of a checkpoint as parts of a model's parameters, where the two differ:
 several of them may be parts of one parameter, such as the experts of a layer.
 
-Invariant: a view describes elements of a contiguous tensor, so that nothing is copied to
-read or write a stored tensor.
+Invariant: a view describes elements of a contiguous tensor, so that nothing is copied
+to read or write a stored tensor.
 """
 
 import math
@@ -59,8 +59,8 @@ class View(Struct, frozen=True, kw_only=True):
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """Consecutive rows of a stored tensor, possibly none, and their offset in the memory
-    of a shard.
+    """Consecutive rows of a stored tensor, possibly none, and their offset in the
+    memory of a shard.
     """
 
     rows: slice
@@ -85,7 +85,9 @@ class StoredTensors(Struct, frozen=True, kw_only=True):
 
     @property
     def is_identical(self) -> bool:
-        """True if the checkpoint has each parameter under its name, and nothing else."""
+        """True if the checkpoint has each parameter under its name, and nothing
+        else.
+        """
         return not self.constants and all(
             name == view.parameter
             and view.offset == 0

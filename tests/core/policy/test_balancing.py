@@ -1,4 +1,6 @@
-"""Health by checks, and engines dealt to servers: by what must hold whatever happens."""
+"""Health by checks, and engines dealt to servers: by what must hold whatever
+happens.
+"""
 
 from collections.abc import Sequence
 

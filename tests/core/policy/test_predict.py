@@ -82,7 +82,9 @@ def taught(*regressors: object, pairs: int = MIN_PAIRS) -> ProgressivePredictor:
 
 
 class Slow:
-    """The harvest, obviously: everything is kept, and looked through again each time."""
+    """The harvest, obviously: everything is kept, and looked through again each
+    time.
+    """
 
     def __init__(self, window: int, open_attempts: int) -> None:
         self.window, self.open_attempts = window, open_attempts

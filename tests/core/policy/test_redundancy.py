@@ -1,4 +1,6 @@
-"""Capacity, spare groups and verdicts on groups, each against its rule in plain Python."""
+"""Capacity, spare groups and verdicts on groups, each against its rule in plain
+Python.
+"""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,6 @@
-"""Relay chains: the source of each relay, the pieces, and the effects of a lost relay."""
+"""Relay chains: the source of each relay, the pieces, and the effects of a lost
+relay.
+"""
 
 import itertools
 import random

@@ -1,5 +1,5 @@
-"""Prices from finished turns: exact where the turns determine them, whatever else was slow,
-and those of the prior where they do not.
+"""Prices from finished turns: exact where the turns determine them, whatever else was
+slow, and those of the prior where they do not.
 """
 
 import itertools

@@ -1,11 +1,11 @@
 """A fake engine's loop without a model: it counts up from the last prompt token. It
 also runs as a process.
 
-A prompt that begins with HOLD is answered only when it is aborted; so is one with PROGRESS,
-the first `PROGRESS_TOKENS` tokens of which are reported before; one with REFUSE is answered
-by an error; with CRASH the engine dies; with DEAF it takes no further command. Weights
-whose digest is "bad" are refused. While suspended, answers wait. Its KV consists of the
-prompts that it has answered, and has weights 0.
+A prompt that begins with HOLD is answered only when it is aborted; so is one with
+PROGRESS, the first `PROGRESS_TOKENS` tokens of which are reported before; one with
+REFUSE is answered by an error; with CRASH the engine dies; with DEAF it takes no
+further command. Weights whose digest is "bad" are refused. While suspended, answers
+wait. Its KV consists of the prompts that it has answered, and has weights 0.
 """
 
 import os
@@ -237,7 +237,9 @@ def kv_manifest(id: str, tokens: int) -> KvManifest:
 
 
 def take_fault(model: str, name: str) -> bool:
-    """Return True once for each fault that a test has placed in the model's directory."""
+    """Return True once for each fault that a test has placed in the model's
+    directory.
+    """
     try:
         (Path(model) / name).unlink()
     except OSError:

@@ -1,5 +1,5 @@
-"""A child process that does nothing until it is killed. With an argument, it has a child
-that does the same, and writes its id.
+"""A child process that does nothing until it is killed. With an argument, it has a
+child that does the same, and writes its id.
 """
 
 import signal

@@ -1,4 +1,6 @@
-"""An engine behind HTTP, tested with real servers that fail in all the ways of servers."""
+"""An engine behind HTTP, tested with real servers that fail in all the ways of
+servers.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,6 @@
-"""The process of an engine with a server puts adapters and the model's weights together."""
+"""The process of an engine with a server puts adapters and the model's weights
+together.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The dialect of our own SGLang server: what is sent, and which versions are believed."""
+"""The dialect of our own SGLang server: what is sent, and which versions are
+believed.
+"""
 
 import json
 from typing import Any

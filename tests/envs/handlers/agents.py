@@ -50,7 +50,9 @@ class Scripted:
 
 
 def calls(*named: tuple[str, Any], content: str = "") -> Message:
-    """Return a message that calls tools, each with arguments: a dict, or literal text."""
+    """Return a message that calls tools, each with arguments: a dict, or literal
+    text.
+    """
     tool_calls = [
         ToolCall(
             id=f"call-{number}",

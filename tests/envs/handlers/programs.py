@@ -1,4 +1,6 @@
-"""A scripted agent in the form that handlers receive, and scoring functions for tests."""
+"""A scripted agent in the form that handlers receive, and scoring functions for
+tests.
+"""
 
 import contextlib
 import json

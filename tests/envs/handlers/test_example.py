@@ -1,4 +1,6 @@
-"""The example of an agent with a shell learns, from random weights, in real sandboxes."""
+"""The example of an agent with a shell learns, from random weights, in real
+sandboxes.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-r"""Mathematics with an interpreter, lived through by scripted agents in real sandboxes."""
+r"""Mathematics with an interpreter, lived through by scripted agents in real
+sandboxes.
+"""
 
 import json
 from pathlib import Path

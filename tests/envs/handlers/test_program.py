@@ -1,4 +1,6 @@
-"""Third-party agent programs, each a complete attempt: sandbox, gateway, relay, score."""
+"""Third-party agent programs, each a complete attempt: sandbox, gateway, relay,
+score.
+"""
 
 import asyncio
 import gc

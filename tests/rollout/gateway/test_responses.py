@@ -103,8 +103,8 @@ def test_a_stream_adds_up_to_the_complete_response(
     assert assembled["content"] == (message["content"] or "")
     calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
     assert assembled["calls"] == calls
-    # What is shown is what was assembled up to the stop text; with calls, less the calls and
-    # the space around.
+    # What is shown is what was assembled up to the stop text; with calls, less the
+    # calls and the space around.
     text = CODEC.text(sampled)
     if cut:
         text = text[: len(CODEC.decode(sampled[:-1]))]

@@ -1,4 +1,6 @@
-"""A small process for the tests of hosts: it answers each frame, and obeys a few words."""
+"""A small process for the tests of hosts: it answers each frame, and obeys a few
+words.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""The estimate is exact for weights and KV, and close for what a backward pass needs."""
+"""The estimate is exact for weights and KV, and close for what a backward pass
+needs.
+"""
 
 from pathlib import Path
 

@@ -210,8 +210,8 @@ def test_domains_are_routed_to_their_hardware(
 def test_a_worker_that_fails_while_others_wait_for_it_ends_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a collective operation, which the other ranks never leave. Workers that have
-    not met do not wait for each other.
+    """As in a collective operation, which the other ranks never leave. Workers that
+    have not met do not wait for each other.
     """
     monkeypatch.setattr(group, "ALONE_S", 0.2)
     adders = start(Adder)

@@ -92,7 +92,8 @@ async def test_images_are_passed_between_workers(trace: Trace) -> None:
         three.report(HoldImage(key="k", digest="d", peer=PEER))
         assert four.sent == [GrantImage(key="k", digest="d", peers=(PEER,))]
 
-        # each image is named once a host, by the process that obtains it, at the run's time
+        # each image is named once a host, by the process that obtains it, at the run's
+        # time
         behind = ImageWait(image="i", what="another process", since=5.0, behind=True)
         three.report(WorkerBeat(images=(behind,)))
         four.report(WorkerBeat(images=(ImageWait(image="i", what="fetching", since=5.0),)))

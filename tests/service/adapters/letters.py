@@ -1,5 +1,5 @@
-"""A game for untrained models: three turns, each rewarded by the share of its characters
-that come early in the alphabet.
+"""A game for untrained models: three turns, each rewarded by the share of its
+characters that come early in the alphabet.
 
 A random model's rewards differ between attempts. With `broken` in the payload, the
 attempt fails.

@@ -28,7 +28,9 @@ def generate(engine: TrainedEngine, name: str) -> GenerateResult:
 
 
 def error(model: torch.nn.Module, result: GenerateResult) -> float:
-    """Return the largest difference between the engine's log-probs and those of `model`."""
+    """Return the largest difference between the engine's log-probs and those of
+    `model`.
+    """
     tokens = [*PROMPT, *result.tokens]
     table = oracle_logprobs(model, tokens)
     places = range(len(PROMPT), len(tokens))

@@ -27,7 +27,9 @@ from rollweave.sim.world import World
 
 
 def test_a_simulated_broadcast_takes_the_time_of_the_closed_form() -> None:
-    """A relay begins when the one before it does, and ends at least a chunk after it."""
+    """A relay begins when the one before it does, and ends at least a chunk after
+    it.
+    """
     size = model("qwen2.5-72b").weight_bytes
     for relays in (1, 7, 31):
         seconds, _ = broadcast("72b", relays=relays)

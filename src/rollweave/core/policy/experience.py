@@ -130,7 +130,9 @@ def evict(
 
 
 def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return the experiences in order of arrival. Raises ValueError for a repeated id."""
+    """Return the experiences in order of arrival. Raises ValueError for a repeated
+    id.
+    """
     ids = [one.id for one in experiences]
     if len(set(ids)) < len(ids):
         raise ValueError(f"experiences must each be there once, got {ids}")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from rollweave.schema.images import AskImage, GrantImage, HoldImage, ImagePeer, MissImage
 
 ROUNDS = 5
-"""Maximum number of times that all sources of an image are tried before the attempt that
-needs it fails.
+"""Maximum number of times that all sources of an image are tried before the attempt
+that needs it fails.
 """
 
 FIRST_PAUSE_S = 1.0
@@ -24,8 +24,8 @@ LONGEST_PAUSE_S = 30.0
 
 
 def pause_s(failures: int, chance: float) -> float | None:
-    """Return the seconds to wait after `failures` rounds without the image; None to give
-    up.
+    """Return the seconds to wait after `failures` rounds without the image; None to
+    give up.
 
     `chance`, from 0 to 1, changes the pause by up to a half, so that hosts that failed
     together do not return together. Raises ValueError for a count below 1.
@@ -57,8 +57,8 @@ Grants = list[tuple[str, GrantImage]]
 class ImageDirectory:
     """The images that the workers of a run have and need, by key.
 
-    Invariants: an image has at most one origin; a worker that asks is answered as soon as
-    there is a holder or no origin.
+    Invariants: an image has at most one origin; a worker that asks is answered as soon
+    as there is a holder or no origin.
     """
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ trajectory and the weights that train on it (`window`; None: any number)? When d
 engines take newly published weights (`update`)? Is a trajectory that can no longer be
 trained on aborted at once, or only rejected when it is done (`aborts`)? May a step's
 mini-batches train as they complete (`streamed`)? Everything else (what is launched,
-what is doomed, what a batch accepts) follows.
+what is certain to become too old, what a batch accepts) follows.
 
 RollArt §6.2 updates engines when the next batch is ready. Staleness is strict here
-(docs/decisions/0002), so that weights which wait for the batch would doom everything in
-flight; `bounded` therefore updates at once.
+(docs/decisions/0002), so that everything in flight would become too old while new
+weights wait for the batch; `bounded` therefore updates at once.
 """
 
 import enum
@@ -42,8 +42,8 @@ class Mode(Struct, frozen=True, kw_only=True):
 
     @property
     def independent_updates(self) -> bool:
-        """True if each engine takes weights by itself, and a trajectory stays on engines
-        that have the weights it started with.
+        """True if each engine takes weights by itself, and a trajectory stays on
+        engines that have the weights it started with.
         """
         return self.update is Update.INDEPENDENT
 

@@ -78,14 +78,15 @@ def pool_room(
     groups_per_step: int,
     last_step: int,
 ) -> int:
-    """Return how many groups to draw if each engine starts what it can (Laminar §3.2): as
-    many as fill the `free_capacity`, in trajectories.
+    """Return how many groups to draw if each engine starts what it can (Laminar §3.2):
+    as many as fill the `free_capacity`, in trajectories.
 
     `waiting` trajectories will take part of it. The experience buffer has room for
     `buffer_capacity` groups: those that are `buffered` and those in flight, counted by
-    their trajectories. If training is slower than rollouts, more would only become stale.
-    Since trajectories are counted, the last member of a long-tailed group reserves nothing
-    for its siblings. No group is drawn that no remaining step could train on.
+    their trajectories. If training is slower than rollouts, more would only become
+    stale. Since trajectories are counted, the last member of a long-tailed group
+    reserves nothing for its siblings. No group is drawn that no remaining step could
+    train on.
     """
     wanted = -(-max(0, free_capacity - waiting) // group_size)
     free = buffer_capacity - buffered - -(-(waiting + running) // group_size)

@@ -4,19 +4,20 @@ that do not measure themselves.
 A turn takes a step for each token that it samples, and the time in which prompts are
 computed while it runs:
 
-    seconds = tokens · (fixed + batch · (sequence + context · per_context)) + prompts · prompt
+    seconds = tokens · (fixed + batch · (sequence + context · per_context))
+              + prompts · prompt
 
-`batch` is the mean number of turns on the engine meanwhile, `context` the mean length of
-their contexts, and `prompts` the number of prompt tokens computed. The four prices are
-those of `core/policy/work.Rate` and the one of a prompt token. They are fitted without
-negative prices, by relative errors, to the newest turns of each batch size, so that a
-fleet that is full most of the time still knows its empty steps.
+`batch` is the mean number of turns on the engine meanwhile, `context` the mean length
+of their contexts, and `prompts` the number of prompt tokens computed. The four prices
+are those of `core/policy/work.Rate` and the one of a prompt token. They are fitted
+without negative prices, by relative errors, to the newest turns of each batch size, so
+that a fleet that is full most of the time still knows its empty steps.
 
 - *Outliers* (a server that paused, a request that waited inside it) have no weight:
   Tukey's biweight over the median error, iterated.
-- *Few turns, or turns that are all alike*, do not determine four prices. A prior with the
-  usual proportions, scaled to the median turn, decides what the turns do not: it weighs
-  as much as one turn would if the turns had no error.
+- *Few turns, or turns that are all alike*, do not determine four prices. A prior with
+  the usual proportions, scaled to the median turn, decides what the turns do not: it
+  weighs as much as one turn would if the turns had no error.
 
 Invariants: an estimate is a function of the kept turns, whatever their order within a
 batch size; if all turns take k times as long, so do the estimated steps.
@@ -39,7 +40,9 @@ FIRST_TURNS = 16
 """Number of turns before the first estimate: of fewer, a median can be an outlier."""
 
 ROUNDS = 8
-"""Number of times that the weights of turns are computed: afterwards they hardly change."""
+"""Number of times that the weights of turns are computed: afterwards they hardly
+change.
+"""
 
 BIWEIGHT = 4.685
 """Error, in standard deviations, from which a turn has no weight: 95 % efficiency for
@@ -47,8 +50,8 @@ normal errors (Tukey).
 """
 
 MIN_ERROR = 0.01
-"""Minimum standard deviation that is assumed of relative errors: a turn is known no more
-exactly than the time that the controller takes to see its end.
+"""Minimum standard deviation that is assumed of relative errors: a turn is known no
+more exactly than the time that the controller takes to see its end.
 """
 
 PRIOR_ERROR = 2.0
@@ -61,8 +64,8 @@ LEAST_SHARE = 1e-3
 
 class TurnTime(Struct, frozen=True, kw_only=True):
     """A finished turn: it sampled `output_tokens` in `seconds`, during which the engine
-    computed `prompt_tokens` of prompts, this turn's and others', and had `batch` turns with
-    `context` tokens each, in the mean.
+    computed `prompt_tokens` of prompts, this turn's and others', and had `batch` turns
+    with `context` tokens each, in the mean.
     """
 
     seconds: float
@@ -73,14 +76,18 @@ class TurnTime(Struct, frozen=True, kw_only=True):
 
 
 class TurnTimes(msgspec.Struct):
-    """The newest turns by batch size, as its power of two, and the number of all turns."""
+    """The newest turns by batch size, as its power of two, and the number of all
+    turns.
+    """
 
     kept: dict[int, list[TurnTime]] = {}
     count: int = 0
     estimated_at: int = 0  # the number of turns when the last estimate was made
 
     def add(self, turn: TurnTime) -> bool:
-        """Add a turn; return whether a new estimate is due: half of the kept turns are new."""
+        """Add a turn; return whether a new estimate is due: half of the kept turns are
+        new.
+        """
         newest = self.kept.setdefault(int(turn.batch).bit_length(), [])
         newest.append(turn)
         if len(newest) > KEPT:
@@ -96,8 +103,8 @@ class TurnTimes(msgspec.Struct):
 
 
 class Prices(Struct, frozen=True, kw_only=True):
-    """The seconds of a step, of a sequence in it, of a token of the sequences' contexts,
-    and of a token of a prompt.
+    """The seconds of a step, of a sequence in it, of a token of the sequences'
+    contexts, and of a token of a prompt.
     """
 
     fixed_s: float
@@ -110,9 +117,9 @@ class Prices(Struct, frozen=True, kw_only=True):
 
 
 PRIOR = Prices(fixed_s=1.0, sequence_s=1.0 / 32, context_s=1.0 / (1 << 17), prompt_s=1.0 / 32)
-"""Usual proportions: a batch of 32 takes twice as long as one sequence, and so do contexts
-of 131,072 tokens, whose KV is then as large as the weights (16 GB at 128 KB a token). A
-token of a prompt takes as long as one of another sequence.
+"""Usual proportions: a batch of 32 takes twice as long as one sequence, and so do
+contexts of 131,072 tokens, whose KV is then as large as the weights (16 GB at 128 KB a
+token). A token of a prompt takes as long as one of another sequence.
 """
 
 
@@ -167,8 +174,8 @@ def non_negative_ridge(
 
 
 def step_times(turns: TurnTimes, *, slots: int) -> tuple[tuple[StepTime, ...], float]:
-    """Return the estimated profile of an engine, as one that measures itself would report
-    it, and the seconds of a token of a prompt.
+    """Return the estimated profile of an engine, as one that measures itself would
+    report it, and the seconds of a token of a prompt.
 
     It has steps of 1, 2, 4, … sequences up to `slots`, at half the mean context and at
     twice that.

@@ -99,8 +99,8 @@ class EngineBackend(Protocol):
         """Continue after `suspend`."""
 
     async def stage(self, weights: WeightManifest) -> None:
-        """Receive and verify the weights while the engine generates, for a `load` of the
-        same manifest.
+        """Receive and verify the weights while the engine generates, for a `load` of
+        the same manifest.
 
         Only for an engine whose `Ready.stages` is true. Raises `WeightsError` if they
         cannot be staged; nothing has changed then.

@@ -170,7 +170,9 @@ class Vllm:
         )
 
     def routes(self, request: GenerateRequest, choice: VllmChoice, tokens: int) -> Routes | None:
-        """Return the routes of an answer of so many tokens, if the server records them."""
+        """Return the routes of an answer of so many tokens, if the server records
+        them.
+        """
         return None
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:

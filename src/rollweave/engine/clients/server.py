@@ -300,7 +300,9 @@ class EngineServer:
         )
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate a result. Cancelling the handler cancels the request at the engine."""
+        """Generate a result. Cancelling the handler cancels the request at the
+        engine.
+        """
         if self._in_flight >= self._max_requests:
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
         self._in_flight += 1

@@ -48,7 +48,9 @@ class Entry:
     keys: list[Key] = field(default_factory=list)
     preemptions: int = 0
     cached: int | None = None
-    """Number of tokens found in the prefix cache at the first admission; None before."""
+    """Number of tokens found in the prefix cache at the first admission; None
+    before.
+    """
     scored: int = 0
     """Number of first tokens whose log-probs are wanted: none comes from the cache."""
 
@@ -84,7 +86,9 @@ class StepPlan:
 
     @property
     def work(self) -> StepWork:
-        """Return what the step's time depends on. Read it before the plan is computed."""
+        """Return what the step's time depends on. Read it before the plan is
+        computed.
+        """
         spans = [count * entry.computed + count * (count + 1) // 2 for entry, count in self.prefill]
         contexts = [len(entry.tokens) for entry in self.decode]
         return StepWork(
@@ -298,8 +302,8 @@ class Batcher:
                 and _order(other) > _order(entry)
                 and not (other.running and other.rank >= entry.rank)
             ]
-            # A request that may claim the blocks of lower ranks needs no spare blocks: it
-            # claims what it lacks later.
+            # A request that may claim the blocks of lower ranks needs no spare blocks:
+            # it claims what it lacks later.
             claims = not self.running or self.running[-1].rank < entry.rank
             if not self._make_room(need if claims else need + spare, after):
                 self.ledger.release(hit)

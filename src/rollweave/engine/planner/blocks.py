@@ -25,7 +25,9 @@ def root_key(weights_id: int) -> Key:
 
 
 def child_key(parent: Key, tokens: Sequence[int]) -> Key:
-    """Return the key of the block that holds `tokens` right after the block `parent`."""
+    """Return the key of the block that holds `tokens` right after the block
+    `parent`.
+    """
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 

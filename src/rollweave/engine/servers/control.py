@@ -1,4 +1,5 @@
-"""Calls of the routes by which an inference server is paused and its weights are changed.
+"""Calls of the routes by which an inference server is paused and its weights are
+changed.
 
 Invariants: each call has a deadline, and its error names the route; what a call was to
 achieve is checked afterwards; each call has a separate connection, because a server may
@@ -68,8 +69,8 @@ class Control(Protocol):
 
 
 class Calls:
-    """The control routes of the server `name` at `url`, with their methods. A call takes
-    at most `limit_s`.
+    """The control routes of the server `name` at `url`, with their methods. A call
+    takes at most `limit_s`.
     """
 
     def __init__(

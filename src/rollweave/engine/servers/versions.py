@@ -29,8 +29,8 @@ class OwnDialect(Dialect, Protocol):
 class KnownVersions:
     """The versions that a server has had, the first of which is `version`.
 
-    `key` names the weights that it has now, "" the first ones: prefixes of other weights
-    must not be continued.
+    `key` names the weights that it has now, "" the first ones: prefixes of other
+    weights must not be continued.
     """
 
     def __init__(self, version: int) -> None:

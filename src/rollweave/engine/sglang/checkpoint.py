@@ -74,8 +74,8 @@ def checkpoint_of(
 
 
 def _write(fd: int, tensors: Iterable[TensorMeta], payload: memoryview) -> None:
-    """Write a safetensors file, whose tensors follow each other without gaps, those with
-    wide numbers first, which keeps all aligned.
+    """Write a safetensors file, whose tensors follow each other without gaps, those
+    with wide numbers first, which keeps all aligned.
     """
     ordered = sorted(tensors, key=lambda meta: (-NUMBER_BYTES[meta.dtype], meta.offset))
     header, end = dict[str, object](), 0

@@ -12,7 +12,9 @@ NEEDED = {
         "disable_priority_preemption",
     ),
 }
-"""Routes and words that an SGLang must have, by the folder whose modules mention them."""
+"""Routes and words that an SGLang must have, by the folder whose modules mention
+them.
+"""
 
 
 def sglang_version(python: str) -> str:

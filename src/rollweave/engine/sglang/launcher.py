@@ -25,8 +25,8 @@ def main() -> None:
     parent, *arguments = sys.argv[1:]
     end_with_parent(int(parent))
     token = os.environ[TOKEN]
-    # the first is for requests, the second for the routes that change the server; a token
-    # may begin with a hyphen
+    # the first is for requests, the second for the routes that change the server; a
+    # token may begin with a hyphen
     sys.argv = [SERVER, *arguments, f"--api-key={token}", f"--admin-api-key={token}"]
     sys.path.pop(0)  # the folder of this file
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)

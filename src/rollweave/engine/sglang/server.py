@@ -1,8 +1,8 @@
 """The SGLang server of one engine: its command line and environment, and its process.
 
 Invariants: it listens on the loopback interface only, and admits no request but health
-checks without a token that only this process knows; it ends when this process ends, with
-all of its children (`launcher.py`), and leaves no socket.
+checks without a token that only this process knows; it ends when this process ends,
+with all of its children (`launcher.py`), and leaves no socket.
 """
 
 import getpass
@@ -24,7 +24,9 @@ from rollweave.weights.checkpoint import ModelShape
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 TOKEN = "ROLLWEAVE_SGLANG_TOKEN"
-"""The environment variable with the token, as in `launcher.py`, which runs elsewhere."""
+"""The environment variable with the token, as in `launcher.py`, which runs
+elsewhere.
+"""
 
 SPARE_TOKENS = 8
 """Tokens by which the server's context exceeds the model's, which no sequence uses:

@@ -17,7 +17,8 @@ from rollweave.schema.serving import GenerateRequest, GenerateResult
 class OwnSglang(Sglang):
     """The dialect of a server that this process has started with its own settings.
 
-    `stop_ids` end a turn beside those of its request. No sequence exceeds `max_context`.
+    `stop_ids` end a turn beside those of its request. No sequence exceeds
+    `max_context`.
     """
 
     def __init__(self, *, version: int, stop_ids: tuple[int, ...], max_context: int) -> None:
@@ -46,8 +47,8 @@ class OwnSglang(Sglang):
         return body
 
     def spans(self, meta: SglangMeta, count: int) -> Sequence[Span]:
-        """Return the versions of the tokens, which this server must report: the label of
-        an answer is that of the moment at which it was sent.
+        """Return the versions of the tokens, which this server must report: the label
+        of an answer is that of the moment at which it was sent.
         """
         if meta.weight_versions is None and count:
             raise ResponseError("its answer has no meta_info.weight_versions")

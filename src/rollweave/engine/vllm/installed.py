@@ -11,7 +11,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "finalize_layerwise_reload",
     ),
 }
-"""Routes and functions that a vLLM must have, by the folder whose modules mention them."""
+"""Routes and functions that a vLLM must have, by the folder whose modules mention
+them.
+"""
 
 
 NEEDED_FOR_ROUTES: dict[str, tuple[str, ...]] = {

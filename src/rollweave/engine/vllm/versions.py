@@ -1,5 +1,5 @@
-"""vLLM's dialect for a server of ours, the versions of its weights, and the experts that
-it has chosen.
+"""vLLM's dialect for a server of ours, the versions of its weights, and the experts
+that it has chosen.
 
 Invariant: a request is sent with a salt of the weights that it starts under, so that it
 never continues a prefix that other weights have computed.

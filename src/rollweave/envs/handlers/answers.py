@@ -41,8 +41,8 @@ _RATIO = re.compile(
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`; None if there is none, or its brace is
-    not closed.
+    r"""Return the content of the last `\boxed{…}`; None if there is none, or its brace
+    is not closed.
     """
     starts = [match.end() for match in _BOXED.finditer(text)]
     depth = 1

@@ -95,7 +95,9 @@ def patch(before: Mapping[str, str], changed: Changes) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines with their ends. A line ends with a line feed only, as in git."""
+    """Return the lines with their ends. A line ends with a line feed only, as in
+    git.
+    """
     lines = text.split("\n")
     return [line + "\n" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
 

@@ -105,8 +105,8 @@ class Sandboxes:
         return await self.start_with(spec)
 
     async def start_with(self, spec: SandboxSpec, lease: Lease | None = None) -> Sandbox:
-        """Start a sandbox whose image is HOST or a folder, that of the lease if it comes
-        from the cache.
+        """Start a sandbox whose image is HOST or a folder, that of the lease if it
+        comes from the cache.
         """
         boxes = self._started()
         if not self._warm:
@@ -204,8 +204,8 @@ class SandboxHandler:
             self._sandbox.kill()
 
     async def run_exception(self, error: BaseException) -> Score | None:
-        """Return reward 0 if the agent's code spoiled the sandbox, otherwise None: other
-        failures say nothing about the agent.
+        """Return reward 0 if the agent's code spoiled the sandbox, otherwise None:
+        other failures say nothing about the agent.
         """
         return Score(reward=0.0, success=False) if isinstance(error, SandboxSpoiledError) else None
 

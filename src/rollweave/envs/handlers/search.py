@@ -218,7 +218,9 @@ def search_tool(search: Search) -> Tool:
 
 
 def web_search(options: Mapping[str, Any]) -> Web:
-    """Return the web search of these options. Raises ConfigError if they are invalid."""
+    """Return the web search of these options. Raises ConfigError if they are
+    invalid.
+    """
     unknown, missing = (
         options.keys() - {"service", "key_env", "url"},
         {"service", "key_env"} - options.keys(),

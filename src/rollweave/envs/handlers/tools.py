@@ -26,8 +26,8 @@ with from_extra("tools"):
     from referencing import Registry
 
 CallStyle = Literal["native", "text"]
-"""Style in which the agent calls tools: as its chat template says, or in fenced blocks, for models
-whose template shows no tools.
+"""Style in which the agent calls tools: as its chat template says, or in fenced blocks,
+for models whose template shows no tools.
 """
 
 MAX_CALLS = 16

@@ -41,7 +41,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Refused(web.HTTPException):
-    """The guard refuses a request with `status`; `reason` is the rule that it breaks."""
+    """The guard refuses a request with `status`; `reason` is the rule that it
+    breaks.
+    """
 
     def __init__(self, status: int, rule: str) -> None:
         self.status_code = status

@@ -192,7 +192,9 @@ class ConnectionTracker:
         return True
 
     def refusal(self) -> bytes:
-        """Return a complete HTTP response, which is sent without parsing the request."""
+        """Return a complete HTTP response, which is sent without parsing the
+        request.
+        """
         error = {"type": "busy", "message": f"at most {self._most} connections may be open"}
         body = msgspec.json.encode({"error": error, "detail": error["message"]})
         head = (

@@ -106,7 +106,9 @@ class RunData:
         )
 
     def idle(self, component: str) -> dict[str, float]:
-        """Return the seconds of `engines` or `trainer` by activity or cause of waiting."""
+        """Return the seconds of `engines` or `trainer` by activity or cause of
+        waiting.
+        """
         return self._counted("idle", component)
 
     def weights(self) -> dict[str, float]:

@@ -98,7 +98,9 @@ class ChatCodec:
         )
         """Tokens that end the agent's turn: the template's and the checkpoint's."""
         self.stop: tuple[str, ...] = () if by_token or not closing else (closing,)
-        """Text that ends the agent's turn if the template closes it with ordinary text."""
+        """Text that ends the agent's turn if the template closes it with ordinary
+        text.
+        """
         self._extend = lru_cache(CACHED)(self._render_extension)
         self._start = lru_cache(CACHED)(self._render_start)
 

@@ -81,12 +81,16 @@ class Conversation:
 
     @property
     def finish_reason(self) -> str:
-        """Return how the last turn ended: "stop", or "length" if a token limit cut it."""
+        """Return how the last turn ended: "stop", or "length" if a token limit cut
+        it.
+        """
         return self._turns[-1].finish_reason
 
     @property
     def plan(self) -> tuple[int, ...]:
-        """Return the first tokens of the agent's first turn, which represent its plan."""
+        """Return the first tokens of the agent's first turn, which represent its
+        plan.
+        """
         if not self._turns:
             return ()
         turn = self._turns[0]

@@ -15,7 +15,9 @@ from rollweave.schema.chat import ToolCall
 
 
 class ParsedReply(Struct, frozen=True, kw_only=True):
-    """A parsed turn: the text outside of calls, and the calls (without ids) in order."""
+    """A parsed turn: the text outside of calls, and the calls (without ids) in
+    order.
+    """
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()

@@ -74,7 +74,9 @@ class Call:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return all tokens of the conversation, up to the end of the agent's message."""
+        """Return all tokens of the conversation, up to the end of the agent's
+        message.
+        """
         assert self.result is not None, "only an answered call has an end"
         return (
             tuple(self.branch.tokens[: self.end])
@@ -231,7 +233,9 @@ class SessionRecorder:
             call.state = CallState.LOST
 
     def deliver(self, call: Call) -> None:
-        """Record that the program has the answer, which counts from now on. Idempotent."""
+        """Record that the program has the answer, which counts from now on.
+        Idempotent.
+        """
         if call.state is CallState.DELIVERED:
             return
         assert call.result is not None, (
@@ -327,7 +331,9 @@ def _prefix_digests(messages: Sequence[Message], tools: Sequence[str]) -> list[b
 
 
 def _preferred(calls: Sequence[Call]) -> Call:
-    """Choose among calls with the same message: a delivered one, otherwise the latest."""
+    """Choose among calls with the same message: a delivered one, otherwise the
+    latest.
+    """
     return max(calls, key=lambda call: (call.state is CallState.DELIVERED, call.number))
 
 

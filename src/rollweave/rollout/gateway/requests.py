@@ -177,9 +177,9 @@ class _StreamOptions(_Strict):
 
 
 MAX_TOKENS = 100_000
-"""Maximum number of JSON strings, commas and opening brackets in one request, enough for
-ten thousand messages. Validating that many takes some tenths of a second and delays all
-trajectories.
+"""Maximum number of JSON strings, commas and opening brackets in one request, enough
+for ten thousand messages. Validating that many takes some tenths of a second and delays
+all trajectories.
 """
 
 _TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -264,7 +264,9 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def _has_too_many_tokens(body: bytes) -> bool:
-    """Count the tokens of `_TOKEN`, unless all bytes that could be part of one are few."""
+    """Count the tokens of `_TOKEN`, unless all bytes that could be part of one are
+    few.
+    """
     if sum(map(body.count, (b",", b"[", b"{", b'"'))) <= MAX_TOKENS:
         return False
     tokens = sum(1 for _ in itertools.islice(_TOKEN.finditer(body), MAX_TOKENS + 1))

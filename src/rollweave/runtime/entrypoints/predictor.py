@@ -31,8 +31,8 @@ MAX_BATCH = 1024
 """Maximum number of messages that are processed together: some milliseconds of work."""
 
 NICENESS = 10
-"""Priority of the process, below engines and trainer: a prediction may take as long as a
-step of the environment.
+"""Priority of the process, below engines and trainer: a prediction may take as long as
+a step of the environment.
 """
 
 
@@ -92,7 +92,9 @@ class _Server:
                 self._fit_s += time.perf_counter() - started
 
     def report(self) -> PredictorReport:
-        """Return the counters, and the answers to the requests since the last report."""
+        """Return the counters, and the answers to the requests since the last
+        report.
+        """
         values = self._predictor.estimate([question for _, question in self._requests])
         answers = tuple(
             PredictedLength(number=number, remaining_tokens=value)

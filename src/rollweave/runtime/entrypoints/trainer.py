@@ -36,7 +36,8 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
     """Build the trainer for the rank of `worker`.
 
     A model from scratch is built first if it does not exist; a fresh run warms it up. A
-    base of adapters is warmed up before it gets its name, so that all read the same one.
+    base of adapters is warmed up before it gets its name, so that all read the same
+    one.
     """
     config = RunConfig.model_validate_json(spec.config)
     torch.set_num_threads(TRAINER_THREADS)

@@ -1,1 +1,3 @@
-"""The hosts of a run: agents that start its processes there, and launchers of agents."""
+"""The hosts of a run: agents that start its processes there, and launchers of
+agents.
+"""

@@ -62,7 +62,9 @@ class Hosts:
 
 
 def hosts_here(count: int) -> Hosts:
-    """Return this machine as `count` hosts with a relay each, or as one host without."""
+    """Return this machine as `count` hosts with a relay each, or as one host
+    without.
+    """
     if not count:
         return Hosts(by_number={0: Host(name="this host", address=str(LOOPBACK))})
     return Hosts(

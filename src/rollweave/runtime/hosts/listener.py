@@ -226,8 +226,8 @@ class RemoteHost:
         on_gone: Callable[[str], None],
         arguments: Sequence[str] = (),
     ) -> ChildProcess:
-        """Start a process on this host; see `io/child.Spawn`. Raises OSError if the host
-        is lost.
+        """Start a process on this host; see `io/child.Spawn`. Raises OSError if the
+        host is lost.
         """
         if self._control.closed:
             raise OSError(f"host {self.name} is lost")

@@ -206,7 +206,9 @@ def _of_images(images: Iterable[str]) -> Iterator[str]:
 
 
 def _is_below(name: str) -> bool:
-    """Return whether there is a file or folder of this name below the working directory."""
+    """Return whether there is a file or folder of this name below the working
+    directory.
+    """
     here = Path.cwd()
     path = Path(os.path.normpath(here / name))
     return path != here and path.is_relative_to(here) and path.exists()

@@ -1,5 +1,5 @@
-"""The interface of all links to processes, and the common part of those to relays and to
-rollout workers: the start of a process that becomes ready, and its end.
+"""The interface of all links to processes, and the common part of those to relays and
+to rollout workers: the start of a process that becomes ready, and its end.
 
 Invariants: `ready` raises once the process is lost; `lost` is done, with the reason,
 once the process has ended, for whatever reason, and is reaped.
@@ -33,7 +33,9 @@ class Link(Protocol):
         """End the process now, without waiting; `lost` follows."""
 
     async def close(self) -> None:
-        """Ask the process to end, kill it if it does not, and return once it is gone."""
+        """Ask the process to end, kill it if it does not, and return once it is
+        gone.
+        """
 
 
 class ProcessLink(Generic[R]):

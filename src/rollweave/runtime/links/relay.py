@@ -93,7 +93,9 @@ class RelayLink(Link, Protocol):
 
 
 OnSuspected = Callable[[bool], None]
-"""Receives True after `SUSPECT_BEATS` missed heartbeats, and False at the next frame."""
+"""Receives True after `SUSPECT_BEATS` missed heartbeats, and False at the next
+frame.
+"""
 
 OnStalled = Callable[[VersionStalled], None]
 """Receives the report that a fetch makes no progress."""

@@ -210,7 +210,9 @@ class ThreadTrainer:
         return TrainerLostError(self.lost.result())
 
     async def _unless_lost(self, result: asyncio.Future[T]) -> T:
-        """Wait for a result. Raises `TrainerLostError` as soon as the trainer is lost."""
+        """Wait for a result. Raises `TrainerLostError` as soon as the trainer is
+        lost.
+        """
         either: set[asyncio.Future[Any]] = {result, self.lost}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():

@@ -18,7 +18,9 @@ SHOWN = 5
 """Maximum number of images of a task domain that are listed."""
 
 CHECKED = 100
-"""Maximum number of images of a task domain that are checked: each may cost a request."""
+"""Maximum number of images of a task domain that are checked: each may cost a
+request.
+"""
 
 
 def examine_images(config: RunConfig, index: int, images: Sequence[str]) -> Iterator[Check]:

@@ -54,8 +54,8 @@ NAMED = 5
 """Maximum number of prompts that are named as too long; the others are counted."""
 
 TEACHER_S = 15.0
-"""Maximum seconds of each request that checks the teacher, which should serve before the
-run.
+"""Maximum seconds of each request that checks the teacher, which should serve before
+the run.
 """
 
 _WITHOUT_EXPERTS = fail(
@@ -238,8 +238,8 @@ def _shape_of(config: RunConfig) -> ModelShape:
 
 
 def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape, *, elsewhere: bool) -> Check:
-    """Check that the model has the layers that are to have adapters, and that the adapter
-    to start from is of this model.
+    """Check that the model has the layers that are to have adapters, and that the
+    adapter to start from is of this model.
     """
     try:
         sizes = adapter_sizes(shape, lora)
@@ -263,8 +263,8 @@ def _layers_with_adapters(config: RunConfig, shape: ModelShape | None) -> list[s
 
 
 def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: bool) -> Check:
-    """Check that the trainer can compute the model with transformers' code, and that its
-    layers with adapters have the same names there and in the files.
+    """Check that the trainer can compute the model with transformers' code, and that
+    its layers with adapters have the same names there and in the files.
     """
     name = "model.implementation"
     if missing_from("transformers"):
@@ -425,8 +425,8 @@ def _weights(directory: Path, shape: ModelShape) -> Check:
 def _layout(
     config: RunConfig, shape: ModelShape, hosts: Mapping[str, Resources] | None
 ) -> tuple[Layout | None, list[Check]]:
-    """Lay the run out over `hosts` if they are given, or over this machine if the run has
-    no cluster.
+    """Lay the run out over `hosts` if they are given, or over this machine if the run
+    has no cluster.
     """
     planned: list[PlannedHost] | None = None
     checks: list[Check] = []

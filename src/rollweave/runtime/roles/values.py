@@ -57,8 +57,8 @@ class MethodCodec:
         return bound.arguments[parameter]
 
     def encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """Encode the arguments of a call. Raises TypeError if they do not suit the method,
-        or cannot be sent.
+        """Encode the arguments of a call. Raises TypeError if they do not suit the
+        method, or cannot be sent.
         """
         try:
             bound = self._signature.bind(*args, **kwargs)

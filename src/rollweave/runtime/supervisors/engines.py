@@ -267,7 +267,9 @@ class EngineSupervisor:
         )
 
     def _source(self, host: int, command: LoadWeights) -> WeightManifest | LoadCheckpoint | None:
-        """Return where an engine on `host` reads the weights, or None if they are gone."""
+        """Return where an engine on `host` reads the weights, or None if they are
+        gone.
+        """
         if command.from_checkpoint is None:
             return self._manifests.on_host(host, command.weights_id)
         assert self._checkpoint is not None, "a world without a trainer has no checkpoints"

@@ -66,7 +66,9 @@ dying.
 """
 
 LATENCIES = 4096
-"""Number of newest answers of which the 99th percentile is taken: forty lie beyond it."""
+"""Number of newest answers of which the 99th percentile is taken: forty lie beyond
+it.
+"""
 
 JOIN_S = 5.0
 """Maximum time for a predictor in a thread to finish what it computes, in seconds."""

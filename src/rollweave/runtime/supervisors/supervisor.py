@@ -28,7 +28,9 @@ class Supervised(Generic[L]):
     started_at: float = 0.0
     """Run time at which the start began."""
     retired: bool = False
-    """True once the supervisor ends the process on purpose, or has reported its loss."""
+    """True once the supervisor ends the process on purpose, or has reported its
+    loss.
+    """
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -19,7 +19,9 @@ from .calls import Call, Refused, Result
 from .files import load, store
 
 FILE_BYTES = 8 << 20
-"""Maximum size in bytes of a file that is edited; larger files are not written by hand."""
+"""Maximum size in bytes of a file that is edited; larger files are not written by
+hand.
+"""
 
 VIEW_CHARS = 200_000
 """Maximum number of characters in a view."""
@@ -97,7 +99,9 @@ class Editor:
             return self._around(path, text.count("\n", 0, at) + 1, new.count("\n") + 1)
 
     def insert(self, call: Call) -> Result:
-        """Insert the body as separate lines after line `line`; 0 is before the first."""
+        """Insert the body as separate lines after line `line`; 0 is before the
+        first.
+        """
         path = call.text("path")
         added = _decoded(call.body, "text")
         with self._lock:

@@ -36,7 +36,9 @@ START_S = 10.0
 """Maximum seconds until a shell has started, on a heavily loaded machine."""
 
 STATUS_BYTES = 4096
-"""Maximum number of bytes kept from the status pipe; one status line is much shorter."""
+"""Maximum number of bytes kept from the status pipe; one status line is much
+shorter.
+"""
 
 COMMAND_BYTES = 1 << 20
 """Maximum size of a command in bytes."""

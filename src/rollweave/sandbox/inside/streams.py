@@ -236,7 +236,9 @@ class TappedStream:
         return read_some(self.fd, self._current, STEP_BYTES)
 
     def rest(self) -> None:
-        """End the call: data written so far belongs to it, later data to the next one."""
+        """End the call: data written so far belongs to it, later data to the next
+        one.
+        """
         read_some(self.fd, self._current, PIPE_BYTES)
         with self._lock:
             self._current, self._resting = self._between, True

@@ -1,1 +1,3 @@
-"""Adapters that let other trainers train on a service's rollouts (`docs/TRAINERS.md`)."""
+"""Adapters that let other trainers train on a service's rollouts
+(`docs/TRAINERS.md`).
+"""

@@ -33,7 +33,9 @@ EPSILON = 1e-8
 """Added to a group's standard deviation."""
 
 PUT_S = 0.2
-"""Seconds between two checks whether the worker has to stop, while its queue is full."""
+"""Seconds between two checks whether the worker has to stop, while its queue is
+full.
+"""
 
 
 # `GRPOTrainer(rollout_func=TrlRollouts(rollouts), reward_funcs=rollout_reward,

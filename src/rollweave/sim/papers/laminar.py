@@ -65,7 +65,9 @@ def _scales(name: str, *, quick: bool) -> Sequence[int]:
 
 
 def _ratios(curves: Curves, models: Sequence[str], other: str) -> list[tuple[int, float]]:
-    """Return for every point its GPUs and Laminar's throughput over the other system's."""
+    """Return for every point its GPUs and Laminar's throughput over the other
+    system's.
+    """
     return [
         (ours.gpus, ours.tokens_per_s / theirs.tokens_per_s)
         for name in models

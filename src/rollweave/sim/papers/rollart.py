@@ -347,8 +347,8 @@ TAIL_BOUND = (
 
 
 def fig11a(quick: bool) -> list[Row]:
-    """Reproduce RollArt §7.3, R1: step times with 64 H800 and 24 H20 by task, over those
-    with 72 H800 or with 208 H20 alone. 32 H800 train.
+    """Reproduce RollArt §7.3, R1: step times with 64 H800 and 24 H20 by task, over
+    those with 72 H800 or with 208 H20 alone. 32 H800 train.
     """
     shrink, steps = (8, 1) if quick else (1, 4)
     sizes = ("8B",) if quick else tuple(MODELS)

@@ -130,8 +130,8 @@ def fig14(quick: bool) -> list[Row]:
 
 
 def _with_weights_s(setup: Setup, *, steps: int) -> float:
-    """Return the mean seconds of the first `steps` rollouts of a run, each from the end of
-    the training step before it, with the wait for new weights.
+    """Return the mean seconds of the first `steps` rollouts of a run, each from the end
+    of the training step before it, with the wait for new weights.
     """
     lines = steps_of(setup, steps=steps).steps
     ends = [0.0, *(float(line["at"]) + line["trainer"]["train_s"] for line in lines[:-1])]
@@ -201,8 +201,8 @@ def transfer_s(size: str, *, bits_per_s: float, sparse: bool) -> float:
 
 
 def fig10(quick: bool) -> list[Row]:
-    """Reproduce ROSE §6.3: the seconds of a transfer between clusters, whole and sparse,
-    over 200 Gb/s and over 1 Gb/s Ethernet.
+    """Reproduce ROSE §6.3: the seconds of a transfer between clusters, whole and
+    sparse, over 200 Gb/s and over 1 Gb/s Ethernet.
     """
     published = {
         "8B": {"shard": (31.0, 109.0), "sparse": (7.0, 39.0), "gain": 4.4},
