@@ -1,13 +1,18 @@
-"""Complete checkpoints are kept by step, incomplete ones removed, and `best` follows."""
+"""Complete checkpoints are kept by step, incomplete ones removed, and `best`
+follows.
+"""
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from rollweave.io import disk
 from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.train.files import new_directory
 
 
 @pytest.fixture
@@ -46,6 +51,38 @@ def test_incomplete_checkpoints_do_not_count_and_are_removed(checkpoints: Checkp
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000001"]
 
 
+def write(path: Path, text: str) -> Iterator[None]:
+    """Write a checkpoint as a trainer does, and pause before it is complete."""
+    with new_directory(path) as directory:
+        (directory / "model").write_text(text)
+        yield
+
+
+def test_a_trainer_that_was_given_up_changes_no_checkpoint(checkpoints: Checkpoints) -> None:
+    """Its host was cut off, but sees the directory: it continues to write at any
+    time.
+    """
+    old = write(checkpoints.staged(6, epoch=1), "old")
+    next(old)
+    new = write(checkpoints.staged(6, epoch=2), "new")
+    next(new)
+    next(old, None)  # complete, between the begin and the end of the new one
+    assert checkpoints.steps() == []
+    next(new, None)
+    checkpoints.accept(6, epoch=2)
+    for _ in write(checkpoints.staged(6, epoch=1), "once more"):
+        pass
+    for _ in write(checkpoints.staged(8, epoch=1), "a later step"):
+        pass
+    assert checkpoints.steps() == [6]
+    assert (checkpoints.path(6) / "model").read_text() == "new"
+    for _ in write(checkpoints.staged(6, epoch=2), "with an export"):
+        pass
+    checkpoints.accept(6, epoch=2)
+    assert (checkpoints.path(6) / "model").read_text() == "with an export"
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000006"]
+
+
 def test_a_half_removed_checkpoint_does_not_count(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +94,32 @@ def test_a_half_removed_checkpoint_does_not_count(
     assert checkpoints.steps() == [2]
     checkpoints.clear_unfinished()
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000002"]
+
+
+def test_a_checkpoint_that_was_being_replaced_gets_its_name_again(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller is killed between two renames, on NFS."""
+    save(checkpoints, 6)
+    for _ in write(checkpoints.staged(6, epoch=1), "with an export"):
+        pass
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path == checkpoints.staged(6, epoch=1):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_exchange", Mock(return_value=False))
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.accept(6, epoch=1)
+    assert checkpoints.steps() == []
+    checkpoints.return_replaced()
+    checkpoints.clear_unfinished()
+    assert (checkpoints.path(6) / "model").read_text() == "6"
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000006"]
 
 
 def test_best_is_a_link_that_moves_with_the_run(checkpoints: Checkpoints) -> None:

@@ -2,15 +2,18 @@
 one.
 """
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from rollweave.io import disk
 from rollweave.train.files import new_directory
 from tests.support.forking import Forked
 
@@ -35,6 +38,40 @@ def test_a_failure_keeps_the_former_directory(tmp_path: Path, error: BaseExcepti
 
     with pytest.raises(type(error)):
         fail()
+    assert (tmp_path / "a" / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_directory_is_replaced_where_names_cannot_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS."""
+    refusal = Mock(return_value=False)
+    monkeypatch.setattr(disk, "_exchange", refusal)
+    for text in ("old", "new"):
+        with new_directory(tmp_path / "a") as directory:
+            (directory / "x").write_text(text)
+    refusal.assert_called_once()
+    assert (tmp_path / "a" / "x").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_directory_stays_where_its_name_can_neither_be_exchanged_nor_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_exchange", Mock(return_value=False))
+    with new_directory(tmp_path / "a") as directory:
+        (directory / "x").write_text("old")
+    rename = Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if "replaced" not in f"{path}{target}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space"), new_directory(tmp_path / "a") as directory:
+        (directory / "x").write_text("new")
     assert (tmp_path / "a" / "x").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -1,5 +1,5 @@
 """Writing of the run's own files: append-only files of whole pieces, and small files
-that are replaced atomically.
+and directories that are replaced atomically.
 
 Invariants: when `append` returns, the operating system has the piece; if a write fails
 (because of a full disk, for example) the file is unchanged, and the error is a
@@ -7,7 +7,10 @@ Invariants: when `append` returns, the operating system has the piece; if a writ
 """
 
 import contextlib
+import ctypes
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,16 @@ NEW_SUFFIX = ".new"
 
 READ_CHUNK = 1 << 20
 """Number of bytes read at once to compute a file's digest."""
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Constants from <linux/fcntl.h> and <linux/fs.h>, because Python's os does not have
+the call.
+"""
+
+REPLACED_SUFFIX = ".partial-replaced"
+"""Suffix of a directory that is being replaced on a file system that cannot exchange
+two names.
+"""
 
 
 @contextlib.contextmanager
@@ -110,7 +123,35 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
             raise
     # `path` is replaced, but some file systems cannot sync a directory.
     with contextlib.suppress(OSError):
-        _sync_directory(path.parent)
+        sync(path.parent)
+
+
+def replace_directory(path: Path, new: Path) -> None:
+    """Give the complete and synced directory `new` the name `path`, and remove a
+    directory that has it.
+
+    `path` always refers to a complete directory, except for a moment on file systems
+    such as NFS, which cannot exchange two names: a process that is killed then leaves
+    the former directory with REPLACED_SUFFIX. Passes OSErrors through, with `path`
+    unchanged.
+    """
+    former = None
+    if not path.exists():
+        new.rename(path)
+    elif _exchange(new, path):
+        former = new
+    else:
+        former = path.with_name(path.name + REPLACED_SUFFIX)
+        shutil.rmtree(former, ignore_errors=True)
+        path.rename(former)
+        try:
+            new.rename(path)
+        except OSError:
+            former.rename(path)
+            raise
+    sync(path.parent)
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)  # a leftover only takes space
 
 
 def file_digest(path: Path) -> str:
@@ -122,9 +163,23 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Sync a file or directory to the disk. Passes OSErrors through."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories' names in one step. Return False if the file system
+    cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:
+            return False
+        raise OSError(code, os.strerror(code), str(other))
+    return True

@@ -57,8 +57,8 @@ class RunDir:
         are deleted once the lock is held.
 
         Raises `ConfigError` if it is in use, read-only, or not as `resume` expects, and
-        if it has a directory or a named pipe in a file's place (which `to_clear` allows,
-        except for the lock); `DiskError` if it cannot be written.
+        if it has a directory or a named pipe in a file's place (which `to_clear`
+        allows, except for the lock); `DiskError` if it cannot be written.
         """
         # The working directory may change later.
         run = cls((Path(config.run.dir) / config.run.name).absolute())
@@ -109,8 +109,8 @@ class RunDir:
         )
 
     def must_fit(self) -> None:
-        """Raise ConfigError if a directory, a named pipe or a device stands in the place of
-        one of a run's files, or a file in that of a directory.
+        """Raise ConfigError if a directory, a named pipe or a device stands in the
+        place of one of a run's files, or a file in that of a directory.
         """
         for directory in (self.trajectories, self.checkpoints, self.logs, self.model):
             _must_be(directory, directory=True)
@@ -214,20 +214,18 @@ def _must_be(path: Path, *, directory: bool) -> None:
     """Raise ConfigError if something else than a directory, or than a file or socket,
     has this name: to open a named pipe waits for its other end.
     """
-    if not path.exists():
-        return
-    found = (
-        "directory"
-        if path.is_dir()
-        else "file"
-        if path.is_file() or path.is_socket()
-        else "named pipe"
-        if path.is_fifo()
-        else "device"
-    )
     rule = "directory" if directory else "file"
-    if found != rule:
-        raise ConfigError(f"{path} must be a {rule}, got a {found}; move it away")
+    if path.exists() and (kind := _kind(path)) != rule:
+        raise ConfigError(f"{path} must be a {rule}, got a {kind}; move it away")
+
+
+def _kind(path: Path) -> str:
+    """Return what has this name."""
+    if path.is_dir():
+        return "directory"
+    if path.is_file() or path.is_socket():
+        return "file"
+    return "named pipe" if path.is_fifo() else "device"
 
 
 def _must_be_writable(path: Path) -> None:

@@ -1,8 +1,12 @@
-"""The checkpoints of a run: `checkpoints/step-NNNNNN/`, which the trainer writes
-completely or not at all, and `best`, a link to one of them.
+"""The checkpoints of a run: `checkpoints/step-NNNNNN/`, and `best`, a link to one of
+them.
 
-Invariant: a directory named `step-…` is complete. The core decides which of them to
-resume from, and the journal records it.
+An epoch of the trainer writes a checkpoint to a staged directory, whose name no other
+epoch uses, and the controller gives it the name `step-…`. A trainer that was given up,
+but still runs on a host that is cut off, therefore changes no checkpoint, however late
+it writes. Invariants: a directory named `step-…` is complete, and comes from the epoch
+that was the trainer when it got this name. The core decides which of them to resume
+from, and the journal records it.
 """
 
 import contextlib
@@ -10,10 +14,15 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from rollweave.io.disk import REPLACED_SUFFIX, replace_directory
+
 UNFINISHED = "step-*.partial-*"
 """Pattern of the directories that a trainer was writing when it was killed
-(`train/files.py`), and of those that were being removed.
+(`train/files.py`), of staged ones, and of those that were being removed.
 """
+
+STAGED = ".partial-epoch-"
+"""Suffix of a staged checkpoint, before the trainer's epoch."""
 
 PRUNED = ".partial-pruned"
 """Suffix of a checkpoint that is being removed."""
@@ -28,6 +37,31 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
+    def staged(self, step: int, epoch: int) -> Path:
+        """Return the directory in which this epoch of the trainer writes the checkpoint
+        of a step.
+        """
+        path = self.path(step)
+        return path.with_name(f"{path.name}{STAGED}{epoch}")
+
+    def accept(self, step: int, epoch: int) -> None:
+        """Let the complete staged checkpoint of the trainer's present epoch become that
+        of its step, and remove what earlier epochs have staged.
+
+        Raises OSError.
+        """
+        path, staged = self.path(step), self.staged(step, epoch)
+        try:
+            replace_directory(path, staged)
+        except OSError:
+            if path.exists():
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        for leftover in self.directory.glob(f"step-*{STAGED}*"):
+            written_by = leftover.name.partition(STAGED)[2].partition(".")[0]
+            if written_by.isdecimal() and int(written_by) < epoch:
+                shutil.rmtree(leftover, ignore_errors=True)
+
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending."""
         paths = set(self.directory.glob("step-*"))
@@ -38,8 +72,8 @@ class Checkpoints:
     def prune(self, newest: int, keep: Iterable[int]) -> None:
         """Remove the complete checkpoints before `newest`, except those in `keep`.
 
-        Later ones stay: this may run late, when the trainer has already written one. Each
-        is renamed first, since this process may be killed during the removal.
+        Later ones stay: this may run late, when the trainer has already written one.
+        Each is renamed first, since this process may be killed during the removal.
         """
         keep = set(keep)
         for step in self.steps():
@@ -50,10 +84,20 @@ class Checkpoints:
                     self.path(step).rename(old)
                 shutil.rmtree(old, ignore_errors=True)
 
+    def return_replaced(self) -> None:
+        """Give checkpoints their names again that were being replaced when the
+        controller was killed, on a file system that cannot exchange two names. Passes
+        OSErrors through.
+        """
+        for replaced in self.directory.glob(f"step-*{REPLACED_SUFFIX}"):
+            path = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
+            if not path.exists():
+                replaced.rename(path)
+
     def clear_unfinished(self) -> None:
         """Remove incomplete directories that a killed run or a full disk has left.
 
-        No trainer may be writing.
+        The present epoch of the trainer must not be writing.
         """
         for leftover in self.directory.glob(UNFINISHED):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -72,8 +72,9 @@ def save_shards(
 def load_shards(
     files: Mapping[str, Sequence[Path]], ranks: RankGroup, splits: Mapping[str, Split]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Read this rank's shards of the tensors in `files` of each part, whatever number of
-    ranks has written them. `splits` are those of parameters that tensor groups divide.
+    """Read this rank's shards of the tensors in `files` of each part, whatever number
+    of ranks has written them. `splits` are those of parameters that tensor groups
+    divide.
 
     Raises `TrainerError` on all ranks if one of them fails.
     """
@@ -190,11 +191,11 @@ class _Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found: dict[str, TensorStorageMetadata] = {}
+        metadata: dict[str, TensorStorageMetadata] = {}
         for part, saved in self._saved.items():
             for name, shards in saved.shards.items():
                 key = f"{part}/{name}"
-                found[key] = TensorStorageMetadata(
+                metadata[key] = TensorStorageMetadata(
                     properties=TensorProperties(dtype=shards[0].dtype),
                     size=torch.Size(shards[0].shape),
                     chunks=[
@@ -205,7 +206,7 @@ class _Reader(StorageReader):
                     ],
                 )
                 self._shards |= {MetadataIndex(key, shard.offset): shard for shard in shards}
-        return Metadata(state_dict_metadata=dict(found))
+        return Metadata(state_dict_metadata=dict(metadata))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -1,7 +1,8 @@
 """Execute the core's commands about training, and report the results.
 
 Invariants: those of `runtime/supervisors/supervisor.py`; every event carries the epoch
-of the trainer that caused it; older checkpoints are removed only once `CheckpointSaved`
+of the trainer that caused it; a checkpoint gets its name only while the epoch that has
+written it is the present one; older checkpoints are removed only once `CheckpointSaved`
 is in the journal.
 """
 
@@ -103,6 +104,10 @@ class TrainerSupervisor:
         self._clock, self._trace = clock, trace
         self._store, self._checkpoints = store, checkpoints
         self._on_published, self._on_trained, self._on_saved = on_published, on_trained, on_saved
+        self._accepting = asyncio.Lock()
+        """Held while a checkpoint gets its name. No epoch begins meanwhile, so that
+        none finds what it restores changed by an earlier one.
+        """
         self._trainer = Supervisor[TrainerProcess, tuple[int, str]](
             tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
         )
@@ -165,6 +170,8 @@ class TrainerSupervisor:
 
     async def _start(self, trainer: TrainerProcess) -> tuple[int, str]:
         trainer.started_at = self._clock()
+        async with self._accepting:
+            pass  # a checkpoint of an earlier epoch may be getting its name
         trainer.link = self._make(trainer.epoch, not trainer.steps, trainer.ranks)
         await trainer.link.ready()
         return await self._restore_first(trainer.link, trainer.steps)
@@ -346,7 +353,11 @@ class TrainerSupervisor:
         started = self._clock()
         try:
             reply = await backend.ask(
-                Save(path=str(self._checkpoints.path(step)), export=command.export, background=True)
+                Save(
+                    path=str(self._checkpoints.staged(step, epoch)),
+                    export=command.export,
+                    background=True,
+                )
             )
         except TrainerLostError:
             return
@@ -360,12 +371,28 @@ class TrainerSupervisor:
         if not isinstance(reply, Saved):
             self._post(CheckpointFailed(epoch=epoch, step=step, error=_error(reply)))
             return
+        async with self._accepting:
+            if trainer.retired:
+                return
+            try:
+                await asyncio.to_thread(self._checkpoints.accept, step, epoch)
+            except OSError as error:
+                self._post(CheckpointFailed(epoch=epoch, step=step, error=str(error)))
+                return
+        if trainer.retired:
+            return
         self._trace.span(TRAINER, "checkpoint", f"save {step}", started, self._clock())
         self._store.sync()
-        self._post(CheckpointSaved(epoch=epoch, step=step), lambda: self._journaled(command))
+        self._post(
+            CheckpointSaved(epoch=epoch, step=step), lambda: self._journaled(trainer, command)
+        )
 
-    def _journaled(self, command: SaveCheckpoint) -> None:
-        """Remove older checkpoints, now that this one is in the journal."""
+    def _journaled(self, trainer: TrainerProcess, command: SaveCheckpoint) -> None:
+        """Remove older checkpoints, now that this one is in the journal. If the trainer
+        is retired, its successor may restore one of them.
+        """
+        if trainer.retired:
+            return
         self._on_saved()
         pruning = asyncio.to_thread(self._checkpoints.prune, command.step, command.keep)
         self._tasks.spawn(pruning, "prune checkpoints")

@@ -110,10 +110,10 @@ class WorkerSupervisor:
     def image_waits(self, host_name: Callable[[int], str]) -> list[Wait]:
         """Return the images that hosts wait for, each once a host."""
         waits = [(worker, wait) for worker in self._workers for wait in worker.images]
-        found: dict[tuple[str, int], Wait] = {}
+        first: dict[tuple[str, int], Wait] = {}
         for worker, wait in sorted(waits, key=lambda one: one[1].behind):
             name = host_name(worker.host)
-            found.setdefault(
+            first.setdefault(
                 (wait.image, worker.host),
                 Wait(
                     component=f"image {wait.image}{f' on host {name}' if name else ''}",
@@ -121,7 +121,7 @@ class WorkerSupervisor:
                     since=wait.since + (worker.offset_s or 0.0),
                 ),
             )
-        return list(found.values())
+        return list(first.values())
 
     def teacher_waits(self) -> list[Wait]:
         """Return the wait of each worker for the teacher."""
