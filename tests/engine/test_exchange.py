@@ -17,9 +17,7 @@ import torch
 import xxhash
 
 from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.exchange import MAX_EXPORTS
-from rollweave.engine.loop import EngineLoop
 from rollweave.engine.transfer import REQUEST
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.serving import (
@@ -32,6 +30,7 @@ from rollweave.schema.serving import (
     KvTransport,
 )
 from rollweave.weights.publication import Publisher
+from tests.support.engines import engine_in_thread
 
 from .models import build, request, save, spec
 
@@ -83,20 +82,11 @@ Start = Callable[..., Awaitable[EngineClient]]
 async def start(path: str) -> AsyncIterator[Start]:
     """Starts engines in threads. After the test nothing of them is left."""
     clients: list[EngineClient] = []
-    model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    model_ready.set_result(None)
     before = threads_alive()
 
     async def begin(**changes: Any) -> EngineClient:
         of: EngineSpec = spec(**({"model": path} | changes))
-        clients.append(
-            EngineClient(
-                f"e{len(clients)}",
-                in_thread(of, EngineLoop, model_ready=model_ready),
-                start_s=60,
-                reply_s=60,
-            )
-        )
+        clients.append(engine_in_thread(of, name=f"e{len(clients)}"))
         await clients[-1].ready()
         return clients[-1]
 
@@ -276,7 +266,9 @@ def memory_of(manifest: KvManifest) -> bytes:
 async def fetched(
     manifest: KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None
 ) -> bytes:
-    """Return the bytes that the source sends to a client with the manifest's secret (or another)."""
+    """Return the bytes that the source sends to a client with the manifest's secret (or
+    another).
+    """
     port = manifest.where
     assert isinstance(port, KvPort)
     reader, writer = await asyncio.open_connection(port.host, port.port)
@@ -339,7 +331,9 @@ async def settled(ask: Callable[[], Awaitable[Any]], expected: Any) -> None:
 
 
 async def assert_untouched(engine: EngineClient) -> None:
-    """Assert that the prompt is computed from its first token, with the usual result."""
+    """Assert that the prompt is computed from its first token, with the usual
+    result.
+    """
     result = await engine.generate(request("check", PROMPT, seed=2, max_tokens=6))
     assert (result.cached_tokens, result.finish) == (0, FinishReason.LENGTH)
 

@@ -7,13 +7,17 @@ from typing import Any
 
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus
-from tests.runtime.real import Life, Lineage, check_totals, lake, lines, living
+from tests.runtime.real import Life, Lineage, check_totals, hazardous, lines, living
 from tests.support.processes import descendants
 
 ENGINE = "rollweave.runtime.entrypoints.server_engine"
 
 STEPS = 40
-"""Number of steps: enough that some are left when both engines are back."""
+
+GATE_AT = 800
+"""Number of the environments' steps after which the run waits until both servers are
+lost: about 25 steps of training.
+"""
 
 EXACT = 1e-4
 """Maximum difference of a log-prob between the trainer and a server in float32."""
@@ -42,8 +46,10 @@ def lose_nothing_with_lost_servers(
     """Train with two servers of a kind, called `name` in errors, of which one is killed
     and the other stops in an update: nothing is lost, and all log-probs are exact.
     """
-    config = lake(
+    gate = directory / "gate"
+    config = hazardous(
         directory,
+        {"gate": str(gate), "at": GATE_AT},
         run={"steps": STEPS},
         model={"scratch": {"hidden": 64, "layers": 1}},
         rollout={"mode": mode},
@@ -57,6 +63,11 @@ def lose_nothing_with_lost_servers(
         os.kill(killed[0], signal.SIGKILL)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)  # its next update never ends
+        life.until(
+            lambda core: core.state.counters.watchdog.get("engine_restarted") == 2,
+            "the loss of both servers",
+        )
+        gate.touch()
         result = life.finish()
     check_totals(config, result)
     lineage = Lineage()

@@ -4,6 +4,8 @@ middle of a run, and remains when the run is over.
 
 import os
 import signal
+import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rollweave.schema.config.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.runtime.lost_servers import EXACT, serving
 from tests.runtime.real import Lineage, check_totals, lake, lines, living
+from tests.support.sglang import start_sglang_server
 from tests.support.vllm_server import SECRET, free_port, start_vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,8 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 20
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_may_end_and_return_in_mid_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SESAME", SECRET)
     words = plan(lake(tmp_path), deep=False).declared.words
@@ -34,17 +38,25 @@ def test_a_server_may_end_and_return_in_mid_run(
         run={"steps": STEPS},
         model={"scratch": None, "path": str(model)},
         engines={
-            "kind": "vllm",
+            "kind": kind,
             "address": f"http://127.0.0.1:{port}",
             "token_env": "SESAME",
         },
         eval={"every": 0},
     )
-    with start_vllm_server(model, port) as first, living(config) as life:
+
+    def start(name: str) -> AbstractContextManager["subprocess.Popen[bytes]"]:
+        if kind == "vllm":
+            return start_vllm_server(model, port)
+        folder = tmp_path / name
+        folder.mkdir()
+        return start_sglang_server(folder, model, port)
+
+    with start("first") as first, living(config) as life:
         life.until(serving(2, engines=1), "two updates of the engine")
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-        with start_vllm_server(model, port) as second:
+        with start("second") as second:
             life.until(serving(4, engines=1), "updates of the new server")
             result = life.finish()
             assert second.poll() is None

@@ -1,13 +1,20 @@
-"""An interpreter that has what `engine/sglang` expects of SGLang: a package whose server
-is `tests/support/sglang_server.py`.
+"""An interpreter that has what `engine/sglang` expects of SGLang: a package whose
+server is `tests/support/sglang_server.py`.
 """
 
+import contextlib
+import os
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from rollweave.engine.servers.process import PLUGIN
 from rollweave.engine.sglang.installed import NEEDED
+from rollweave.engine.sglang.server import SPARE_TOKENS
 from rollweave.schema.serving import ServerSpec
+from tests.support.vllm_server import SECRET, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +37,10 @@ def sglang_python(directory: Path, *, without: str = "") -> str:
     (package / "launch_server.py").write_text(
         "from tests.support.sglang_server import main\n\nif __name__ == '__main__':\n    main()\n"
     )
+    (package / "srt" / "entrypoints" / "http_server.py").write_text(
+        "from tests.support.sglang_server import VERSION as __version__, app\n"
+        "from tests.support.sglang_server import state as _global_state\n"
+    )
     info = site / "sglang-0.5.23.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
@@ -47,7 +58,9 @@ def sglang_python(directory: Path, *, without: str = "") -> str:
 def sglang_spec(
     directory: Path, *args: str, control_s: float = 60.0, degree: int = 1
 ) -> ServerSpec:
-    """Return the server of an engine, on an interpreter that is written to `directory`."""
+    """Return the server of an engine, on an interpreter that is written to
+    `directory`.
+    """
     return ServerSpec(
         kind="sglang",
         python=sglang_python(directory),
@@ -56,3 +69,30 @@ def sglang_spec(
         start_s=SGLANG_START_S,
         control_s=control_s,
     )
+
+
+@contextlib.contextmanager
+def start_sglang_server(
+    directory: Path, model: Path, port: int, *args: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a server with the program for its user, and yield it once it is healthy;
+    kill it at the end. Its interpreter is written to `directory`.
+    """
+    options = {
+        "model-path": model,
+        "port": port,
+        "dtype": "float32",
+        "device": "cpu",
+        "context-length": 512 + SPARE_TOKENS,
+        "max-running-requests": 16,
+        "max-total-tokens": 16384,
+    }
+    command = [
+        sglang_python(directory),
+        str(PLUGIN / "rollweave_sglang.py"),
+        *(f"--{name}={value}" for name, value in options.items()),
+        *args,
+    ]
+    variables = {**os.environ, "ROLLWEAVE_SGLANG_TOKEN": SECRET}
+    with running(command, variables, port, SECRET, SGLANG_START_S) as process:
+        yield process

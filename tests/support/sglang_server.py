@@ -11,36 +11,59 @@ scheduler has; a label is one of the front, the versions of tokens are the sched
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
 
 from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import EngineSpec, FinishReason, GenerateRequest, Sampling
+from tests.support.engines import engine_in_thread
 
 OPEN = ("/health", "/ready", "/metrics")
 """Beginnings of the paths that need no key."""
 
 BLOCK_TOKENS = 16
+VERSION = "0.5.23"
+
+
+class App:
+    """The application, as a program that starts the server may extend it."""
+
+    def __init__(self) -> None:
+        self.middleware: list[Any] = []
+        self.server_args: argparse.Namespace | None = None
+        self.routes: list[SimpleNamespace] = []
+
+    def add_middleware(self, middleware: Any) -> None:
+        self.middleware.append(middleware)
+
+
+app = App()
+state = SimpleNamespace()
+"""The parts of the server, once it runs."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return a parser of the arguments of `sglang.launch_server` that are used here."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("model-path", "dtype", "device", "api-key", "admin-api-key", "log-level"):
+    for name in ("model-path", "dtype", "device"):
         parser.add_argument(f"--{name}", required=True)
+    for name in ("api-key", "admin-api-key", "log-level"):  # a leased server has no keys
+        parser.add_argument(f"--{name}", required=not app.middleware)
     for name in ("port", "context-length", "max-running-requests", "max-total-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--dp-size", type=int, default=1)
     parser.add_argument("--default-priority-value", type=int)
     parser.add_argument("--weight-version", default="default")
     for name in (
@@ -49,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "disable-radix-cache",
         "enable-deterministic-inference",
         "skip-tokenizer-init",
+        "skip-server-warmup",
     ):
         parser.add_argument(f"--{name}", action="store_true")
     # not SGLang's: what goes wrong here
@@ -83,7 +107,8 @@ class Server:
     updates: int = 0
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self.guard], client_max_size=1 << 26)
+        guard = self.leased(app.middleware[0]) if app.middleware else self.guard
+        application = web.Application(middlewares=[guard], client_max_size=1 << 26)
         normal: dict[str, tuple[str, Any]] = {
             "/health": ("GET", self.health),
             "/ready": ("GET", self.ready),
@@ -100,8 +125,41 @@ class Server:
             "/weights_checker": ("POST", self.weights_checker),
         }
         for path, (method, handler) in {**normal, **self.admin}.items():
-            app.router.add_route(method, path, handler)
-        return app
+            application.router.add_route(method, path, handler)
+            app.routes.append(SimpleNamespace(path=path))
+        return application
+
+    def leased(self, guard_of: Callable[[Any], Any]) -> Any:
+        """Return a middleware of aiohttp that is this ASGI middleware."""
+
+        async def inner(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            scope["response"] = await scope["handler"](scope["request"])
+
+        guard = guard_of(inner)
+
+        @web.middleware
+        async def middleware(
+            request: web.Request,
+            handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        ) -> web.StreamResponse:
+            status, parts = 0, list[bytes]()
+
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": await request.read()}
+
+            async def send(message: dict[str, Any]) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                parts.append(message.get("body", b""))
+
+            headers = [(key.lower(), value) for key, value in request.raw_headers]
+            scope = {"type": "http", "path": request.path, "app": app, "headers": headers}
+            scope |= {"request": request, "handler": handler}
+            await guard(scope, receive, send)
+            response: web.StreamResponse | None = scope.get("response")
+            return response or web.Response(status=status, body=b"".join(parts))
+
+        return middleware
 
     @web.middleware
     async def guard(
@@ -135,8 +193,9 @@ class Server:
             return web.json_response(
                 {
                     "max_total_num_tokens": 16 if self.arguments.fault == "small" else tokens,
+                    "tp_size": self.arguments.tp_size,
                     "internal_states": [{}],
-                    "version": "0.5.23",
+                    "version": VERSION,
                 }
             )
 
@@ -149,7 +208,7 @@ class Server:
             "num_used_tokens": stats.kv_used_tokens,
             "token_usage": stats.kv_used_tokens / self.arguments.max_total_tokens,
         }
-        return web.json_response({"version": "0.5.23", "loads": [load]})
+        return web.json_response({"version": VERSION, "loads": [load]})
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -169,8 +228,10 @@ class Server:
         mode = (await request.json()).get("mode", "abort")
         self.paused, self.mode = True, mode
         if mode == "abort":
-            for rid in list(self.requests):
-                self.abort(rid)
+            while any(request.sent for request in self.requests.values()):
+                for rid in list(self.requests):
+                    self.engine.abort(rid)
+                await asyncio.sleep(0.05)
         else:
             self.later(self.pause_scheduler())
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
@@ -329,13 +390,10 @@ def failed(message: str) -> web.Response:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Start the engine and serve until the process is killed."""
-    from rollweave.engine.loop import EngineLoop
     from rollweave.weights.checkpoint import read_shape
 
     shape = read_shape(Path(arguments.model_path))
     label = arguments.weight_version
-    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    present.set_result(None)
     spec = EngineSpec(
         id=EngineId("e0"),
         model=arguments.model_path,
@@ -346,8 +404,18 @@ async def serve(arguments: argparse.Namespace) -> None:
         deterministic=arguments.enable_deterministic_inference,
         version=int(label) if label.isdecimal() else -1,
     )
-    link = in_thread(spec, EngineLoop, model_ready=present)
-    engine = EngineClient("engine", link, start_s=300.0, reply_s=120.0)
+    config = json.loads((Path(arguments.model_path) / "config.json").read_text())
+    app.server_args = arguments
+    state.scheduler_info = {"max_total_num_tokens": arguments.max_total_tokens}
+    state.tokenizer_manager = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=config["architectures"]),
+            hf_text_config=SimpleNamespace(to_dict=lambda: config),
+            dtype=f"torch.{arguments.dtype}",
+            context_len=arguments.context_length,
+        )
+    )
+    engine = engine_in_thread(spec, start_s=300.0, reply_s=120.0)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(arguments, engine, shape.eos_token_ids, label, Path(folder))
         runner = web.AppRunner(server.application())

@@ -1,6 +1,6 @@
-"""A server with the routes, requests and answers of vLLM 0.32, as far as `engine/vllm` uses
-them, behind the plug-in of a server that a user has started (`LeasedGuard`). It computes
-with the embedded engine.
+"""A server with the routes, requests and answers of vLLM 0.32, as far as `engine/vllm`
+uses them, behind the plug-in of a server that a user has started (`LeasedGuard`). It
+computes with the embedded engine.
 
 As a program, it serves until it is killed; `start_vllm_server` starts that.
 """
@@ -26,13 +26,19 @@ from typing import Any
 from aiohttp import web
 
 from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.servers.process import PLUGIN
 from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
-from rollweave.engine.vllm.server import PLUGIN, TOKEN
+from rollweave.engine.vllm.server import TOKEN
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling, ServerSpec
-from tests.support.engines import ROOT, environment
+from rollweave.schema.serving import (
+    EngineSpec,
+    GenerateRequest,
+    Sampling,
+    ServerName,
+    ServerSpec,
+)
+from tests.support.engines import ROOT, engine_in_thread, environment
 
 SECRET = "open sesame"
 PREFIX = "generate-tokens-"
@@ -65,7 +71,9 @@ class VllmApp:
 
     @property
     def state(self) -> SimpleNamespace:
-        """The application's state, with vLLM's configuration as the plug-in reads it."""
+        """The application's state, with vLLM's configuration as the plug-in reads
+        it.
+        """
         model = json.loads((Path(self.arguments.model) / "config.json").read_text())
         return SimpleNamespace(
             vllm_config=SimpleNamespace(
@@ -231,22 +239,17 @@ def parser() -> argparse.ArgumentParser:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until the process is killed."""
-    from rollweave.engine.loop import EngineLoop
-
     # the plug-in imports vLLM for its version only
     sys.modules["vllm"] = SimpleNamespace(__version__="0.32.0")  # type: ignore[assignment]
     sys.path.append(str(PLUGIN))
     guard_of = importlib.import_module("rollweave_vllm_leases").LeasedGuard
-    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    present.set_result(None)
     spec = EngineSpec(
         id=EngineId("e0"),
         model=arguments.model,
         max_slots=arguments.slots,
         kv_tokens=arguments.kv_tokens,
     )
-    link = in_thread(spec, EngineLoop, model_ready=present)
-    engine = EngineClient("engine", link, start_s=START_S, reply_s=120.0)
+    engine = engine_in_thread(spec, start_s=START_S, reply_s=120.0)
     with tempfile.TemporaryDirectory() as folder:
         app = VllmApp(engine, arguments, Path(folder))
         guard = guard_of(app)
@@ -287,16 +290,22 @@ def free_port() -> int:
 
 
 def attached_spec(
-    *ports: int, token: str = SECRET, run: str = "h:/run", start_s: float = START_S
+    *ports: int,
+    kind: ServerName = "vllm",
+    token: str = SECRET,
+    run: str = "h:/run",
+    start_s: float = START_S,
+    context: int = 0,
 ) -> ServerSpec:
     """Return the server of an engine: one of those that already run at these ports."""
     return ServerSpec(
-        kind="vllm",
+        kind=kind,
         start_s=start_s,
         control_s=60.0,
         addresses=tuple(f"http://127.0.0.1:{port}" for port in ports),
         token=token,
         holder=run,
+        context=context,
     )
 
 
@@ -307,20 +316,21 @@ def start_vllm_server(
     """Start a server, and yield it once it is healthy; kill it at the end."""
     command = [sys.executable, "-m", "tests.support.vllm_server", "--model", str(model)]
     variables = {**os.environ, **environment(), TOKEN: token}
-    with running([*command, "--port", str(port), *args], variables, port, START_S) as process:
+    command += ["--port", str(port), *args]
+    with running(command, variables, port, token, START_S) as process:
         yield process
 
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], variables: Mapping[str, str], port: int, start_s: float
+    command: Sequence[str], variables: Mapping[str, str], port: int, token: str, start_s: float
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a server that has its token in `variables`, and yield it once it is healthy;
-    kill it at the end.
+    """Start a server that has `token`, and yield it once it is healthy; kill it at the
+    end.
     """
     process = subprocess.Popen(command, env=variables, cwd=ROOT)
     try:
-        wait_healthy(port, process, variables[TOKEN], start_s)
+        wait_healthy(port, process, token, start_s)
         yield process
     finally:
         process.kill()

@@ -37,7 +37,6 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-from rollweave.schema.weights import WeightManifest
 from tests.engine.clients.echo_engine import (
     CRASH,
     DEAF,
@@ -50,6 +49,7 @@ from tests.engine.clients.echo_engine import (
 )
 from tests.support.engines import (
     environment,
+    manifest,
     needs_vllm,
     real_loop,
     tiny_checkpoint,
@@ -83,8 +83,8 @@ SERVERS = (
     pytest.param("sglang", marks=pytest.mark.slow),
     pytest.param("attached", marks=pytest.mark.slow),
 )
-"""A server behind the process of an engine: a real vLLM, which starts in tens of seconds,
-`tests/support/sglang_server.py`, which computes with the embedded engine, and
+"""A server behind the process of an engine: a real vLLM, which starts in tens of
+seconds, `tests/support/sglang_server.py`, which computes with the embedded engine, and
 `tests/support/vllm_server.py`, which does so too and is started before the engine.
 """
 HTTP = ("fake over HTTP", "ours over HTTP")
@@ -190,17 +190,6 @@ async def connect(
 
 def request(id: str, *tokens: int, count: int = 3) -> GenerateRequest:
     return GenerateRequest(id=id, tokens=tokens, sampling=Sampling(max_tokens=count, seed=5))
-
-
-def manifest(version: int, digest: str = "good") -> WeightManifest:
-    return WeightManifest(
-        version=version,
-        weights_id=version,
-        location="/nowhere",
-        tensors=(),
-        nbytes=0,
-        digest=digest,
-    )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *HTTP, *SERVERS])

@@ -16,10 +16,8 @@ from aiohttp import web
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.probe import Logprobs
 from rollweave.engine.clients.server import EngineServer
-from rollweave.engine.loop import EngineLoop
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
@@ -35,7 +33,7 @@ from rollweave.schema.serving import (
     Sampling,
     VersionSpan,
 )
-from tests.support.engines import tiny_checkpoint
+from tests.support.engines import engine_in_thread, tiny_checkpoint
 
 VOCAB = 128
 MOST = 30
@@ -93,14 +91,10 @@ class Served:
 
 @pytest.fixture
 async def served(model: Path) -> AsyncIterator[Served]:
-    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    present.set_result(None)
     spec = EngineSpec(
         id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=2048, deterministic=True
     )
-    engine = EngineClient(
-        "engine e0", in_thread(spec, EngineLoop, model_ready=present), start_s=60.0, reply_s=20.0
-    )
+    engine = engine_in_thread(spec, reply_s=20.0)
     app = EngineServer(
         engine, model="tiny", text=Letters(), read_s=0.5, max_requests=MOST
     ).application()

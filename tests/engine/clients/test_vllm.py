@@ -13,9 +13,7 @@ import pytest
 from benchmarks.engine.vllm_server import VARIABLE, VllmServer
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.probe import Logprobs
-from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import (
@@ -25,7 +23,7 @@ from rollweave.schema.serving import (
     GenerateRequest,
     Sampling,
 )
-from tests.support.engines import needs_vllm, vllm_checkpoint
+from tests.support.engines import engine_in_thread, needs_vllm, vllm_checkpoint
 
 pytestmark = list(needs_vllm)
 LONG = Sampling(max_tokens=480)
@@ -38,12 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def embedded(model: Path) -> AsyncIterator[EngineClient]:
-    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    present.set_result(None)
     spec = EngineSpec(id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=1024)
-    engine = EngineClient(
-        "engine e0", in_thread(spec, EngineLoop, model_ready=present), start_s=60.0, reply_s=20.0
-    )
+    engine = engine_in_thread(spec, reply_s=20.0)
     await engine.ready()
     yield engine
     await engine.close()

@@ -9,7 +9,7 @@ from aiohttp import web
 from rollweave.engine.servers.control import ControlError
 from rollweave.engine.sglang.checkpoint import CheckpointMemory
 from rollweave.engine.sglang.control import ROUTES, SglangControl
-from tests.engine.clients.test_conformance import manifest
+from tests.support.engines import manifest
 
 
 class FakeServer:
@@ -38,6 +38,7 @@ class FakeServer:
             {
                 "success": True,
                 "max_total_num_tokens": 512,
+                "tp_size": 2,
                 "weight_version": self.label,
                 "ranks": [{"per_gpu_checksum": rank} for rank in self.ranks],
             }
@@ -54,7 +55,7 @@ async def server() -> AsyncIterator[tuple[FakeServer, SglangControl]]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    control = SglangControl(fake.url, token="secret", limit_s=60.0, degree=2, kv_tokens=512)
+    control = SglangControl(fake.url, token="secret", limit_s=60.0, kv_tokens=512)
     yield fake, control
     await control.close()
     await runner.cleanup()

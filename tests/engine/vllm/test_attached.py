@@ -1,5 +1,5 @@
-"""Servers that a user has started: what they must be, who leases them, and what an engine
-makes of one that others have used. A real vLLM is in `test_real.py`.
+"""Servers that a user has started: what they must be, who leases them, and what an
+engine makes of one that others have used. A real vLLM is in `test_real.py`.
 """
 
 import asyncio
@@ -13,10 +13,11 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from rollweave.engine.vllm import attached
-from rollweave.engine.vllm.attached import About, attach, check_servers, objection, server_token
+from rollweave.engine.servers import attached
+from rollweave.engine.servers.attached import About, attach, check_servers, objection, server_token
+from rollweave.engine.servers.process import PLUGIN
 from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
-from rollweave.engine.vllm.server import PLUGIN
+from rollweave.engine.vllm.kind import VllmKind
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError
 from rollweave.schema.serving import EngineSpec, ServerSpec
@@ -93,12 +94,14 @@ async def test_two_runs_never_have_one_server(weights: Weights, port: int, tmp_p
     second = attached_spec(port, run="h:/second", start_s=1.0)
     async with started(weights, tmp_path, attached_spec(port, run="h:/first")):
         with pytest.raises(EngineError, match=r"no vLLM server was free .* h:/first e0"):
-            await attach(spec_for(weights.model, second))
+            await attach(VllmKind(), spec_for(weights.model, second))
         with pytest.raises(ConfigError, match=r"must be free, got a lease of h:/first e0"):
-            check_servers(spec_for(weights.model, second))
-        (about,) = check_servers(spec_for(weights.model, attached_spec(port, run="h:/first")))
+            check_servers(VllmKind(), spec_for(weights.model, second))
+        (about,) = check_servers(
+            VllmKind(), spec_for(weights.model, attached_spec(port, run="h:/first"))
+        )
         assert about.holder == "h:/first e0"
-    check_servers(spec_for(weights.model, second))
+    check_servers(VllmKind(), spec_for(weights.model, second))
 
 
 @pytest.mark.slow
@@ -131,7 +134,7 @@ def test_the_model_and_the_settings_of_a_server_are_checked(
 ) -> None:
     def problem(model: Path, server: ServerSpec, **changes: object) -> str:
         with pytest.raises(ConfigError) as error:
-            check_servers(msgspec.structs.replace(spec_for(model, server), **changes))
+            check_servers(VllmKind(), msgspec.structs.replace(spec_for(model, server), **changes))
         return str(error.value).replace(str(port), "P")
 
     vllm_checkpoint(tmp_path)
@@ -170,8 +173,8 @@ def test_each_rule_names_what_is_found(
 ) -> None:
     server = msgspec.structs.replace(attached_spec(1), context=300)
     spec = spec_for(vllm_checkpoint(tmp_path), server)
-    assert objection(ABOUT, spec) == ""
-    assert words in objection(msgspec.structs.replace(ABOUT, **changes), spec)
+    assert objection(VllmKind(), ABOUT, spec) == ""
+    assert words in objection(VllmKind(), msgspec.structs.replace(ABOUT, **changes), spec)
 
 
 def test_a_token_comes_from_the_environment_or_a_file(
@@ -198,31 +201,31 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import rollweave_vllm_leases
 
     yield rollweave_vllm_leases
-    for name in ("rollweave_vllm_leases", "rollweave_vllm"):
+    for name in ("rollweave_vllm_leases", "rollweave_vllm", "rollweave_leases"):
         sys.modules.pop(name)
 
 
 def test_both_sides_have_the_same_routes(plugin: ModuleType) -> None:
     for name in ("PROTOCOL", "ABOUT", "LEASE", "RELEASE"):
-        assert getattr(plugin, name) == getattr(attached, name)
+        assert getattr(plugin.rollweave_leases, name) == getattr(attached, name)
 
 
 def test_a_silent_holder_loses_its_lease(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(plugin.time, "monotonic", lambda: now)
-    leases = plugin.Leases()
+    monkeypatch.setattr(plugin.rollweave_leases.time, "monotonic", lambda: now)
+    leases = plugin.rollweave_leases.Leases()
     first = leases.take("a")
-    now += plugin.LEASE_S
+    now += plugin.rollweave_leases.LEASE_S
     assert leases.take("b") is None
     assert leases.admits(first)
-    now += plugin.LEASE_S
+    now += plugin.rollweave_leases.LEASE_S
     assert (leases.holder, leases.take("b")) == ("a", None)
     now += 1
     assert leases.holder == ""
     assert leases.admits(first), "nobody has taken the server over"
-    now += plugin.LEASE_S + 1
+    now += plugin.rollweave_leases.LEASE_S + 1
     second = leases.take("b")
     assert not leases.admits(first)
     again = leases.take("b")  # the same engine, started anew

@@ -1,4 +1,6 @@
-"""New weights in a real vLLM server, and what goes wrong with them (`make test-vllm`)."""
+"""New weights in a real vLLM server, and what goes wrong with them (`make
+test-vllm`).
+"""
 
 import asyncio
 import os
@@ -13,9 +15,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.engine.vllm_server import START_S, VARIABLE
 from rollweave.engine.servers.control import RefusedError
-from rollweave.engine.servers.process import inherited
+from rollweave.engine.servers.process import PLUGIN, inherited
 from rollweave.engine.vllm.control import VllmControl
-from rollweave.engine.vllm.server import PLUGIN, TOKEN, VllmServer
+from rollweave.engine.vllm.server import TOKEN, VllmServer
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import (
     FinishReason,
@@ -125,7 +127,7 @@ async def test_a_server_that_already_runs_is_leased_updated_and_left(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         TOKEN: SECRET,
     }
-    with running(command, variables, port, START_S) as process:
+    with running(command, variables, port, SECRET, START_S) as process:
         async with started(weights, tmp_path, attached_spec(port)) as (engine, pid):
             await updates_are_exact_and_refused_ones_leave_the_old_weights(engine, weights)
             await engine.suspend()
@@ -162,7 +164,9 @@ def routed_by(path: Path, tokens: Sequence[int]) -> torch.Tensor:
 def same_experts(
     routes: Routes | None, path: Path, tokens: Sequence[int], start: int, end: int
 ) -> None:
-    """Assert that the routes of `[start, end)` are those of transformers, in any order."""
+    """Assert that the routes of `[start, end)` are those of transformers, in any
+    order.
+    """
     part = routes.between(start, end) if routes is not None else None
     assert part is not None
     assert (part.start, part.end, part.layers, part.top_k) == (start, end, 2, 2)

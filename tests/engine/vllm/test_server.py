@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollweave.engine.servers.process import first_error, settings_of
-from rollweave.engine.vllm.server import PLUGIN, TOKEN, arguments, environment
+from rollweave.engine.servers.process import PLUGIN, first_error, settings_of
+from rollweave.engine.vllm.server import TOKEN, arguments, environment
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.weights.checkpoint import read_shape
@@ -37,7 +37,8 @@ def test_the_users_arguments_come_last(spec: EngineSpec) -> None:
 
 
 def test_the_cache_has_the_tokens_that_were_asked_for(spec: EngineSpec) -> None:
-    # keys and values of 1 layer with 1 head of 32 numbers of 4 bytes; vLLM keeps some blocks
+    # keys and values of 1 layer with 1 head of 32 numbers of 4 bytes; vLLM keeps some
+    # blocks
     assert int(value(spec, "--kv-cache-memory-bytes")) == 2 * 1 * 1 * 32 * 4 * (1024 + 64)
     assert value(spec, "--max-model-len") == "512"
     short = msgspec.structs.replace(spec, kv_tokens=256)
@@ -79,6 +80,8 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
     assert "rollweave = rollweave_vllm:register" in (info / "entry_points.txt").read_text()
     assert (info / "METADATA").read_text().startswith("Metadata-Version")
     assert {path.stem for path in PLUGIN.glob("*.py")} == {
+        "rollweave_leases",
+        "rollweave_sglang",
         "rollweave_vllm",
         "rollweave_vllm_leases",
         "rollweave_vllm_routes",

@@ -109,9 +109,13 @@ def test_there_is_one_engine_for_each_address() -> None:
     ("overrides", "problem"),
     [
         (["engines.0.address=['tcp://a:1']"], "address must be http://host:port"),
-        (["engines.0.kind='sglang'"], "engines.0.address must be left out unless kind is vllm"),
+        (
+            ["engines.0.kind='embedded'"],
+            "engines.0.address must be left out unless kind is vllm or",
+        ),
         (["engines.0.python='python3.9'"], "engines.0.python must be left out with engines.0.addr"),
         (["engines.0.degree=2"], "engines.0.degree must be left out with engines.0.address"),
+        (["allocation.budget=2"], "allocation must be left out with engines.address, whose serv"),
         (["engines.0.count=3"], "engines.0.count must be the number of addresses (2)"),
         (["engines.0.token_file='/t'"], "engines.0 must have one of token_env and token_file"),
         (

@@ -22,32 +22,26 @@ class AdapterMerger:
         self._base: AdapterBase | None = None
 
     def merged(self, manifest: WeightManifest, folder: Path) -> AbstractContextManager[Publication]:
-        """Publish the weights of a version of adapters from this process, those that they
-        change in their number format. Raises WeightsError.
+        """Publish the weights of a version of adapters from this process, those that
+        they change in their number format. Raises WeightsError.
         """
         import torch
 
-        from rollweave.weights.publication import Draft, bytes_of, lay_out, read_tensors
+        from rollweave.weights.publication import lay_out, publish_each, read_tensors
 
         adapters, base = read_tensors(manifest), self._base or self._read_base()
         base.check(adapters)
         formats = base.formats(adapters)
         sizes = self._shape.tensors()
         metas = lay_out((name, formats[name], sizes[name]) for name in sizes)
-        draft = Draft(
-            metas, version=manifest.version, weights_id=manifest.weights_id, directory=folder
+        weights = base.with_adapters(adapters, torch.device("cpu"))
+        return publish_each(
+            metas,
+            (tensor.to(formats[name]) for name, tensor in weights),
+            version=manifest.version,
+            weights_id=manifest.weights_id,
+            directory=folder,
         )
-        try:
-            weights = base.with_adapters(adapters, torch.device("cpu"))
-            for meta, (name, tensor) in zip(metas, weights, strict=True):
-                draft.writer.write(meta.offset, bytes_of(tensor.to(formats[name])))
-        except OSError as error:
-            draft.abandon()
-            raise draft.error(error) from error
-        except BaseException:
-            draft.abandon()
-            raise
-        return draft.finish()
 
     def _read_base(self) -> AdapterBase:
         try:

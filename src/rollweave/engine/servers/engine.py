@@ -1,5 +1,6 @@
 """An engine whose tokens come from an inference server: it takes the commands of an
-engine's loop and translates them to the server's routes, in the way of the server's kind.
+engine's loop and translates them to the server's routes, in the way of the server's
+kind.
 
 Requests go through `engine/clients/http`. All other commands are executed one after the
 other, in their order, except for staging, which maps and verifies the published bytes
@@ -8,8 +9,8 @@ anything leaves the former one serving. After any other failure of a control cal
 state of the server is not known: the engine ends with `EngineFatal`, and so does the
 server.
 
-KV cannot be exported or imported, ranks that change later are ignored, since servers take
-a priority with the request only, and memory is not given back.
+KV cannot be exported or imported, ranks that change later are ignored, since servers
+take a priority with the request only, and memory is not given back.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ import msgspec
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.resuming import unextended_result
 from rollweave.engine.servers.adapters import AdapterMerger
+from rollweave.engine.servers.attached import LeasedKind
 from rollweave.engine.servers.control import Control, RefusedError
 from rollweave.engine.servers.phases import UpdateTimes
 from rollweave.engine.servers.process import Server, max_context
@@ -76,15 +78,14 @@ END_S = 0.5
 Controlling = Suspend | Resume | Load | LoadCheckpoint
 
 
-class ServerKind(Protocol):
+class ServerKind(LeasedKind, Protocol):
     """The differences between the kinds of servers.
 
-    `name` is its name in errors, `dialect` that of its requests. If `copies_weights`, a
-    version that `hold` returns is a copy in the memory of the engine's process. If
-    `restricts_tokens`, a turn may be restricted to certain tokens.
+    `dialect` is that of its requests. If `copies_weights`, a version that `hold`
+    returns is a copy in the memory of the engine's process. If `restricts_tokens`, a
+    turn may be restricted to certain tokens.
     """
 
-    name: str
     dialect: DialectName
     copies_weights: bool
     restricts_tokens: bool
@@ -96,8 +97,8 @@ class ServerKind(Protocol):
         """
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
-        """Start a server, whose temporary files are in `folder`, or lease one that already
-        runs. Raises EngineError.
+        """Start a server, whose temporary files are in `folder`, or lease one that
+        already runs. Raises EngineError.
         """
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnDialect:
@@ -197,11 +198,6 @@ class ServerEngine:
         if settings.addresses:
             try:
                 await self._restore()
-            except WeightsError as error:
-                await self._control.close()
-                raise EngineError(
-                    f"{self._name} cannot have the model's weights: {error}"
-                ) from error
             except BaseException:
                 await self._control.close()
                 raise
@@ -240,23 +236,28 @@ class ServerEngine:
             await self._control.close()
 
     async def _restore(self) -> None:
-        """Give a server that others have used before the model's own weights, since they
-        may have left it in any state.
+        """Give a server that others have used before the model's own weights, since
+        they may have left it in any state. Raises EngineError.
         """
         control, spec = self._control, self._spec
         label = str(max(0, spec.version))
         await control.connect()
         await control.reset(label)
-        publishing = asyncio.to_thread(published_model, Path(spec.model), self._shape, self._folder)
-        with await publishing as publication:
-            held = await asyncio.to_thread(
-                self._kind.hold, spec, publication.manifest, self._shape, self._folder
+        try:
+            publishing = asyncio.to_thread(
+                published_model, Path(spec.model), self._shape, self._folder
             )
-            try:
-                await control.check(held)
-                await control.swap(held, label)
-            finally:
-                held.close()
+            with await publishing as publication:
+                held = await asyncio.to_thread(
+                    self._kind.hold, spec, publication.manifest, self._shape, self._folder
+                )
+                try:
+                    await control.check(held)
+                    await control.swap(held, label)
+                finally:
+                    held.close()
+        except WeightsError as error:
+            raise EngineError(f"{self._name} cannot have the model's weights: {error}") from error
         await control.resume()
 
     # Commands
@@ -287,7 +288,9 @@ class ServerEngine:
                 assert_never(command)
 
     def _add(self, request: GenerateRequest) -> None:
-        """Send a request, but not to a paused server, where an abort may not find it."""
+        """Send a request, but not to a paused server, where an abort may not find
+        it.
+        """
         self._live.add(request.id)
         if self._suspended:
             self._waiting[request.id] = request
@@ -439,7 +442,9 @@ class ServerEngine:
         self._reply(Loaded(version=version, load_s=load_s, recompute_tokens=0))
 
     def _hold(self, manifest: WeightManifest) -> HeldWeights:
-        """Verify a version and keep it; adapters are first added to the model's weights."""
+        """Verify a version and keep it; adapters are first added to the model's
+        weights.
+        """
         started = time.monotonic()
         if self._adapters is None:
             held = self._kind.hold(self._spec, manifest, self._shape, self._folder)

@@ -63,8 +63,8 @@ def installed_version(
             timeout=LIMIT_S,
             check=True,
         ).stdout
-        found = json.loads(answer)
-        version, lacks = found["version"], found["lacks"]
+        report = json.loads(answer)
+        version, lacks = report["version"], report["lacks"]
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{problem}, got {python!r}, which did not answer within {LIMIT_S:g} s"

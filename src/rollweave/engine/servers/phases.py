@@ -7,20 +7,15 @@ server generates during the first one, and stops for the others.
 | `pause` | the server ends its current step and stops |
 | `verify` | all ranks check the layout of the version |
 | `swap` | each rank loads its slices; the weights get their label |
-| `resume` | the server continues; the recomputation of KV, which follows, is not included |
+| `resume` | the server continues, without the recomputation of KV that follows |
 """
 
-import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 PHASES = ("bring", "pause", "verify", "swap", "resume")
-
-LINE = re.compile(r"^weights v\d+ updated: (.+)$", re.MULTILINE)
-PART = re.compile(r"(\w+) ([\d.]+) s")
 
 
 class UpdateTimes:
@@ -42,11 +37,3 @@ class UpdateTimes:
         """Write a line to the log of this process."""
         parts = ", ".join(f"{phase} {seconds:.4f} s" for phase, seconds in self.seconds.items())
         sys.stderr.write(f"weights v{version} updated: {parts}\n")
-
-
-def read_updates(log: Path) -> list[dict[str, float]]:
-    """Return the seconds by phase of each update in the log of an engine."""
-    return [
-        {phase: float(seconds) for phase, seconds in PART.findall(line)}
-        for line in LINE.findall(log.read_text(errors="replace"))
-    ]

@@ -22,6 +22,9 @@ from rollweave.weights.checkpoint import ModelShape
 
 HOST = "127.0.0.1"
 
+PLUGIN = Path(__file__).with_name("plugin")
+"""Folder of the modules that run in servers, which import nothing of this package."""
+
 LOG = Path("/proc/self/fd/2")
 """The log of this process, to which the server writes, too."""
 
@@ -62,8 +65,8 @@ class Server(Protocol):
 
 class ServerProcess:
     """The process of a server called `name`, which starts at once: `python` with the
-    arguments that `arguments` returns for a port, and the environment that `environment`
-    returns for a token. Raises EngineError if it cannot start.
+    arguments that `arguments` returns for a port, and the environment that
+    `environment` returns for a token. Raises EngineError if it cannot start.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ def first_error(log: Path, start: int) -> str:
     try:
         with log.open("rb") as file:
             file.seek(start)
-            found = ERROR.search(file.read(LOG_BYTES).decode(errors="replace"))
+            match = ERROR.search(file.read(LOG_BYTES).decode(errors="replace"))
     except OSError:
         return ""
-    return (found[1] or found[2])[:ERROR_CHARS] if found else ""
+    return (match[1] or match[2])[:ERROR_CHARS] if match else ""

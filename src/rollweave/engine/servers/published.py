@@ -11,7 +11,7 @@ from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.checkpoint import ModelShape, read_tensors_of
-from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload
+from rollweave.weights.memory import read_version
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +35,9 @@ class HeldWeights(Protocol):
 
 
 def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mmap | bytearray]:
-    """Open a version, and verify its bytes and its tensors. Return its descriptor, which
-    the caller closes, and its bytes. Raises WeightsError.
+    """Open a version, and verify its bytes and its tensors. Return its descriptor,
+    which the caller closes, and its bytes. Raises WeightsError.
     """
-    where = f"weights version {manifest.version} at {manifest.location}"
     shapes = {meta.name: meta.shape for meta in manifest.tensors}
     if len(shapes) < len(manifest.tensors):
         raise WeightsError("tensor names must be distinct")
@@ -46,17 +45,12 @@ def verified(manifest: WeightManifest, shape: ModelShape) -> tuple[int, mmap.mma
     try:
         fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
+        raise WeightsError(
+            f"weights version {manifest.version} at {manifest.location}: cannot open, the "
+            f"publisher is gone? ({error})"
+        ) from error
     try:
-        buffer = read_payload(f"/proc/self/fd/{fd}", manifest.nbytes, where=where)
-        content = PayloadDigest(manifest.parts)
-        with memoryview(buffer) as view:
-            for start in range(0, len(view), READ_CHUNK):
-                content.update(view[start : start + READ_CHUNK])
-        if content.hexdigest() != manifest.digest:
-            raise WeightsError(
-                f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
-            )
+        buffer = read_version(manifest, f"/proc/self/fd/{fd}")
     except BaseException:
         os.close(fd)
         raise
@@ -69,7 +63,7 @@ def published_model(
     """Publish the weights of a checkpoint from this process, as version 0. Raises
     WeightsError.
     """
-    from rollweave.weights.publication import Draft, bytes_of, lay_out
+    from rollweave.weights.publication import lay_out, publish_each
 
     def tensors() -> Iterator[tuple[str, "torch.Tensor"]]:
         wanted = shape.tensors()
@@ -77,19 +71,10 @@ def published_model(
 
     try:
         metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors())
-        draft = Draft(metas, version=0, weights_id=0, directory=folder)
-        try:
-            for meta, (_, tensor) in zip(metas, tensors(), strict=True):
-                draft.writer.write(meta.offset, bytes_of(tensor))
-        except OSError as error:
-            draft.abandon()
-            raise draft.error(error) from error
-        except BaseException:
-            draft.abandon()
-            raise
+        each = (tensor for _, tensor in tensors())
+        return publish_each(metas, each, version=0, weights_id=0, directory=folder)
     except ConfigError as error:
         raise WeightsError(str(error)) from error
-    return draft.finish()
 
 
 def published(command: LoadCheckpoint) -> AbstractContextManager[Publication]:

@@ -37,6 +37,10 @@ class Loads(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...]
 
 
+class Size(msgspec.Struct, frozen=True):
+    tp_size: int
+
+
 class Rank(msgspec.Struct, frozen=True):
     per_gpu_checksum: str
 
@@ -46,28 +50,39 @@ class Ranks(msgspec.Struct, frozen=True):
 
 
 class SglangControl(Calls):
-    """The control routes of the server at `url`, which has `degree` ranks and must have
-    a cache of `kv_tokens`. A call takes at most `limit_s`.
+    """The control routes of the server at `url`, which must have a cache of
+    `kv_tokens`. A call takes at most `limit_s`.
     """
 
-    def __init__(
-        self, url: str, *, token: str, limit_s: float, degree: int, kv_tokens: int
-    ) -> None:
+    def __init__(self, url: str, *, token: str, limit_s: float, kv_tokens: int) -> None:
         super().__init__("SGLang", url, ROUTES, token=token, limit_s=limit_s)
-        self._degree, self._kv_tokens = degree, kv_tokens
+        self._degree, self._kv_tokens = 1, kv_tokens
         self._checksums: tuple[str, ...] = ()
 
     async def connect(self) -> None:
-        """Check that the cache is as large as it must be."""
-        found = (await self.call("/server_info")).get("max_total_num_tokens")
-        if not isinstance(found, int) or found < self._kv_tokens:
+        """Check that the cache is as large as it must be, and count the ranks."""
+        about = await self.call("/server_info")
+        room = about.get("max_total_num_tokens")
+        if not isinstance(room, int) or room < self._kv_tokens:
             raise ControlError(
-                f"SGLang has room for {found} tokens of KV, engines.kv_tokens is {self._kv_tokens}"
+                f"SGLang has room for {room} tokens of KV, engines.kv_tokens is {self._kv_tokens}"
             )
+        try:
+            self._degree = msgspec.convert(about, Size).tp_size
+        except msgspec.ValidationError as error:
+            raise ControlError(f"SGLang's answer to /server_info: {error}") from error
         self._checksums = await self._ranks()
 
     async def reset(self, label: str) -> None:
-        raise ControlError("SGLang must be started by its engine")
+        """End the requests of a server whose state is unknown, and let it wait for its
+        weights, which may be any.
+
+        Requests that a pause has kept out of the scheduler come to it first, where this
+        pause ends them; it answers when none is left.
+        """
+        await self.call("/continue_generation", {})
+        await self.call("/pause_generation", {"mode": "abort"})
+        await self._expect_ready("/pause_generation", False)
 
     async def pause(self) -> None:
         """Take back all requests, whose tokens stay, before the next step; their KV is
@@ -103,8 +118,8 @@ class SglangControl(Calls):
         answer = await self.call("/update_weights_from_disk", update)
         if answer.get("success") is not True:
             raise ControlError(f"SGLang's update failed: {answer.get('message')!s:.400}")
-        if (found := (await self.call("/model_info")).get("weight_version")) != label:
-            raise ControlError(f"SGLang's weights must be version {label!r}, got {found!r}")
+        if (loaded := (await self.call("/model_info")).get("weight_version")) != label:
+            raise ControlError(f"SGLang's weights must be version {label!r}, got {loaded!r}")
         former, self._checksums = self._checksums, await self._ranks()
         pairs = zip(former, self._checksums, strict=True)
         if len({before == after for before, after in pairs}) > 1:

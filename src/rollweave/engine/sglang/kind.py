@@ -1,12 +1,14 @@
 """SGLang as a kind of server of an engine."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from rollweave.engine.servers.attached import About, Rule, at_least, attach
 from rollweave.engine.servers.process import Server, max_context, settings_of
 from rollweave.engine.sglang.checkpoint import CheckpointMemory, checkpoint_of
-from rollweave.engine.sglang.control import SglangControl
+from rollweave.engine.sglang.control import ABORT, GENERATE, LOADS, ROUTES, SglangControl
 from rollweave.engine.sglang.installed import sglang_version
-from rollweave.engine.sglang.server import SglangServer
+from rollweave.engine.sglang.server import SPARE_TOKENS, SglangServer
 from rollweave.engine.sglang.versions import OwnSglang
 from rollweave.schema.serving import DialectName, EngineSpec
 from rollweave.schema.weights import WeightManifest
@@ -20,19 +22,34 @@ class SglangKind:
     dialect: DialectName = "sglang"
     copies_weights = True
     restricts_tokens = False
+    leased_routes = (*ROUTES, GENERATE, ABORT, LOADS)
 
     def version(self, python: str, *, routes: bool = False) -> str:
         assert not routes, "the configuration has routes with vLLM only"
         return sglang_version(python)
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
+        if settings_of(spec).addresses:
+            return await attach(self, spec)
         return SglangServer(spec, shape, folder)
 
+    def rules(self, about: About, spec: EngineSpec) -> Iterator[Rule]:
+        priority, seeded = about.policy == "priority", about.deterministic
+        yield "--enable-priority-scheduling", True, priority, priority
+        yield "--disable-priority-preemption", True, not about.preempts, not about.preempts
+        fixed = seeded or not spec.deterministic
+        yield "--enable-deterministic-inference", spec.deterministic, seeded, fixed
+        yield "--dp-size", 1, about.replicas, about.replicas == 1
+        context = settings_of(spec).context + SPARE_TOKENS
+        yield at_least("--context-length", context, about.context)
+        yield at_least("--max-running-requests", spec.max_slots, about.slots)
+
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnSglang:
+        settings, context = settings_of(spec), max_context(spec, shape)
         return OwnSglang(
             version=spec.version,
             stop_ids=spec.eos_token_ids or shape.eos_token_ids,
-            max_context=max_context(spec, shape),
+            max_context=min(context, settings.context) if settings.addresses else context,
         )
 
     def control(self, spec: EngineSpec, server: Server) -> SglangControl:
@@ -41,7 +58,6 @@ class SglangKind:
             server.url,
             token=server.token,
             limit_s=settings.control_s,
-            degree=settings.degree,
             kv_tokens=spec.kv_tokens,
         )
 

@@ -51,8 +51,9 @@ class VllmControl(Calls):
         await self.call("/init_weight_transfer_engine", {"init_info": {}})
 
     async def reset(self, label: str) -> None:
-        """Pause a server whose state is unknown: its requests end, and so does an update
-        that its former user has begun. Its weights may be any, and must be given anew.
+        """Pause a server whose state is unknown: its requests end, and so does an
+        update that its former user has begun. Its weights may be any, and must be given
+        anew.
         """
         await self.pause()
         await self.call("/abort_requests", {})
@@ -99,8 +100,8 @@ class VllmControl(Calls):
     async def finish_update(self, label: str) -> None:
         """End the update: `label` is the version of the tokens from now on."""
         await self.call("/finish_weight_update", {"weight_version": label})
-        if (found := (await self.call("/weight_info")).get("weight_version")) != label:
-            raise ControlError(f"vLLM's weights must be version {label!r}, got {found!r}")
+        if (loaded := (await self.call("/weight_info")).get("weight_version")) != label:
+            raise ControlError(f"vLLM's weights must be version {label!r}, got {loaded!r}")
 
     async def gauges(self) -> dict[str, float]:
         """Return those of `GAUGES` that the server reports; none if it does not answer

@@ -1,10 +1,11 @@
 """vLLM as a kind of server of an engine."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from rollweave.engine.servers.attached import About, Rule, at_least, attach
 from rollweave.engine.servers.process import Server, settings_of
-from rollweave.engine.vllm.attached import attach
-from rollweave.engine.vllm.control import VllmControl
+from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES, VllmControl
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.engine.vllm.mapped import Mapped, mapped
 from rollweave.engine.vllm.server import VllmServer
@@ -21,14 +22,26 @@ class VllmKind:
     dialect: DialectName = "vllm"
     copies_weights = False
     restricts_tokens = True
+    leased_routes = (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT)
 
     def version(self, python: str, *, routes: bool = False) -> str:
         return vllm_version(python, routes=routes)
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
         if settings_of(spec).addresses:
-            return await attach(spec)
+            return await attach(self, spec)
         return VllmServer(spec, shape, folder)
+
+    def rules(self, about: About, spec: EngineSpec) -> Iterator[Rule]:
+        settings = settings_of(spec)
+        logprobs = "processed_logprobs" if settings.scaled_logprobs else "raw_logprobs"
+        chunked = about.device == "cpu" and about.chunked_prefill
+        yield "weight transfer", "rollweave", about.transfer, about.transfer == "rollweave"
+        yield "--logprobs-mode", logprobs, about.logprobs, about.logprobs == logprobs
+        yield "--scheduling-policy", "priority", about.policy, about.policy == "priority"
+        yield at_least("--max-model-len", settings.context, about.context)
+        yield at_least("--max-num-seqs", spec.max_slots, about.slots)
+        yield "chunked prefill on a CPU", False, True, not chunked
 
     def speak(self, spec: EngineSpec, shape: ModelShape) -> OwnVllm:
         stop_ids = spec.eos_token_ids or shape.eos_token_ids

@@ -2,8 +2,8 @@
 
 Invariants: it listens on the loopback interface only, and admits no request without a
 token that only this process knows; it ends when this process ends, with all of its
-children (`plugin/rollweave_vllm.py`), and leaves no socket, and once it serves no shared
-memory, however it ends; nothing needs to be installed beside vLLM.
+children (`servers/plugin/rollweave_vllm.py`), and leaves no socket, and once it serves
+no shared memory, however it ends; nothing needs to be installed beside vLLM.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollweave.engine.servers.process import (
     HOST,
+    PLUGIN,
     ServerProcess,
     command_line,
     has_tokenizer,
@@ -25,7 +26,6 @@ from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.checkpoint import ModelShape
 
-PLUGIN = Path(__file__).with_name("plugin")
 NAME = "rollweave"
 TOKEN = "ROLLWEAVE_VLLM_TOKEN"
 """The environment variable with the token, as in the plug-in, which cannot be imported
@@ -36,8 +36,8 @@ ROUTES = "ROLLWEAVE_VLLM_ROUTES"
 """The environment variable with which the plug-in records routes on a CPU."""
 
 BATCHED_TOKENS = 16384
-"""Tokens that a step computes at most on a CPU, where a prompt is computed in one piece:
-vLLM's generators of a request with a seed cannot continue one there.
+"""Tokens that a step computes at most on a CPU, where a prompt is computed in one
+piece: vLLM's generators of a request with a seed cannot continue one there.
 """
 
 SHARED_MEMORY = " /dev/shm/"

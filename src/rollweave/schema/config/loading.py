@@ -105,7 +105,9 @@ FORMER = {
 """Settings of earlier versions: the one that replaces it, or why it is gone."""
 
 FORMER_VALUES = {("ablation.without", "disaggregation"): "trainer.colocated"}
-"""Settings and their values of earlier versions: the setting that replaces the value."""
+"""Settings and their values of earlier versions: the setting that replaces the
+value.
+"""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -181,8 +183,8 @@ def differences(former: RunConfig, now: RunConfig) -> list[str]:
     """Return the settings that differ, as `section.key: before → after`, in the order
     of the file.
     """
-    found = _differing(former.model_dump(mode="json"), now.model_dump(mode="json"))
-    return [f"{key}: {_shown(before)} → {_shown(after)}" for key, before, after in found]
+    changes = _differing(former.model_dump(mode="json"), now.model_dump(mode="json"))
+    return [f"{key}: {_shown(before)} → {_shown(after)}" for key, before, after in changes]
 
 
 def _differing(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -244,7 +246,9 @@ def _value(text: str) -> Any:
 
 
 def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
-    """Remove the index of a single [engines] section, which is read as a list of one."""
+    """Remove the index of a single [engines] section, which is read as a list of
+    one.
+    """
     place = detail["loc"]
     if place[:2] == ("engines", 0) and isinstance(data.get("engines"), dict):
         detail["loc"] = (place[0], *place[2:])
@@ -329,11 +333,11 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Return the keys of all settings in `model`, each after `prefix`."""
-    found: list[str] = []
+    keys: list[str] = []
     for name, field in model.model_fields.items():
         inner = model_in(field.annotation)
-        found += settings_of(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
-    return found
+        keys += settings_of(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys
 
 
 def _without_none(value: Any) -> Any:

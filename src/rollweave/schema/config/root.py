@@ -1,8 +1,8 @@
 """The user's configuration: one TOML file, read into `RunConfig`. Unknown keys and
 broken rules are errors.
 
-Every setting has a sentence in `sections.py`. `schema/config/loading.py` reads files and
-overrides into a `RunConfig`.
+Every setting has a sentence in `sections.py`. `schema/config/loading.py` reads files
+and overrides into a `RunConfig`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -305,9 +305,10 @@ class RunConfig(Section):
                         f"{getattr(group, name)!r}"
                     )
             return
-        if group.kind != "vllm":
+        if group.server is None:
             raise ValueError(
-                f"{field}.address must be left out unless kind is vllm, got kind {group.kind}"
+                f"{field}.address must be left out unless kind is vllm or sglang, got kind "
+                f"{group.kind}"
             )
         for name in ("python", "args", "degree"):
             if (value := getattr(group, name)) != EngineConfig.model_fields[name].default:
@@ -371,8 +372,8 @@ class RunConfig(Section):
             )
 
     def _check_server(self, number: int, group: EngineConfig) -> None:
-        """Check that inference servers can be the engines of this run, and that others have
-        no settings of servers.
+        """Check that inference servers can be the engines of this run, and that others
+        have no settings of servers.
         """
         if group.server is None:
             for name in ("python", "args"):
@@ -387,11 +388,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"{field} must be embedded with trainer.colocated, for which engines give back "
                 f"their memory, got {group.kind}"
-            )
-        if self.allocation is not None:
-            raise ValueError(
-                f"{field} must be embedded with [allocation], which compares what engines "
-                f"measure of themselves, got {group.kind}"
             )
         if group.kind == "vllm":
             self._check_vllm(number, group)
@@ -416,8 +412,8 @@ class RunConfig(Section):
 
     @property
     def scales_logprobs(self) -> bool:
-        """True if vLLM must return log-probs at the request's temperature, since its own
-        are at temperature 1.
+        """True if vLLM must return log-probs at the request's temperature, since its
+        own are at temperature 1.
         """
         return not {self.eval.temperature, self.rollout.temperature} <= {0.0, 1.0}
 
@@ -428,6 +424,12 @@ class RunConfig(Section):
         `groups` are the groups of engines that run there; None stands for all.
         """
         numbers = list(range(len(self.engines)) if groups is None else groups)
+        if numbers and self.allocation is not None and self.cluster is not None:
+            raise ValueError(
+                f"allocation must be left out with [cluster] on {self.model.device}: the GPUs of "
+                "an engine are on one host, and the plan does not know which hosts have enough, "
+                f"got {self.allocation}"
+            )
         for number in numbers:
             group = self.engines[number]
             if group.degree > 1 and group.kind == "embedded":
@@ -435,18 +437,20 @@ class RunConfig(Section):
                     f"engines.degree must be 1 on {self.model.device} (an embedded engine has one "
                     f"GPU), got {group.degree}"
                 )
-        if self.allocation is not None and numbers:
-            raise ValueError(
-                f"allocation must be left out on {self.model.device}: an embedded engine has one "
-                f"GPU, got {self.allocation}"
-            )
+            if self.allocation is not None and group.kind == "embedded":
+                raise ValueError(
+                    f"allocation must be left out on {self.model.device}: an embedded engine has "
+                    f"one GPU, got {self.allocation}"
+                )
 
     def pools_of(self, pool: str | None) -> tuple[str, ...]:
         """Return a pool and its fallbacks; empty if `pool` is None, for any host."""
         return () if pool is None else (pool, *self.pools[pool].fallback)
 
     def _check_pools(self) -> None:
-        """Check that every named pool exists, and that [pools] have hosts to describe."""
+        """Check that every named pool exists, and that [pools] have hosts to
+        describe.
+        """
         if self.pools and self.cluster is None and self.sim is None:
             raise ValueError(
                 f"pools must be left out without [cluster] and [sim], got {list(self.pools)}"
@@ -579,6 +583,11 @@ class RunConfig(Section):
             raise ValueError(f"{problem} with [allocation], got true")
 
     def _check_allocation(self, allocation: AllocationConfig) -> None:
+        if any(group.address for group in self.engines):
+            raise ValueError(
+                "allocation must be left out with engines.address, whose servers already run, got "
+                f"{allocation}"
+            )
         if max(allocation.degrees) > allocation.budget:
             raise ValueError(
                 f"allocation.degrees must be at most the budget ({allocation.budget}), got "

@@ -39,6 +39,11 @@ EVAL_EPISODES = 1_000_000
 evaluations are drawn from separate ranges of this size.
 """
 
+FINAL_TASKS_FROM = EVAL_EPISODES
+"""Index of the final evaluation's first task: the periodic evaluations, which choose
+the checkpoint, never see these.
+"""
+
 
 def matching(pattern: str, rule: str) -> AfterValidator:
     """Require text to match the whole `pattern`; otherwise the error says that the
@@ -79,10 +84,14 @@ class ModeName(enum.StrEnum):
 
 
 HEAD_DIM = 16
-"""Width of an attention head of a model from scratch; two heads share keys and values."""
+"""Width of an attention head of a model from scratch; two heads share keys and
+values.
+"""
 
 VLLM_HEAD_DIM = 32
-"""The same in a run with engines of kind vllm, which compute no narrower ones on a CPU."""
+"""The same in a run with engines of kind vllm, which compute no narrower ones on a
+CPU.
+"""
 
 
 class ScratchModel(Section):
@@ -145,8 +154,8 @@ Estimator = Literal[
     "distill",
 ]
 GROUPLESS: frozenset[Estimator] = frozenset({"reinforce_pp", "gae", "gae_turn", "distill"})
-"""Estimators that compare no members of a group: one member is enough; distill does with
-a reward_weight.
+"""Estimators that compare no members of a group: one member is enough; distill does
+with a reward_weight.
 """
 
 OF_CRITIC: frozenset[Estimator] = frozenset({"gae", "gae_turn"})
@@ -181,8 +190,8 @@ its own paper gives no number; for dppo arXiv:2602.04879.
 
 
 class TaskAlgorithmConfig(Section):
-    """Settings of a task domain that replace those of the run's [algorithm]; one that is
-    unset is the run's.
+    """Settings of a task domain that replace those of the run's [algorithm]; one that
+    is unset is the run's.
     """
 
     advantage: Estimator | None = Field(None, description="Its advantage estimator.")
@@ -428,7 +437,7 @@ class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "sglang"] = Field(
         "embedded",
         description="embedded is Rollweave's own engine; vllm and sglang are servers that the run "
-        "starts, or, with address, vLLM servers that already run.",
+        "starts, or, with address, servers that already run.",
     )
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
@@ -447,7 +456,7 @@ class EngineConfig(Section):
     )
     address: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
         (),
-        description="Address of a vLLM server that already runs, http://HOST:PORT, as the host of "
+        description="Address of a server that already runs, http://HOST:PORT, as the host of "
         "the engine reaches it, or a list of them, one for each engine.",
     )
     token_env: Variable | None = Field(
@@ -632,8 +641,8 @@ class AlgorithmConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of the estimators gae and gae_turn: a separate model, which starts like
-    the policy and is trained beside it.
+    """The critic of the estimators gae and gae_turn: a separate model, which starts
+    like the policy and is trained beside it.
     """
 
     lr: Positive | None = Field(
@@ -834,7 +843,8 @@ class PoolConfig(Section):
     resource: str = Field(
         min_length=1,
         description="Resource of all hosts of this pool: one that the agent names "
-        "(`--resource`), or whole words of the name of the GPUs.",
+        "(`--resource`), or whole words of the name of the GPUs. If it has an amount, that "
+        "limits the processes on a host's CPUs.",
     )
     fallback: tuple[str, ...] = Field(
         (), description="Pools that are used where this one has no free devices, in this order."
@@ -968,7 +978,9 @@ class SimPoolConfig(Section):
 
 
 class SimConfig(Section):
-    """The simulated engines, environments and trainer of `rollweave simulate` (sim/)."""
+    """The simulated engines, environments and trainer of `rollweave simulate`
+    (sim/).
+    """
 
     model: str = Field(description="Model shape, by name (sim/models.py).")
     gpu: str = Field(

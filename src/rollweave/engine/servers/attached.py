@@ -1,8 +1,8 @@
-"""vLLM servers that a user has started with our plug-in, one of which an engine leases.
+"""Servers that a user has started with our plug-in, one of which an engine leases.
 
-Invariants: such a server is never ended or signaled from here; what it must be is checked
-before it is leased; one engine of one run uses it at a time, since all its requests carry
-the token of the lease (`plugin/rollweave_vllm_leases.py`).
+Invariants: such a server is never ended or signaled from here; what it must be is
+checked before it is leased; one engine of one run uses it at a time, since all its
+requests carry the token of the lease (`plugin/rollweave_leases.py`).
 """
 
 import asyncio
@@ -15,20 +15,19 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.engine.servers.process import settings_of
-from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import EngineSpec
 
 PROTOCOL = 1
-"""Version of the plug-in's routes, as in `plugin/rollweave_vllm_leases.py`."""
+"""Version of the plug-in's routes, as in `plugin/rollweave_leases.py`."""
 
 ABOUT, LEASE, RELEASE = "/rollweave/about", "/rollweave/lease", "/rollweave/release"
 
@@ -82,6 +81,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = False
     device: str = ""
     transfer: str = ""
+    preempts: bool = False
+    deterministic: bool = False
+    replicas: int = 1
     routes: tuple[str, ...] = ()
     holder: str = ""
     unreadable: str = ""
@@ -91,15 +93,35 @@ class Lease(msgspec.Struct, frozen=True):
     token: str
 
 
+Rule = tuple[str, object, object, bool]
+"""The name of what a server must have, what it must be, what it is, and whether that is
+enough.
+"""
+
+
+class LeasedKind(Protocol):
+    """The differences between the kinds of servers that can be leased. `name` is its
+    name in errors, `leased_routes` are those that it must have.
+    """
+
+    name: str
+    leased_routes: tuple[str, ...]
+
+    def rules(self, about: About, spec: EngineSpec) -> Iterator[Rule]:
+        """Yield what a server of this kind must be beside what all must be."""
+
+
 class UnreachableError(EngineError):
     """A server does not answer, or another engine leases it: this may change."""
 
 
-class AttachedVllm:
-    """The lease of the server at `url`; `token` is that of the lease."""
+class AttachedServer:
+    """The lease of the server at `url`, of the kind `name`; `token` is that of the
+    lease.
+    """
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url, self.token = url, token
+    def __init__(self, name: str, url: str, token: str) -> None:
+        self._name, self.url, self.token = name, url, token
         self._given_up = asyncio.Event()
 
     def on_ready(self) -> None:
@@ -111,15 +133,15 @@ class AttachedVllm:
         """
         await self._given_up.wait()
         with contextlib.suppress(EngineError):
-            await _call(self.url, RELEASE, self.token, {})
-        return f"vLLM at {self.url} was given up"
+            await _call(self._name, self.url, RELEASE, self.token, {})
+        return f"{self._name} at {self.url} was given up"
 
     def kill(self) -> None:
-        """Give the server up, which goes on running. This does not wait."""
+        """Give the server up, which keeps running. This does not wait."""
         self._given_up.set()
 
 
-async def attach(spec: EngineSpec) -> AttachedVllm:
+async def attach(kind: LeasedKind, spec: EngineSpec) -> AttachedServer:
     """Lease one of the servers of this engine, and wait until one is free.
 
     Raises EngineError if one of them cannot be this engine, or if none is free in time.
@@ -131,40 +153,51 @@ async def attach(spec: EngineSpec) -> AttachedVllm:
             while True:
                 for url in settings.addresses:
                     try:
-                        return await _lease(url, spec)
+                        return await _lease(kind, url, spec)
                     except UnreachableError as error:
                         trouble[url] = str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
     reasons = "; ".join(f"{url}: {reason}" for url, reason in trouble.items())
-    raise EngineError(f"no vLLM server was free within {limit_s:g} s: {reasons or 'no answer'}")
+    raise EngineError(
+        f"no {kind.name} server was free within {limit_s:g} s: {reasons or 'no answer'}"
+    )
 
 
-async def _lease(url: str, spec: EngineSpec) -> AttachedVllm:
-    settings = settings_of(spec)
-    about = await describe(url, settings.token)
-    if problem := objection(about, spec):
-        raise EngineError(f"vLLM at {url} {problem}")
+async def _lease(kind: LeasedKind, url: str, spec: EngineSpec) -> AttachedServer:
+    settings, name = settings_of(spec), kind.name
+    about = await _suitable(kind, url, spec)
     holder = f"{settings.holder} {spec.id}"
-    answer = await _call(url, LEASE, settings.token, {"holder": holder}, may_conflict=True)
+    answer = await _call(name, url, LEASE, settings.token, {"holder": holder}, may_conflict=True)
     try:
-        return AttachedVllm(url, msgspec.json.decode(answer, type=Lease).token)
+        return AttachedServer(name, url, msgspec.json.decode(answer, type=Lease).token)
     except msgspec.DecodeError:
         other = about.holder or "another engine"
         raise UnreachableError(f"it is leased by {other}") from None
 
 
-async def describe(url: str, token: str) -> About:
-    """Ask a server what it is, and whether it reads the memory of this process.
+async def _suitable(kind: LeasedKind, url: str, spec: EngineSpec) -> About:
+    """Return what a server is, which can be this engine. Raises as `describe` does, and
+    EngineError if it cannot.
+    """
+    about = await describe(kind.name, url, settings_of(spec).token)
+    if problem := objection(kind, about, spec):
+        raise EngineError(f"{kind.name} at {url} {problem}")
+    return about
+
+
+async def describe(name: str, url: str, token: str) -> About:
+    """Ask a server of the kind `name` what it is, and whether it reads the memory of
+    this process.
 
     Raises UnreachableError if it does not answer, else EngineError.
     """
     with _sample() as sample:
-        answer = await _call(url, ABOUT, token, sample)
+        answer = await _call(name, url, ABOUT, token, sample)
     try:
         return msgspec.json.decode(answer, type=About)
     except msgspec.DecodeError as error:
-        raise EngineError(f"vLLM at {url} must have Rollweave's plug-in, got: {error}") from error
+        raise EngineError(f"{name} at {url} must have Rollweave's plug-in, got: {error}") from error
 
 
 @contextlib.contextmanager
@@ -179,39 +212,24 @@ def _sample() -> Iterator[dict[str, str]]:
         yield {"location": location, "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def objection(about: About, spec: EngineSpec) -> str:
-    """Return why a server cannot be this engine, as a rule and the value that breaks it;
-    "" if it can.
+def objection(kind: LeasedKind, about: About, spec: EngineSpec) -> str:
+    """Return why a server cannot be this engine, as a rule and the value that breaks
+    it; "" if it can.
     """
     if about.protocol != PROTOCOL:
         return f"must have version {PROTOCOL} of Rollweave's plug-in, got version {about.protocol}"
-    lacking = [
-        route for route in (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT) if route not in about.routes
-    ]
-    if lacking:
+    if lacking := [route for route in kind.leased_routes if route not in about.routes]:
         return f"must have the routes {', '.join(lacking)}, got version {about.version} without"
-    context = settings_of(spec).context
-    logprobs = "processed_logprobs" if settings_of(spec).scaled_logprobs else "raw_logprobs"
-    rules: tuple[tuple[str, object, object, bool], ...] = (
-        ("weight transfer", "rollweave", about.transfer, about.transfer == "rollweave"),
+    rules: tuple[Rule, ...] = (
         *_sizes(about, Path(spec.model)),
         ("--dtype", spec.dtype, about.dtype, about.dtype == spec.dtype),
-        ("--logprobs-mode", logprobs, about.logprobs, about.logprobs == logprobs),
-        ("--scheduling-policy", "priority", about.policy, about.policy == "priority"),
+        *kind.rules(about, spec),
         ("prefix caching", spec.prefix_cache, about.prefix_cache, _prefixes(about, spec)),
-        ("--max-model-len", _least(context), about.context, about.context >= context),
-        ("--max-num-seqs", _least(spec.max_slots), about.slots, about.slots >= spec.max_slots),
-        ("a KV cache", _least(spec.kv_tokens), about.kv_tokens, about.kv_tokens >= spec.kv_tokens),
-        (
-            "chunked prefill on a CPU",
-            False,
-            True,
-            not (about.device == "cpu" and about.chunked_prefill),
-        ),
+        at_least("a KV cache", spec.kv_tokens, about.kv_tokens),
     )
-    for name, wanted, found, kept in rules:
+    for name, wanted, actual, kept in rules:
         if not kept:
-            return f"must have {name} {_shown(wanted)}, got {_shown(found)}"
+            return f"must have {name} {_shown(wanted)}, got {_shown(actual)}"
     if about.unreadable:
         return (
             "must be on the host of its engine's process, under the same user, and read its "
@@ -221,15 +239,15 @@ def objection(about: About, spec: EngineSpec) -> str:
     return ""
 
 
-def _sizes(about: About, model: Path) -> Iterator[tuple[str, object, object, bool]]:
+def _sizes(about: About, model: Path) -> Iterator[Rule]:
     """Yield the values by which the server's model differs from the run's."""
     try:
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise EngineError(f"{model}/config.json: {error}") from error
     own = list(config.get("architectures") or about.architectures)
-    found = list(about.architectures)
-    yield "a model of architecture", ", ".join(own), ", ".join(found), own == found
+    served = list(about.architectures)
+    yield "a model of architecture", ", ".join(own), ", ".join(served), own == served
     text = config.get("text_config", config)
     for name in SIZES:
         wanted, there = text.get(name), about.sizes.get(name)
@@ -241,8 +259,9 @@ def _prefixes(about: About, spec: EngineSpec) -> bool:
     return about.prefix_cache or not spec.prefix_cache
 
 
-def _least(count: int) -> str:
-    return f"of at least {count}"
+def at_least(name: str, wanted: int, actual: int) -> Rule:
+    """Return the rule that a number must not be below another."""
+    return name, f"of at least {wanted}", actual, actual >= wanted
 
 
 def _shown(value: object) -> str:
@@ -250,10 +269,10 @@ def _shown(value: object) -> str:
 
 
 async def _call(
-    url: str, path: str, token: str, body: dict[str, Any], *, may_conflict: bool = False
+    name: str, url: str, path: str, token: str, body: dict[str, Any], *, may_conflict: bool = False
 ) -> bytes:
-    """Call a route of the plug-in, and return its answer. Raises UnreachableError if the
-    server does not answer, else EngineError.
+    """Call a route of the plug-in, and return its answer. Raises UnreachableError if
+    the server does not answer, else EngineError.
     """
     try:
         async with (
@@ -273,10 +292,10 @@ async def _call(
     if response.status == 200 or (may_conflict and response.status == 409):
         return answer
     if response.status in (401, 403):
-        raise EngineError(f"vLLM at {url} must accept the token that is given, got a refusal")
+        raise EngineError(f"{name} at {url} must accept the token that is given, got a refusal")
     text = answer[:ERROR_CHARS].decode(errors="replace")
     raise EngineError(
-        f"vLLM at {url} must have Rollweave's plug-in, got status {response.status}: {text}"
+        f"{name} at {url} must have Rollweave's plug-in, got status {response.status}: {text}"
     )
 
 
@@ -305,24 +324,24 @@ def holder_name(directory: Path) -> str:
     return f"{socket.gethostname()}:{directory.absolute()}"
 
 
-def check_servers(spec: EngineSpec) -> list[About]:
-    """Check that each server of a group can be an engine with these settings, and is not
-    leased by another run. Raises ConfigError, whose text is the broken rule.
+def check_servers(kind: LeasedKind, spec: EngineSpec) -> list[About]:
+    """Check that each server of a group can be an engine with these settings, and is
+    not leased by another run. Raises ConfigError, whose text is the broken rule.
     """
 
     async def ask() -> list[About]:
-        settings, found = settings_of(spec), list[About]()
+        settings, servers = settings_of(spec), list[About]()
         for url in settings.addresses:
             try:
-                about = await describe(url, settings.token)
+                about = await _suitable(kind, url, spec)
             except UnreachableError as error:
-                raise EngineError(f"vLLM at {url} must answer, got {error}") from error
-            if problem := objection(about, spec):
-                raise EngineError(f"vLLM at {url} {problem}")
+                raise EngineError(f"{kind.name} at {url} must answer, got {error}") from error
             if about.holder and not about.holder.startswith(f"{settings.holder} "):
-                raise EngineError(f"vLLM at {url} must be free, got a lease of {about.holder}")
-            found.append(about)
-        return found
+                raise EngineError(
+                    f"{kind.name} at {url} must be free, got a lease of {about.holder}"
+                )
+            servers.append(about)
+        return servers
 
     # the caller's thread may have a running event loop
     with ThreadPoolExecutor(1) as thread:

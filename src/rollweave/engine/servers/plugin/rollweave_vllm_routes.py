@@ -1,10 +1,11 @@
 """The experts that each token was routed to, from a vLLM server on a CPU.
 
 vLLM returns them with its second model runner only, which needs Triton, and so not on a
-CPU. Here its first one calls the same recorder (`vllm.distributed.aux_output_connector`)
-at the same places, so that what a server returns, and in which form, is vLLM's own.
-Invariant: each position is recorded by the forward pass that first computes it, or, for
-a cached prefix, by the pass that filled the cache.
+CPU. Here its first one calls the same recorder
+(`vllm.distributed.aux_output_connector`) at the same places, so that what a server
+returns, and in which form, is vLLM's own. Invariant: each position is recorded by the
+forward pass that first computes it, or, for a cached prefix, by the pass that filled
+the cache.
 """
 
 from types import SimpleNamespace

@@ -35,8 +35,8 @@ class Start(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One part of an update. `tensors` are (name, dtype, shape, offset), by the names of
-    the checkpoint, in the `nbytes` bytes at `location`.
+    """One part of an update. `tensors` are (name, dtype, shape, offset), by the names
+    of the checkpoint, in the `nbytes` bytes at `location`.
     """
 
     part: str

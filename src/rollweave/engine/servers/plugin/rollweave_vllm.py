@@ -1,5 +1,6 @@
-"""Rollweave in every process of a vLLM server: the start of the server, the guard of its
-routes, and the registration of `rollweave_vllm_weights` and `rollweave_vllm_routes`.
+"""Rollweave in every process of a vLLM server: the start of the server, the guard of
+its routes, and the registration of `rollweave_vllm_weights` and
+`rollweave_vllm_routes`.
 
 This module runs in the interpreter of the user's vLLM, found by `PYTHONPATH`, and
 imports nothing of Rollweave, whose requirements are not installed there. Invariants: no
@@ -15,12 +16,10 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Application = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+from rollweave_leases import Application, Receive, Send
 
 NAME = "rollweave"
 """The name of the weight transfer in vLLM's `--weight-transfer-config`."""
@@ -42,7 +41,9 @@ ORPHANED = 75  # as in io/boot
 
 
 def serve() -> None:
-    """Run the server with the arguments behind the id of the process that started it."""
+    """Run the server with the arguments behind the id of the process that started
+    it.
+    """
     parent, *arguments = sys.argv[1:]
     end_with_parent()
     if os.getppid() != int(parent):

@@ -1,27 +1,26 @@
-"""A vLLM server that its user starts, and that one engine of one run uses at a time: its
-start, what it reports of itself, and its leases.
+"""The leases of an inference server that its user has started, and that one engine of
+one run uses at a time.
 
-`python rollweave_vllm_leases.py ARGUMENT…` starts vLLM's OpenAI server with these
-arguments and those that an engine needs. Like `rollweave_vllm`, this module imports
-nothing of Rollweave, and runs in one process of the server. Invariants: every request but
-health checks needs the server's token or the token of the current lease; requests that
-compute or change something need that of the lease, so that two runs cannot use the server
-at a time. A lease that nothing has used for `LEASE_S` can be taken over, and its former
-holder is then refused.
+Like `rollweave_vllm`, this module imports nothing of Rollweave, and runs in one process
+of the server. Invariants: every request needs the server's token or the token of the
+current lease; requests that compute or change something need that of the lease, so that
+two runs cannot use the server at a time. A lease that nothing has used for `LEASE_S`
+can be taken over, and its former holder is then refused.
 """
 
 import hashlib
 import hmac
 import json
 import os
-import runpy
 import secrets
 import sys
 import time
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rollweave_vllm import MAIN, NAME, SERVER, TOKEN, Application, Receive, Send
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Application = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 PROTOCOL = 1
 """Version of the routes and fields of this module, which the engine compares."""
@@ -40,31 +39,11 @@ BODY_BYTES = 1 << 16
 SAMPLE_BYTES = 1 << 20
 """Maximum number of bytes of the caller's memory that the server reads."""
 
-OPTIONS = (
-    "--enable-scale-out",
-    "--enable-prompt-tokens-details",
-    "--disable-uvicorn-access-log",
-    "--scheduling-policy=priority",
-    f"--weight-transfer-config={json.dumps({'backend': NAME})}",
-    "--middleware=rollweave_vllm_leases.LeasedGuard",
-)
-"""Arguments without which the server cannot be an engine; the user's come last."""
 
-
-def serve_alone() -> None:
-    """Run a server that belongs to no run, in this process."""
-    if not os.environ.get(TOKEN):
-        sys.exit(f"{TOKEN} must be set to the token that requests must present, got nothing")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(paths),  # of the processes that it starts
-        "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
-        MAIN: str(os.getpid()),
-    }
-    if "VLLM_PLUGINS" in os.environ:
-        os.environ["VLLM_PLUGINS"] += f",{NAME}"
-    sys.argv = [SERVER, *OPTIONS, *sys.argv[1:]]
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+def require_token(variable: str) -> None:
+    """Exit unless an environment variable has the token that requests must present."""
+    if not os.environ.get(variable):
+        sys.exit(f"{variable} must be set to the token that requests must present, got nothing")
 
 
 class Leases:
@@ -87,7 +66,9 @@ class Leases:
         return self._token
 
     def admits(self, token: str) -> bool:
-        """Return whether a request with this token is the holder's, and renew its lease."""
+        """Return whether a request with this token is the holder's, and renew its
+        lease.
+        """
         if not self._token or not hmac.compare_digest(token.encode(), self._token.encode()):
             return False
         self._used = time.monotonic()
@@ -100,10 +81,18 @@ class Leases:
 
 
 class LeasedGuard:
-    """Middleware of the server, an ASGI application."""
+    """Middleware of the server, an ASGI application. `variable` is the environment
+    variable with the server's token.
+    """
+
+    variable: str
 
     def __init__(self, app: Application) -> None:
-        self._app, self._token, self._leases = app, os.environ[TOKEN], Leases()
+        self._app, self._token, self._leases = app, os.environ[self.variable], Leases()
+
+    def about(self, app: Any) -> dict[str, Any]:
+        """Return what the server with this application is."""
+        raise NotImplementedError
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -134,7 +123,8 @@ class LeasedGuard:
             send,
             200,
             {
-                **about(scope["app"].state.vllm_config),
+                "protocol": PROTOCOL,
+                **self.about(scope["app"]),
                 "routes": [getattr(route, "path", "") for route in scope["app"].routes],
                 "holder": self._leases.holder,
                 "unreadable": unreadable(sample) if sample else "",
@@ -150,32 +140,6 @@ class LeasedGuard:
             await _answer(send, 200, {"token": token})
 
 
-def about(config: Any) -> dict[str, Any]:
-    """Return what a server with this configuration of vLLM is."""
-    import vllm
-
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    transfer = config.weight_transfer_config
-    sizes = model.hf_text_config.to_dict()
-    return {
-        "protocol": PROTOCOL,
-        "version": vllm.__version__,
-        "model": str(model.model),
-        "architectures": list(model.hf_config.architectures or ()),
-        "sizes": {name: value for name, value in sizes.items() if type(value) is int},
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "context": model.max_model_len,
-        "logprobs": str(model.logprobs_mode),
-        "slots": scheduler.max_num_seqs,
-        "policy": str(scheduler.policy),
-        "chunked_prefill": bool(scheduler.enable_chunked_prefill),
-        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-        "prefix_cache": bool(cache.enable_prefix_caching),
-        "device": str(config.device_config.device_type),
-        "transfer": transfer.backend if transfer is not None else "",
-    }
-
-
 def unreadable(sample: dict[str, Any]) -> str:
     """Return why this process cannot read the memory of which `sample` has the location
     and the digest; "" if it can.
@@ -189,24 +153,22 @@ def unreadable(sample: dict[str, Any]) -> str:
 
 
 async def _body(receive: Receive) -> dict[str, Any]:
-    """Return the JSON object in the body of a request; an empty one if there is none."""
+    """Return the JSON object in the body of a request; an empty one if there is
+    none.
+    """
     body, more = b"", True
     while more and len(body) <= BODY_BYTES:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
     try:
-        found = json.loads(body[:BODY_BYTES] or b"{}")
+        fields = json.loads(body[:BODY_BYTES] or b"{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})
-
-
-if __name__ == "__main__":
-    serve_alone()

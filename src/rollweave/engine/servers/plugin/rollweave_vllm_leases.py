@@ -1,0 +1,78 @@
+"""A vLLM server that its user starts: its start, and what it reports of itself.
+
+`python rollweave_vllm_leases.py ARGUMENT…` starts vLLM's OpenAI server with these
+arguments and those that an engine needs.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import rollweave_leases
+from rollweave_vllm import MAIN, NAME, SERVER, TOKEN
+
+OPTIONS = (
+    "--enable-scale-out",
+    "--enable-prompt-tokens-details",
+    "--disable-uvicorn-access-log",
+    "--scheduling-policy=priority",
+    f"--weight-transfer-config={json.dumps({'backend': NAME})}",
+    "--middleware=rollweave_vllm_leases.LeasedGuard",
+)
+"""Arguments without which the server cannot be an engine; the user's come last."""
+
+
+def serve_alone() -> None:
+    """Run a server that belongs to no run, in this process."""
+    rollweave_leases.require_token(TOKEN)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(paths),  # of the processes that it starts
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
+        MAIN: str(os.getpid()),
+    }
+    if "VLLM_PLUGINS" in os.environ:
+        os.environ["VLLM_PLUGINS"] += f",{NAME}"
+    sys.argv = [SERVER, *OPTIONS, *sys.argv[1:]]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+class LeasedGuard(rollweave_leases.LeasedGuard):  # type: ignore[misc]
+    """The guard of a vLLM server."""
+
+    variable = TOKEN
+
+    def about(self, app: Any) -> dict[str, Any]:
+        return about(app.state.vllm_config)
+
+
+def about(config: Any) -> dict[str, Any]:
+    """Return what a server with this configuration of vLLM is."""
+    import vllm
+
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    transfer = config.weight_transfer_config
+    sizes = model.hf_text_config.to_dict()
+    return {
+        "version": vllm.__version__,
+        "model": str(model.model),
+        "architectures": list(model.hf_config.architectures or ()),
+        "sizes": {name: value for name, value in sizes.items() if type(value) is int},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "context": model.max_model_len,
+        "logprobs": str(model.logprobs_mode),
+        "slots": scheduler.max_num_seqs,
+        "policy": str(scheduler.policy),
+        "chunked_prefill": bool(scheduler.enable_chunked_prefill),
+        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "prefix_cache": bool(cache.enable_prefix_caching),
+        "device": str(config.device_config.device_type),
+        "transfer": transfer.backend if transfer is not None else "",
+    }
+
+
+if __name__ == "__main__":
+    serve_alone()
