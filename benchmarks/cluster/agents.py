@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cluster.hosts import MEGABITS, Hosts
-from benchmarks.soak.run_under_test import die_with_us
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 
 JOIN_S = 120.0
 """Maximum seconds that an agent searches for a controller."""
+
+APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Runs a command in a namespace of processes."""
 
 SECRET = "a secret of all hosts"
 """The secret of all runs."""
@@ -38,31 +40,29 @@ class HostsByHand(Hosts):
     def environment(self) -> dict[str, str]:
         return {**super().environment(), SECRET_VARIABLE: SECRET}
 
-    def start(self, *hosts: int, port: int, run: str = "", options: Sequence[str] = ()) -> None:
+    def start(
+        self,
+        *hosts: int,
+        port: int,
+        run: str = "",
+        options: Sequence[str] = (),
+        apart: bool = False,
+    ) -> None:
         """Start an agent on each of these hosts for the run at this port of the
-        controller's address. `run` tells agents of several runs apart.
+        controller's address. `run` tells agents of several runs apart. Processes of
+        hosts that are `apart` do not see each other, so that they share no memory.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         for host in hosts:
             name = self.name(host, run)
             command = [
+                *(APART if apart else ()),
                 *(sys.executable, "-m", "rollweave.cli.main", "host"),
                 *("--join", f"{self.controller}:{port}", "--name", name),
                 *("--join-s", f"{JOIN_S:g}", *options),
             ]
-            with (
-                (self._directory / f"agent-{name}.out").open("ab") as output,
-                self.inside(host),
-            ):
-                self._agents[name] = subprocess.Popen(
-                    command,
-                    env=self.environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    preexec_fn=die_with_us,
-                )
+            with (self._directory / f"agent-{name}.out").open("ab") as output:
+                self._agents[name] = self.launch(host, command, output)
 
     def name(self, host: int, run: str = "") -> str:
         """Return the name under which an agent of this host joins."""
@@ -72,9 +72,13 @@ class HostsByHand(Hosts):
         """Return the number of the host of this name."""
         return ord(name[0]) - ord("a")
 
-    def kill_agent(self, name: str) -> None:
-        """Kill an agent alone; what it has started must end by itself."""
-        self._agents[name].kill()
+    def started_by_agents(self, host: int) -> set[int]:
+        """Return the processes on a host, without agents."""
+        return {*self.processes(host)} - {agent.pid for agent in self._agents.values()}
+
+    def kill_agent(self, host: int) -> None:
+        """Kill a host's agent alone; what it has started must end by itself."""
+        self._agents[self.name(host)].kill()
 
     def agents_left(self) -> list[str]:
         """Return the names of the agents that run."""

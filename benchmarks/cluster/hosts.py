@@ -9,15 +9,16 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import IO, Self, TypeVar
 
 from benchmarks.contract import Result
 from benchmarks.network import Network
-from benchmarks.soak.run_under_test import source_path
+from benchmarks.soak.run_under_test import die_with_us, source_path
 from rollweave.io.locked_folders import remove_stale, temporary_folder
 from rollweave.runtime.hosts.agent import FOLDER_PREFIX
 
@@ -25,8 +26,8 @@ CONTROLLERS = -1
 """Number of the controllers' host."""
 
 MEGABITS = 200.0
-"""Speed of every host's link, up and down, in megabits a second: far less than the memory
-through which processes of one machine share weights.
+"""Speed of every host's link, up and down, in megabits a second: far less than the
+memory through which processes of one machine share weights.
 """
 
 PREFIX = "rollweave-net-"
@@ -39,10 +40,10 @@ AnyHosts = TypeVar("AnyHosts", bound="Hosts")
 
 
 class Hosts:
-    """`count` hosts, from `__enter__` on, of which the last `far` are at a second site, and
-    one more for controllers, whose link is not limited. Temporary files of all their
-    processes are in `scratch`, which is removed in the end; if this process is killed, by
-    the next one.
+    """`count` hosts, from `__enter__` on, of which the last `far` are at a second site,
+    and one more for controllers, whose link is not limited. Temporary files of all
+    their processes are in `scratch`, which is removed in the end; if this process is
+    killed, by the next one.
 
     `why_not` is the reason if there are none; then no other method may be called.
     """
@@ -91,6 +92,23 @@ class Hosts:
     def environment(self) -> dict[str, str]:
         """Return the environment of processes on the hosts, controllers included."""
         return {**os.environ, "PYTHONPATH": source_path(), "TMPDIR": str(self.scratch)}
+
+    def launch(
+        self, host: int, command: Sequence[str], output: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on a host, which ends with this one. Its output is appended
+        to `output`.
+        """
+        with self.inside(host):
+            return subprocess.Popen(
+                command,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_us,
+            )
 
     def limit(self, megabits: float, *hosts: int) -> None:
         """Limit the links of these hosts."""
@@ -142,8 +160,8 @@ class Hosts:
         return self._network.processes(1 + host)
 
     def files_left(self) -> list[str]:
-        """Return the files of runs that are over. Folders of killed agents are those that
-        the next agent removes.
+        """Return the files of runs that are over. Folders of killed agents are those
+        that the next agent removes.
         """
         remove_stale(str(self.scratch), FOLDER_PREFIX)
         return [path.name for path in self.scratch.iterdir() if CACHE not in path.name]
@@ -191,8 +209,8 @@ def measure_on(
     figures: Sequence[str],
     progress: Callable[[str], None],
 ) -> Result:
-    """Measure on hosts with a directory for runs, which is removed unless a run fails or
-    a promise is broken. Where there are no hosts, no figure is measured.
+    """Measure on hosts with a directory for runs, which is removed unless a run fails
+    or a promise is broken. Where there are no hosts, no figure is measured.
 
     Raises what `measure` raises.
     """

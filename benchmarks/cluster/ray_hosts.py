@@ -1,10 +1,10 @@
 """Hosts that are nodes of a real Ray cluster, whose head is on the controllers' host.
 
 Invariants: those of `benchmarks/cluster/hosts.py`; another Ray cluster on this machine
-is not touched, as Ray's files and processes are those of these hosts alone; the processes
-of a node end with its `ray start`, and that with the thread that started it. (If this
-process is killed, two helpers of each node end only when Ray's head has not answered
-them for a minute.)
+is not touched, as Ray's files and processes are those of these hosts alone; the
+processes of a node end with its `ray start`, and that with the thread that started it.
+(If this process is killed, two helpers of each node end only when Ray's head has not
+answered them for a minute.)
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.cluster.hosts import CONTROLLERS, MEGABITS, Hosts, command_of
-from benchmarks.soak.run_under_test import die_with_us
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.schema.errors import RollweaveError
 
@@ -40,9 +39,12 @@ ENVIRONMENT = {
 RAY = Path(sys.executable).parent / "ray"
 
 FOLDER = "ray"
-"""Folder of the head's files among the temporary ones, in which programs on its host look
-for them; the beginning of the names of all of Ray's files there.
+"""Folder of the head's files among the temporary ones, in which programs on its host
+look for them; the beginning of the names of all of Ray's files there.
 """
+
+ENTRYPOINTS = "-m rollweave.runtime.entrypoints."
+"""Substring of the command lines of a run's processes."""
 
 AGENT = "ray::AgentActor"
 """The beginning of the command line of Ray's process in which an agent is, or was."""
@@ -114,9 +116,9 @@ class RayHosts(Hosts):
             self._wait_until_up(host)
 
     def name(self, host: int) -> str:
-        """Return the name under which the agent of this host joins. For a while after it
-        came back, Ray counts on its former node of that name, too; a dash and the new
-        node's number then follow.
+        """Return the name under which the agent of this host joins. For a while after
+        it came back, Ray counts on its former node of that name, too; a dash and the
+        new node's number then follow.
         """
         return self.address(host)
 
@@ -141,16 +143,22 @@ class RayHosts(Hosts):
         return self.run(CONTROLLERS, str(RAY), "status", f"--address={self.cluster}")
 
     def agents(self) -> dict[int, list[int]]:
-        """Return the hosts that have processes in which an agent is, or was, and these."""
+        """Return the hosts that have processes in which an agent is, or was, and
+        these.
+        """
         found = {
             host: [pid for pid in self.processes(host) if command_of(pid).startswith(AGENT)]
             for host in range(self.count)
         }
         return {host: pids for host, pids in found.items() if pids}
 
+    def started_by_agents(self, host: int) -> set[int]:
+        """Return the processes of runs on a host."""
+        return {pid for pid in self.processes(host) if ENTRYPOINTS in command_of(pid)}
+
     def kill_agent(self, host: int) -> None:
-        """Kill a host's agent alone; what it has started must end by itself, and Ray starts
-        another one.
+        """Kill a host's agent alone; what it has started must end by itself, and Ray
+        starts another one.
         """
         for pid in self.agents().get(host, []):
             with contextlib.suppress(ProcessLookupError):
@@ -185,8 +193,8 @@ class RayHosts(Hosts):
         self._wait_until_up(CONTROLLERS)
 
     def _start(self, host: int, *options: str, folder: str = "") -> None:
-        """Start a node with files in a separate folder: those of nodes that start at the
-        same time would have the same names.
+        """Start a node with files in a separate folder: those of nodes that start at
+        the same time would have the same names.
         """
         command = [
             *(str(RAY), "start", "--block", *options),
@@ -196,16 +204,8 @@ class RayHosts(Hosts):
         ]
         if host in self._nodes:
             self._nodes[host].wait()
-        with self._output(host).open("wb") as output, self.inside(host):
-            self._nodes[host] = subprocess.Popen(
-                command,
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=die_with_us,
-            )
+        with self._output(host).open("wb") as output:
+            self._nodes[host] = self.launch(host, command, output)
 
     def _wait_until_up(self, host: int) -> None:
         deadline = time.monotonic() + START_S

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from rollweave.cli.console import FAILED
 from rollweave.core.state import EngineStatus, State
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
+from rollweave.schema.commands import Migrate, StartTurn
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import MigrationDone, WeightsFetched
 
 LOST_REASONS = ("engine_failure", "world_lost")
 """Reasons for which a trajectory ends because of its host or controller."""
@@ -33,8 +36,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class LineFollower:
-    """Follows a growing `metrics.jsonl`, with the time at which each line was written on
-    this process's clock.
+    """Follows a growing `metrics.jsonl`, with the time at which each line was written
+    on this process's clock.
 
     The run's own clock has another beginning. The smallest delay of any line so far
     tells how far apart they are; lines are read at least ten times a second. Lines that
@@ -101,8 +104,8 @@ class ClusterRun(RunUnderTest):
     # What happened.
 
     def warnings(self, pattern: str) -> list[tuple[float, str]]:
-        """Return the warnings of the newest controller whose lines match, with their times
-        on the clock `time.monotonic`.
+        """Return the warnings of the newest controller whose lines match, with their
+        times on the clock `time.monotonic`.
         """
         lines = [
             (self._follower.time_of(line), f"{line['component']} {line['message']}")
@@ -115,7 +118,9 @@ class ClusterRun(RunUnderTest):
         return [line["message"] for line in self._of("waiting")]
 
     def wait_for(self, value: Callable[[], float | None], what: str) -> float:
-        """Wait until there is a value, and return it. Raises RollweaveError as `wait` does."""
+        """Wait until there is a value, and return it. Raises RollweaveError as `wait`
+        does.
+        """
         found: list[float] = []
 
         def is_there() -> bool:
@@ -127,24 +132,26 @@ class ClusterRun(RunUnderTest):
         return found[0]
 
     def lost_after(self, host: str, since: float) -> float | None:
-        """Return the seconds from this time until the loss of this host was noticed; None
-        if it is not yet.
+        """Return the seconds from this time until the loss of this host was noticed;
+        None if it is not yet.
         """
         return self._first_after(f"{_named(host)} is lost", since)
 
     def losses(self) -> list[tuple[float, str]]:
-        """Return the losses of hosts that the newest controller noticed, with their times
-        on the clock `time.monotonic`.
+        """Return the losses of hosts that the newest controller noticed, with their
+        times on the clock `time.monotonic`.
         """
         return self.warnings(" is lost: | given up: ")
 
     def joined_after(self, host: str, since: float) -> float | None:
-        """Return the seconds from this time until this host joined; None if it has not."""
+        """Return the seconds from this time until this host joined; None if it has
+        not.
+        """
         return self._first_after(f"{_named(host)} has joined", since)
 
     def trained_after(self, step: int, since: float) -> float | None:
-        """Return the seconds from this time until this step was trained for the first time
-        since; None if it is not yet.
+        """Return the seconds from this time until this step was trained for the first
+        time since; None if it is not yet.
         """
         times = [
             self._follower.time_of(line)
@@ -161,8 +168,8 @@ class ClusterRun(RunUnderTest):
         return at[last] - at[first]
 
     def controller_ms_per_turn(self) -> float | None:
-        """Return the milliseconds of CPU that the newest controller used for a turn, from
-        its first step to its last one; None if it has trained fewer than two.
+        """Return the milliseconds of CPU that the newest controller used for a turn,
+        from its first step to its last one; None if it has trained fewer than two.
         """
         if len(self._cpu) < 2:
             return None
@@ -187,6 +194,35 @@ class ClusterRun(RunUnderTest):
                 pools = replay.core.state.pools
                 most = max(most, len(pools.init) + len(pools.run) + len(pools.eval))
         return most
+
+    def crossings(self) -> Counter[str]:
+        """Return how often something has crossed from one host to another: KV ("kv"),
+        parts of weights that the relay beside the trainer's first rank has fetched
+        ("parts"), and unfinished turns that may continue there ("turns").
+        """
+        found: Counter[str] = Counter()
+        moves: dict[int, bool] = {}
+        turns: dict[tuple[str, int, int], int] = {}
+        for path, config in self._journals:
+            replay = Replay(path, config, rules=rules_of(config))
+            for _, event, commands in replay:
+                state = replay.core.state
+                host_of = {engine.id: engine.host for engine in state.engines.values()}
+                for command in commands:
+                    match command:
+                        case Migrate(number=number, source=source, target=target):
+                            moves[number] = host_of[source] != host_of[target]
+                        case StartTurn(trajectory_id=trajectory_id, attempt=attempt, turn=turn):
+                            key, host = (trajectory_id, attempt, turn), host_of[command.engine_id]
+                            found["turns"] += command.resume and turns.get(key, host) != host
+                            turns[key] = host
+                match event:
+                    case MigrationDone(number=number, moved_tokens=moved):
+                        found["kv"] += moved > 0 and moves[number]
+                    case WeightsFetched(relay_id=relay_id, nbytes=nbytes) if state.hosts.ranks:
+                        beside = state.relays[relay_id].host == state.hosts.ranks[0].host
+                        found["parts"] += beside and nbytes > 0
+        return found
 
     @staticmethod
     def now() -> float:

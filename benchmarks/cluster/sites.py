@@ -1,10 +1,11 @@
 """Bench `cluster_sites`: a run on hosts at two sites that a slow link joins: the bytes
-that cross it for a version of the weights, and the seconds until the other site has one.
+that cross it for a version of the weights, and the seconds until the other site has
+one.
 
-Two hosts are at the trainer's site and two at the other one; the trainer is on one of the
-first, an engine on each of the four, since a host without engines receives no weights.
-The same run is repeated without `site`, with it, and with changes instead of whole
-versions; and once over a link without a limit.
+Two hosts are at the trainer's site and two at the other one; the trainer is on one of
+the first, an engine on each of the four, since a host without engines receives no
+weights. The same run is repeated without `site`, with it, and with changes instead of
+whole versions; and once over a link without a limit.
 
 Root, `ip` and `tc` are needed; without them, no figure is measured.
 """
@@ -26,6 +27,7 @@ from benchmarks.runs import conditions_of, example
 from benchmarks.soak.run_under_test import RELAY
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
+from rollweave.schema.commands import FetchWeights
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WeightsFetched, WeightsPublished
@@ -57,8 +59,8 @@ FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SitesPlan:
-    """Length of the bench: `rounds` of a run of `steps` steps for each variant, over a link
-    of `mbits`.
+    """Length of the bench: `rounds` of a run of `steps` steps for each variant, over a
+    link of `mbits`.
     """
 
     settings: tuple[str, ...]
@@ -93,11 +95,14 @@ QUICK = SitesPlan(settings=SETTINGS, rounds=1, steps=4, mbits=100.0)
 class Crossing:
     """What crossed the link during one run, and how long that took.
 
-    `versions` have reached the other site, each `arrived_s` after it was published on all
-    hosts there; a relay there received at most `version_bytes` for one of them.
+    `versions` have reached the other site, each `arrived_s` after it was published on
+    all hosts there; a relay there received at most `version_bytes` for one of them.
+    `fetches` were begun over the link, of which those that are repeated receive only
+    what is missing.
     """
 
     versions: int
+    fetches: int
     version_bytes: int
     arrived_s: list[float]
 
@@ -204,8 +209,8 @@ class _Measuring:
         }
 
     def samples(self) -> dict[str, Any]:
-        """Return all values of each figure, and how often a relay was suspected: another
-        one then fetches past it, so that more bytes cross.
+        """Return all values of each figure, and how often a relay was suspected:
+        another one then fetches past it, so that more bytes cross.
         """
         suspected = {f"suspected_{variant}_all": all_ for variant, all_ in self._suspected.items()}
         return {f"{name}_all": values for name, values in self._samples.items()} | suspected
@@ -219,8 +224,8 @@ def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
 
 
 def start_agents(hosts: HostsByHand) -> None:
-    """Start the agents of all hosts in their pools: the trainer's is the first host alone,
-    so that the order in which relays join decides the chain.
+    """Start the agents of all hosts in their pools: the trainer's is the first host
+    alone, so that the order in which relays join decides the chain.
     """
     for number in range(HOSTS):
         pools = [POOLS[number >= HOSTS - FAR], *([TRAINER] if number == 0 else [])]
@@ -260,17 +265,28 @@ def crossing_of(run: ClusterRun) -> Crossing:
     replay = Replay(run.run.journal, run.config, rules=rules_of(run.config))
     published: dict[int, float] = {}
     fetched: dict[int, dict[str, float]] = {}
-    most = 0
-    for now, event, _ in replay:
+    most = fetches = 0
+    state = replay.core.state
+
+    def is_far(relay_id: str | None) -> bool:
+        relay = state.relays.get(relay_id or "")
+        return relay is not None and "far" in state.hosts.up[relay.host].pools
+
+    for now, event, commands in replay:
+        fetches += sum(
+            isinstance(command, FetchWeights)
+            and is_far(command.relay_id)
+            and not is_far(command.source)
+            for command in commands
+        )
         if isinstance(event, WeightsPublished):
             published[event.weights_id] = now
-        elif isinstance(event, WeightsFetched):
-            relay = replay.core.state.relays[event.relay_id]
-            if "far" in replay.core.state.hosts.up[relay.host].pools:
-                fetched.setdefault(event.weights_id, {})[event.relay_id] = now
-                most = max(most, event.nbytes)
+        elif isinstance(event, WeightsFetched) and is_far(event.relay_id):
+            fetched.setdefault(event.weights_id, {})[event.relay_id] = now
+            most = max(most, event.nbytes)
     return Crossing(
         versions=len(fetched),
+        fetches=fetches,
         version_bytes=most,
         arrived_s=[
             max(times.values()) - published[weights_id]

@@ -1,5 +1,6 @@
-"""Real runs on hosts that are network namespaces, and everything that may happen to a host:
-the run succeeds, every trajectory is accounted for, and nothing is left behind.
+"""Real runs on hosts that are network namespaces, and everything that may happen to a
+host: the run succeeds, every trajectory is accounted for, and nothing is left behind.
+Agents are started by hand, and in some tests also by Ray.
 
 These tests need root, `ip` and `tc`, and take minutes: `make test-cluster`.
 """
@@ -7,16 +8,18 @@ These tests need root, `ip` and `tc`, and take minutes: `make test-cluster`.
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 
 from benchmarks.cluster.agents import HostsByHand
 from benchmarks.cluster.hosts import mounts, shared_memory
+from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from benchmarks.cluster.soak import NOTICED_S
+from rollweave.schema.config.sections import ModeName
 from tests.runtime.real import ROOT, lake
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -45,10 +48,26 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsByHa
     assert mounts() == mounted
 
 
-class Lakes:
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHosts]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    mounted = mounts()
+    with RayHosts([{}, {}]) as made:
+        if made.why_not:
+            pytest.skip(made.why_not)
+        yield made
+        made.wait_for_agents()
+        assert made.leftovers() == []
+    assert mounts() == mounted
+
+
+H = TypeVar("H", HostsByHand, RayHosts)
+
+
+class Lakes(Generic[H]):
     """Runs on the braked lake."""
 
-    def __init__(self, hosts: HostsByHand, directory: Path) -> None:
+    def __init__(self, hosts: H, directory: Path) -> None:
         self.hosts, self.directory = hosts, directory
         self.brake = directory / "brake"
         self.brake.touch()
@@ -60,27 +79,31 @@ class Lakes:
         agents: tuple[int, ...] = (0, 1),
         port: int = PORT,
         name: str = "",
+        options: Sequence[str] = (),
+        apart: bool = False,
+        limits: Mapping[str, int] | None = None,
         **sections: Any,
     ) -> Iterator[ClusterRun]:
         """Start a run on these hosts, and wait until it has trained two steps."""
         config = lake(
             self.directory / "runs",
-            task={"env": "tests.cluster.lake:Lake", "options": {"brake": str(self.brake)}},
+            task={
+                "env": "tests.cluster.lake:Lake",
+                "options": {"brake": str(self.brake)},
+                **(limits or {}),
+            },
             **{
                 "run": {"name": f"lake{name}", "steps": STEPS, "checkpoint_every": 2},
                 "engines": {"count": 2, "max_slots": 8, "kv_tokens": 4096},
                 "eval": {"every": 0, "final_episodes": 8},
-                "cluster": {
-                    "address": f"{self.hosts.controller}:{port}",
-                    "hosts": len(agents),
-                    "join_s": LIMIT_S,
-                },
+                "cluster": self._cluster(port, len(agents)),
                 **sections,
             },
         )
         with ClusterRun(config, self.hosts) as run:
             run.start()
-            self.hosts.start(*agents, port=port, run=name)
+            if isinstance(self.hosts, HostsByHand):
+                self.hosts.start(*agents, port=port, run=name, options=options, apart=apart)
             run.wait(lambda: run.trained >= 2, LIMIT_S, "two steps")
             yield run
 
@@ -96,14 +119,27 @@ class Lakes:
             assert run.leftovers == 0
             assert not run.run.control.exists()
 
+    def _cluster(self, port: int, hosts: int) -> dict[str, Any]:
+        if isinstance(self.hosts, RayHosts):
+            launched = {"launcher": "ray", "ray": self.hosts.cluster}
+        else:
+            launched = {"address": f"{self.hosts.controller}:{port}"}
+        return {**launched, "hosts": hosts, "join_s": LIMIT_S}
+
     def other(self, run: ClusterRun) -> int:
         """Return the host without the trainer."""
         return 1 - self.hosts.number(run.trainer_host())
 
 
 @pytest.fixture
-def lakes(hosts: HostsByHand, tmp_path: Path) -> Lakes:
+def lakes(hosts: HostsByHand, tmp_path: Path) -> Lakes[HostsByHand]:
     return Lakes(hosts, tmp_path)
+
+
+@pytest.fixture(params=["hosts", "nodes"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Lakes[Any]:
+    """Agents that are started by hand, or by Ray."""
+    return Lakes(request.getfixturevalue(request.param), tmp_path)
 
 
 def noticed(run: ClusterRun, name: str, since: float) -> None:
@@ -121,17 +157,22 @@ def await_true(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_an_agent_is_killed(lakes: Lakes) -> None:
-    with lakes.running() as run:
-        victim = lakes.other(run)
-        name, since = lakes.hosts.name(victim), run.now()
-        lakes.hosts.kill_agent(name)
+def test_an_agent_is_killed(either: Lakes[Any]) -> None:
+    with either.running() as run:
+        victim = either.other(run)
+        name, since = either.hosts.name(victim), run.now()
+        before = either.hosts.started_by_agents(victim)
+        either.hosts.kill_agent(victim)
         noticed(run, name, since)
-        run.wait(lambda: not lakes.hosts.processes(victim), LIMIT_S, "the end of its processes")
-        lakes.end(run)
+        run.wait(
+            lambda: not before & either.hosts.started_by_agents(victim),
+            LIMIT_S,
+            "the end of its processes",
+        )
+        either.end(run)
 
 
-def test_a_host_loses_its_power(lakes: Lakes) -> None:
+def test_a_host_loses_its_power(lakes: Lakes[HostsByHand]) -> None:
     with lakes.running() as run:
         victim = lakes.other(run)
         name, since = lakes.hosts.name(victim), run.now()
@@ -140,17 +181,17 @@ def test_a_host_loses_its_power(lakes: Lakes) -> None:
         lakes.end(run)
 
 
-def test_the_trainers_host_loses_its_power(lakes: Lakes) -> None:
-    with lakes.running() as run:
+def test_the_trainers_host_loses_its_power(either: Lakes[Any]) -> None:
+    with either.running() as run:
         name, since = run.trainer_host(), run.now()
-        lakes.hosts.fail(lakes.hosts.number(name))
+        either.hosts.fail(either.hosts.number(name))
         noticed(run, name, since)
         assert run.trainer_host() != name
         assert run.warnings("restarted from checkpoint")
-        lakes.end(run)
+        either.end(run)
 
 
-def test_a_link_is_cut_for_20_seconds(lakes: Lakes) -> None:
+def test_a_link_is_cut_for_20_seconds(lakes: Lakes[HostsByHand]) -> None:
     with lakes.running() as run:
         victim = lakes.other(run)
         name, since = lakes.hosts.name(victim), run.now()
@@ -164,21 +205,24 @@ def test_a_link_is_cut_for_20_seconds(lakes: Lakes) -> None:
         lakes.end(run)
 
 
-def test_a_host_hangs(lakes: Lakes) -> None:
-    with lakes.running() as run:
-        victim = lakes.other(run)
-        name, since = lakes.hosts.name(victim), run.now()
-        before = lakes.hosts.processes(victim)
-        lakes.hosts.hang(victim)
+def test_a_host_hangs_for_30_seconds(either: Lakes[Any]) -> None:
+    with either.running() as run:
+        victim = either.other(run)
+        name, since = either.hosts.name(victim), run.now()
+        before = either.hosts.started_by_agents(victim)
+        either.hosts.hang(victim)
         noticed(run, name, since)
-        lakes.hosts.wake(victim)
+        run.wait(lambda: run.now() - since >= 30, LIMIT_S, "30 seconds")
+        either.hosts.wake(victim)
         run.wait_for(lambda: run.joined_after(name, since), f"host {name} again")
         run.wait(lambda: run.serves_on(name), LIMIT_S, "an engine there")
-        assert len({*before} & {*lakes.hosts.processes(victim)}) == 1, "the agent alone goes on"
-        lakes.end(run)
+        assert not before & either.hosts.started_by_agents(victim)
+        if isinstance(either.hosts, HostsByHand):
+            assert name in either.hosts.agents_left()
+        either.end(run)
 
 
-def test_the_controller_is_killed_and_resumed_on_the_same_hosts(lakes: Lakes) -> None:
+def test_the_controller_is_killed_and_resumed_on_the_same_hosts(lakes: Lakes[HostsByHand]) -> None:
     with lakes.running() as run:
         agents = lakes.hosts.agents_left()
         run.kill()
@@ -190,7 +234,7 @@ def test_the_controller_is_killed_and_resumed_on_the_same_hosts(lakes: Lakes) ->
         lakes.end(run)
 
 
-def test_a_host_is_added_and_takes_over(lakes: Lakes) -> None:
+def test_a_host_is_added_and_takes_over(lakes: Lakes[HostsByHand]) -> None:
     with lakes.running(agents=(0,)) as run:
         since = run.now()
         lakes.hosts.start(1, port=PORT)
@@ -202,7 +246,7 @@ def test_a_host_is_added_and_takes_over(lakes: Lakes) -> None:
         lakes.end(run)
 
 
-def test_two_runs_share_two_hosts_of_which_one_is_lost(lakes: Lakes) -> None:
+def test_two_runs_share_two_hosts_of_which_one_is_lost(lakes: Lakes[HostsByHand]) -> None:
     with (
         lakes.running(name="1") as one,
         lakes.running(name="2", port=PORT + 1) as other,
@@ -214,7 +258,46 @@ def test_two_runs_share_two_hosts_of_which_one_is_lost(lakes: Lakes) -> None:
         lakes.end(one, other)
 
 
-def test_a_slow_fetch_is_named_with_its_bytes(lakes: Lakes) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"mode": "decoupled"}},
+        {"rollout": {"scheduling": "trajectory"}, "ablation": {"policies": ["rank"]}},
+    ],
+    ids=["decoupled", "trajectory"],
+)
+def test_ranks_and_trajectories_use_two_hosts(
+    lakes: Lakes[HostsByHand], sections: dict[str, Any]
+) -> None:
+    """One of the hosts is lost while turns run there. Both ranks then run on the
+    other.
+    """
+    with lakes.running(
+        options=("--resource", "training=1"),
+        apart=True,
+        limits={"max_turns": 3, "max_tokens": 4000, "max_turn_tokens": 1000},
+        pools={"training": {"resource": "training"}},
+        trainer={"ranks": 2, "pool": "training"},
+        engines={"count": 2, "max_slots": 8, "kv_tokens": 40_000},
+        **sections,
+    ) as run:
+        state = run.state()
+        assert {rank.host for rank in state.hosts.ranks} == {0, 1}
+        assert {engine.host for engine in state.engines.values()} == {0, 1}
+        # in mode decoupled, KV moves only where engines have little left to do
+        decoupled = run.config.rollout.mode is ModeName.DECOUPLED
+        expected = {"parts"} if decoupled else {"kv", "parts"}
+        run.wait(lambda: {*+run.crossings()} >= expected, LIMIT_S, "what crosses hosts")
+        name, since = run.trainer_host(), run.now()
+        lakes.hosts.fail(lakes.hosts.number(name))
+        noticed(run, name, since)
+        assert len({rank.host for rank in run.state().hosts.ranks}) == 1
+        lakes.end(run)
+        if decoupled:
+            assert run.crossings()["turns"]
+
+
+def test_a_slow_fetch_is_named_with_its_bytes(lakes: Lakes[HostsByHand]) -> None:
     large = {"scratch": {"hidden": 256, "layers": 4}}
     with lakes.running(model=large) as run:
         victim = lakes.other(run)

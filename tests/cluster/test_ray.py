@@ -1,5 +1,5 @@
-"""Whole runs, with fake engines and a fake trainer, on a real Ray cluster whose nodes are
-network namespaces: `make test-cluster`.
+"""Whole runs, with fake engines and a fake trainer, on a real Ray cluster whose nodes
+are network namespaces: `make test-cluster`.
 """
 
 import contextlib
@@ -18,14 +18,15 @@ from benchmarks.cluster.hosts import CONTROLLERS
 from benchmarks.cluster.ray_hosts import RayHosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import HostJoined, HostLost, RunStarted
-from tests.runtime.hosts.test_cluster import events, reached
 from tests.runtime.whole import (
     ROOT,
     assert_no_processes,
     assert_trained_once,
+    events,
     lines,
     make_config,
     pids,
+    reached,
     write,
 )
 

@@ -1,5 +1,6 @@
-"""A real run on two sites that a slow link joins: each version of the weights crosses it
-once, a slow crossing is named, and the loss of the relay that receives it loses nothing.
+"""A real run on two sites that a slow link joins: each version of the weights crosses
+it once, a slow crossing is named, and the loss of the relay that receives it loses
+nothing.
 
 These tests need root, `ip` and `tc`, and take minutes: `make test-cluster`.
 """
@@ -59,8 +60,8 @@ def kill_relay(hosts: HostsByHand, host: int) -> None:
 
 
 def test_a_version_crosses_to_another_site_once(hosts: HostsByHand, tmp_path: Path) -> None:
-    """Engines run at the other site alone: the second host of the trainer's site receives
-    nothing.
+    """Engines run at the other site alone: the second host of the trainer's site
+    receives nothing.
     """
     settings = (
         *SETTINGS,
@@ -93,9 +94,10 @@ def test_a_version_crosses_to_another_site_once(hosts: HostsByHand, tmp_path: Pa
         run.wait(lambda: run.reached > reached + 2, LIMIT_S, "two more steps")
         crossed, crossing = hosts.crossed_bytes(), crossing_of(run)
         whole = crossing.versions * crossing.version_bytes
-        # on a busy machine, a relay may have been bypassed during a version
-        bypassed = len(run.warnings("suspected")) + len(run.warnings("stall on their way"))
-        assert whole < crossed < 1.15 * whole + (1 + bypassed) * crossing.version_bytes
+        # where a relay is silent on the slow link, another one fetches past it
+        bypassed = run.warnings("suspected|stall on their way|not fetched")
+        assert crossing.fetches <= crossing.versions + 1 + len(bypassed), bypassed
+        assert whole < crossed < 1.15 * crossing.fetches * crossing.version_bytes, bypassed
 
         kill_relay(hosts, victim)
         restarted = f"{first} restarted"

@@ -153,8 +153,8 @@ def test_the_loss_of_the_last_host_ends_the_run() -> None:
 
 
 class OnGpus(Driver):
-    """Two hosts of two GPUs each, on machines of their own: the trainer on the first GPU
-    of host 0, and engines on all others.
+    """Two hosts of two GPUs each, on machines of their own: the trainer on the first
+    GPU of host 0, and engines on all others.
     """
 
     device = "cuda"
@@ -356,8 +356,8 @@ def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
 
 
 class OnThreeMachines(Driver):
-    """Three hosts on machines of their own, the trainer on host 0, an engine on each and
-    another one on the last.
+    """Three hosts on machines of their own, the trainer on host 0, an engine on each
+    and another one on the last.
     """
 
     def begin(self) -> e.RunStarted:
@@ -511,8 +511,8 @@ def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
 
 
 def test_a_version_crosses_the_link_between_sites_once() -> None:
-    """Whatever happens at the other site, a relay there has it from its own site as long
-    as one there has it, or fetches it.
+    """Whatever happens at the other site, a relay there has it from its own site as
+    long as one there has it, or fetches it.
     """
     driver = SitesDriver(6)
     for relay in ("r2", "r4", "r0", "r1", "r3", "r5"):
@@ -532,3 +532,38 @@ def test_a_version_crosses_the_link_between_sites_once() -> None:
         driver.hold(relay, driver.core.state.publication.weights_id)
     driver.refuse("r1", "source")
     assert driver.source("r1") == "r3", "it is behind, but at the same site"
+
+
+def test_a_relay_waits_for_one_of_its_site_that_still_fetches_older_weights() -> None:
+    driver = SitesDriver(4)
+    for relay in ("r2", "r0", "r1", "r3"):
+        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
+    driver.send(e.TrainerReady(epoch=0, step=0))
+    driver.publish()
+    older = driver.core.state.publication.weights_id
+    for relay in ("r2", "r0"):
+        driver.hold(relay, older)
+    driver.publish_again()
+    newer = driver.core.state.publication.weights_id
+    driver.hold("r2", newer)
+
+    driver.hold("r3", older)
+    assert driver.relay("r3").fetch is None, "r1 brings the newer ones to their site"
+    driver.hold("r1", older)
+    assert driver.source("r1") == "r0"
+    assert driver.source("r3") == "r1"
+    assert driver.relay("r3").fetching == newer
+
+
+def test_a_relay_does_not_wait_for_one_of_its_site_that_is_suspected() -> None:
+    driver = SitesDriver(4)
+    for relay in ("r2", "r0", "r1", "r3"):
+        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
+    driver.send(e.TrainerReady(epoch=0, step=0))
+    driver.publish()
+    older = driver.core.state.publication.weights_id
+    driver.publish_again()
+    driver.hold("r2", driver.core.state.publication.weights_id)
+    driver.hold("r3", older)
+    driver.suspect("r1")
+    assert driver.source("r3") == "r2"

@@ -3,12 +3,15 @@ a store whose address rank 0 writes to a file.
 """
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 from rollweave.train.distributed import ALONE, RankGroup, join_ranks, join_store, open_store
+from tests.support.training import ROOT
 
 WAIT_S = 200.0
 
@@ -30,3 +33,27 @@ def meet() -> RankGroup:
             time.sleep(0.01)
         store = join_store(file.read_text())
     return join_ranks(rank, world_size, store=store, device=torch.device("cpu"))
+
+
+def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> None:
+    """Run so many ranks of a program until they exit."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(count),
+        "STORE": f"{out}.store",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"tests.train.{worker}", *map(str, arguments), str(out)],
+            cwd=ROOT,
+            env=environment | {"RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    try:
+        assert [rank.wait(240) for rank in ranks] == [0] * count
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -1,9 +1,6 @@
 """Two ranks train like one, and how they meet."""
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,34 +13,11 @@ from rollweave.train.distributed import interface_of, join_store, open_store
 from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A
 from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
-from tests.support.training import ROOT
 from tests.train.builders import LR, make_batch, make_config, make_model
+from tests.train.compare import assert_all_close
 from tests.train.rank_worker import CASE, CASES, run
+from tests.train.ranks import run_ranks
 from tests.train.reshard_worker import restep
-
-
-def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> None:
-    """Run so many ranks of a program until they exit."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(count),
-        "STORE": f"{out}.store",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"tests.train.{worker}", *map(str, arguments), str(out)],
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank)},
-        )
-        for rank in range(count)
-    ]
-    try:
-        assert [rank.wait(240) for rank in ranks] == [0] * count
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 @pytest.mark.slow
@@ -54,23 +28,16 @@ def test_two_ranks_match_one(tmp_path: Path, case: str) -> None:
     run_ranks(2, "rank_worker", tmp_path / "two", model_dir, case)
     both = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
     for of_rank in both:
-        assert of_rank.keys() == one_rank.keys()
-        for name, tensor in one_rank.items():
-            found = of_rank[name]
-            if name.endswith(A):
-                found = without_amplified_rounding(found, tensor)
-            torch.testing.assert_close(
-                found,
-                tensor,
-                atol=1e-4,
-                rtol=1e-3,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        adapters = {
+            name: without_amplified_rounding(tensor, one_rank[name])
+            for name, tensor in of_rank.items()
+            if name.endswith(A)
+        }
+        assert_all_close(of_rank | adapters, one_rank)
     assert torch.equal(both[0]["ratios"], both[1]["ratios"])
     exported = load_file(tmp_path / "two" / "c" / "hf" / "model.safetensors")
     expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
-    for name, tensor in expected.items():
-        torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
+    assert_all_close(exported, expected)
 
 
 def without_amplified_rounding(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -90,8 +57,8 @@ def without_amplified_rounding(found: torch.Tensor, expected: torch.Tensor) -> t
 
 @pytest.mark.slow
 def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None:
-    """One rank, then two, then four, then one again train a step each. What they restore
-    is bitwise what was saved, and each step is that of one rank alone.
+    """One rank, then two, then four, then one again train a step each. What they
+    restore is bitwise what was saved, and each step is that of one rank alone.
     """
     model_dir = make_model(tmp_path / "m")
     alone = Trainer(make_config(**CASE), model_dir, tmp_path / "run")  # type: ignore[arg-type]
@@ -123,16 +90,8 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(tmp_path: Path) -> None
 def assert_equal(one: Checkpoint, other: Checkpoint, *, exact: bool) -> None:
     assert one.step == other.step
     for part, tensors in one.sharded().items():
-        expected = other.sharded()[part]
-        assert tensors.keys() == expected.keys()
-        for name, tensor in tensors.items():
-            torch.testing.assert_close(
-                tensor,
-                expected[name],
-                atol=0 if exact else 1e-4,
-                rtol=0 if exact else 1e-3,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        bounds = {"atol": 0.0, "rtol": 0.0} if exact else {}
+        assert_all_close(tensors, other.sharded()[part], **bounds)
 
 
 def test_the_store_listens_on_one_address_only() -> None:

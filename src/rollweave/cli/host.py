@@ -1,6 +1,7 @@
 """`rollweave host`: offers this host to the controller of a run."""
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -80,11 +81,11 @@ def _secret(file: Path | None) -> bytes:
 def _labels(texts: Sequence[str]) -> dict[str, float]:
     labels: dict[str, float] = {}
     for text in texts:
-        name, _, count = text.partition("=")
+        name, limited, count = text.partition("=")
         try:
-            labels[name] = float(count or 1)
+            labels[name] = float(count) if limited else math.inf
         except ValueError:
             labels[name] = 0
-        if not name or not 0 < labels[name] < float("inf"):
+        if not name or not (0 < labels[name] < math.inf or not limited):
             raise ConfigError(f"--resource must be NAME or NAME=COUNT, got {text}")
     return labels

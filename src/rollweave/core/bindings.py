@@ -6,7 +6,7 @@ that many hosts with a relay each. In a colocated run, engines and ranks are bou
 independently of each other, and so to the same devices.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -104,28 +104,37 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
     It shares no GPU, whose memory may not suffice, in a run that began without sharing.
     """
     hosts = list(state.hosts.up.values())
-    bound = _bound(state, ranks=not config.trainer.colocated)
+    bound = _bound(config, state, ranks=not config.trainer.colocated)
     may_use = hosts if state.hosts.shares_gpus else _without(hosts, bound)
     bindings, _ = bind([_engine(config, slot, hosts)], may_use, bound)
     return _placed(slot, bindings[0]) if bindings else None
 
 
 def bind_workers(
-    config: RunConfig, hosts: Sequence[HostSlot], engines: Iterable[EngineSlot]
+    config: RunConfig,
+    hosts: Sequence[HostSlot],
+    engines: Iterable[EngineSlot],
+    ranks: Sequence[RankSlot] = (),
 ) -> tuple[tuple[WorkerSlot, ...], list[Unbound]]:
-    """Return the rollout workers with their places beside these engines, and the
-    processes without a place.
+    """Return the rollout workers with their places beside these engines and ranks of
+    the trainer, and the processes without a place.
     """
-    bound = [Binding(process=slot.id, host=slot.host, devices=slot.devices) for slot in engines]
+    bound = _bound_ranks(config, {host.number: host for host in hosts}, ranks)
+    bound += [
+        Binding(process=slot.id, host=slot.host, devices=slot.devices, pool=slot.pool)
+        for slot in engines
+    ]
     demands = [_worker(config, f"w{number}") for number in range(config.workers.count)]
     bindings, unbound = bind(demands, hosts, bound)
     return tuple(WorkerSlot(id=place.process, host=place.host) for place in bindings), unbound
 
 
 def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
-    """Return the host for a worker beside all bound processes; None if there is none."""
+    """Return the host for a worker beside all bound processes; None if there is
+    none.
+    """
     hosts = list(state.hosts.up.values())
-    bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(state, ranks=True))
+    bindings, _ = bind([_worker(config, worker_id)], hosts, _bound(config, state, ranks=True))
     return bindings[0].host if bindings else None
 
 
@@ -137,7 +146,7 @@ def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
     if all(rank.host in state.hosts.up for rank in present):
         return present
     demands = [_rank(config, rank, hosts) for rank in range(len(present))]
-    bindings, unbound = bind(demands, hosts, _bound(state, ranks=False))
+    bindings, unbound = bind(demands, hosts, _bound(config, state, ranks=False))
     ranks = [RankSlot(host=place.host, devices=place.devices) for place in bindings]
     return [] if unbound or crowded(config, _on_devices(ranks)) else ranks
 
@@ -210,16 +219,44 @@ def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...
     return config.model.device != "cpu" and any(host.devices for host in hosts)
 
 
-def _bound(state: State, *, ranks: bool) -> list[Binding]:
+def _bound(config: RunConfig, state: State, *, ranks: bool) -> list[Binding]:
+    """Return the places of all processes, with the `ranks` or without."""
     engines = [
-        Binding(process=engine.id, host=engine.host, devices=engine.devices)
+        Binding(process=engine.id, host=engine.host, devices=engine.devices, pool=engine.pool)
         for engine in state.engines.values()
         if engine.devices or not engine.draining
     ]
-    own = [
-        Binding(process=f"{TRAINER} rank {rank}", host=slot.host, devices=slot.devices)
-        for rank, slot in enumerate(state.hosts.ranks)
-        if slot.devices
+    up = state.hosts.up
+    workers = [
+        Binding(
+            process=worker.id,
+            host=worker.host,
+            pool=_pool_of(config, config.workers.pool, up.get(worker.host)),
+        )
+        for worker in state.workers.values()
     ]
-    workers = [Binding(process=worker.id, host=worker.host) for worker in state.workers.values()]
-    return [*engines, *workers, *(own if ranks else ())]
+    of_trainer = _bound_ranks(config, up, state.hosts.ranks if ranks else ())
+    return [*engines, *workers, *of_trainer]
+
+
+def _bound_ranks(
+    config: RunConfig, hosts: Mapping[int, HostSlot], ranks: Sequence[RankSlot]
+) -> list[Binding]:
+    return [
+        Binding(
+            process=f"{TRAINER} rank {rank}",
+            host=slot.host,
+            devices=slot.devices,
+            pool=_pool_of(config, config.trainer.pool, hosts.get(slot.host)),
+            group=TRAINER,
+        )
+        for rank, slot in enumerate(ranks)
+    ]
+
+
+def _pool_of(config: RunConfig, pool: str | None, host: HostSlot | None) -> str:
+    """Return the pool through which a process that names `pool` is on this host: the
+    first of the pool and its fallbacks to which the host belongs.
+    """
+    pools = config.pools_of(pool) if host is not None else ()
+    return next((name for name in pools if host is not None and name in host.pools), "")

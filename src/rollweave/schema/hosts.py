@@ -13,15 +13,18 @@ import msgspec
 from rollweave.schema.base import Struct, TaggedStruct
 
 ALIVE_S = 0.5
-"""Seconds between two signs of life of an agent and its controller, in each direction."""
+"""Seconds between two signs of life of an agent and its controller, in each
+direction.
+"""
 
 
 class HostSlot(Struct, frozen=True, kw_only=True):
     """A host of the world, by its number in this run.
 
-    `devices` are the indices of its GPUs, `pools` the pools that it belongs to. Hosts of
-    the same `machine` share its memory: on one machine, several of its addresses may
-    stand for hosts.
+    `devices` are the indices of its GPUs, `pools` the pools that it belongs to. `slots`
+    is the number of processes on its CPUs that it offers to a pool, for pools that it
+    offers a limited amount of. Hosts of the same `machine` share its memory: on one
+    machine, several of its addresses may stand for hosts.
     """
 
     number: int
@@ -30,6 +33,7 @@ class HostSlot(Struct, frozen=True, kw_only=True):
     cpus: int = 1
     devices: tuple[int, ...] = ()
     pools: tuple[str, ...] = ()
+    slots: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class RankSlot(Struct, frozen=True, kw_only=True):
@@ -53,7 +57,8 @@ class Device(Struct, frozen=True, kw_only=True):
 class Resources(Struct, frozen=True, kw_only=True):
     """The resources of a host.
 
-    `labels` are those that the user names, as in Ray, with their amounts.
+    `labels` are those that the user names, as in Ray, with their amounts; an infinite
+    one is not limited.
     """
 
     cpus: int
@@ -111,7 +116,9 @@ class HostAlive(TaggedStruct, frozen=True, kw_only=True):
 
 
 class HostReady(TaggedStruct, frozen=True, kw_only=True):
-    """Answers `HostAccepted`. With an `error` the host cannot serve the run, and leaves."""
+    """Answers `HostAccepted`. With an `error` the host cannot serve the run, and
+    leaves.
+    """
 
     error: str = ""
 
@@ -215,8 +222,9 @@ class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartAgents(TaggedStruct, frozen=True, kw_only=True):
-    """Start an agent on every node of the cluster, and keep one there; or, with `hosts`,
-    on so many nodes. These include, for each of the `labels`, a node that has it.
+    """Start an agent on every node of the cluster, and keep one there; or, with
+    `hosts`, on so many nodes. These include, for each of the `labels`, a node that has
+    it.
     """
 
     controller: tuple[str, int]

@@ -72,7 +72,7 @@ class RankGroup:
 
     @property
     def data_size(self) -> int:
-        """The number of tensor groups, each of which has rows of its own."""
+        """The number of tensor groups, which compute different rows."""
         return self.world_size // self.tensor_size
 
     @property
@@ -92,7 +92,9 @@ class RankGroup:
         return self.mesh.get_group("tensor")
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values over the tensor groups. The ranks of one have the same value."""
+        """Sum the values over the tensor groups. The ranks of one have the same
+        value.
+        """
         if self.data_size > 1:
             dist.all_reduce(
                 values, group=None if self.mesh is None else self.mesh.get_group("data")
@@ -192,8 +194,8 @@ def join_ranks(
 
 
 def with_tensor_groups(ranks: RankGroup, size: int, device: torch.device) -> RankGroup:
-    """Return the ranks with tensor groups of this size. All ranks call it. A rank alone,
-    as in a run within one process, divides nothing.
+    """Return the ranks with tensor groups of this size. All ranks call it. A rank
+    alone, as in a run within one process, divides nothing.
     """
     if size == 1 or ranks.world_size == 1:
         return ranks
@@ -290,12 +292,6 @@ def is_sharded(tensor: torch.Tensor) -> "TypeIs[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor, gathered from all ranks if it is sharded."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the tensor, sharing its memory."""
     tensor = tensor.detach()
@@ -375,8 +371,8 @@ def _shard(
     mesh: "DeviceMesh",
     placements: "Sequence[Placement] | None" = None,
 ) -> "DTensor":
-    """Return the tensor of `shape` whose part on this rank is `local`: its rows, or what
-    `placements` give it.
+    """Return the tensor of `shape` whose part on this rank is `local`: its rows, or
+    what `placements` give it.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -395,8 +391,8 @@ def _shard(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """How a tensor group divides a parameter: each rank has an equal part of dimension
-    `dim`, or of each of `blocks` equal parts of it.
+    """Divides a parameter among a tensor group: each rank has an equal part of
+    dimension `dim`, or of each of `blocks` equal parts of it.
     """
 
     dim: int
@@ -416,7 +412,9 @@ class Split:
 
 
 def full_shape(local: Sequence[int], split: Split | None, ranks: RankGroup) -> torch.Size:
-    """Return the shape of the full parameter of which a rank's part has shape `local`."""
+    """Return the shape of the full parameter of which a rank's part has shape
+    `local`.
+    """
     if split is None:
         return torch.Size(local)
     size = list(local)
@@ -458,8 +456,8 @@ def published_rows(
 
 
 def to_rows(local: torch.Tensor, split: Split | None, ranks: RankGroup) -> torch.Tensor:
-    """Return this rank's `saved_rows` of a parameter, from its own part of it. If columns
-    are divided, all ranks of the tensor group call it together.
+    """Return this rank's `saved_rows` of a parameter, from its own part of it. If
+    columns are divided, all ranks of the tensor group call it together.
     """
     if split is None or split.dim == 0:
         return local

@@ -10,8 +10,10 @@ from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
 from rollweave.schema.hosts import HostSlot
 
 
-def host(number: int, devices: int, *pools: str, cpus: int = 8) -> HostSlot:
-    return HostSlot(number=number, cpus=cpus, devices=tuple(range(devices)), pools=pools)
+def host(number: int, devices: int, *pools: str, cpus: int = 8, **slots: int) -> HostSlot:
+    return HostSlot(
+        number=number, cpus=cpus, devices=tuple(range(devices)), pools=pools, slots=slots
+    )
 
 
 def engine(number: int, devices: int = 1, *pools: str) -> Demand:
@@ -99,6 +101,38 @@ def test_equal_hosts_take_roles_on_the_cpu_in_turn() -> None:
     hosts = [host(number, 0) for number in range(3)]
     bindings, _ = bind([engine(n, 0) for n in range(7)], hosts)
     assert [binding.host for binding in bindings] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_ranks_on_the_cpu_stay_together_where_slots_allow_it() -> None:
+    unlimited = [host(0, 0, "training", cpus=1), host(1, 0, "training")]
+    bindings, _ = bind([rank(n, 0, "training") for n in range(3)], unlimited)
+    assert {binding.host for binding in bindings} == {0}
+    limited = [host(n, 0, "training", training=2) for n in range(2)]
+    bindings, _ = bind([rank(n, 0, "training") for n in range(4)], limited)
+    assert [binding.host for binding in bindings] == [0, 0, 1, 1]
+
+
+def test_slots_are_filled_evenly_and_their_fallback_before_they_are_exceeded() -> None:
+    hosts = [host(0, 0, "x", cpus=64, x=1), host(1, 0, "x", x=2), host(2, 0, "y", y=1)]
+    bindings, _ = bind([engine(n, 0, "x", "y") for n in range(8)], hosts)
+    assert [binding.host for binding in bindings] == [0, 1, 1, 2, 0, 1, 1, 0]
+    assert [binding.pool for binding in bindings] == [*"xxxyxxxx"]
+
+
+def test_bound_processes_have_slots_of_their_pool() -> None:
+    hosts = [host(0, 0, "x", "y", cpus=64, x=1, y=1), host(1, 0, "x", "y", x=1, y=1)]
+    bound = [
+        Binding(process="e0", host=0, pool="x"),
+        Binding(process="rank 0", host=1, pool="y", group="trainer"),
+    ]
+    bindings, _ = bind([engine(1, 0, "x"), engine(2, 0, "y")], hosts, bound)
+    assert places(bindings) == {"e1": (1, ()), "e2": (0, ())}
+
+
+def test_a_process_on_a_gpu_takes_no_slot() -> None:
+    hosts = [host(0, 8, "x", x=1)]
+    bindings, _ = bind([*(engine(n, 1, "x") for n in range(8))], hosts)
+    assert not any(binding.shared for binding in bindings)
 
 
 def test_bound_roles_keep_their_devices() -> None:

@@ -1,8 +1,10 @@
 """Which hosts belong to which pool, and what is said of a pool without hosts."""
 
+import math
+
 import pytest
 
-from rollweave.core.policy.pools import empty_pools, pools_of, unserved
+from rollweave.core.policy.pools import empty_pools, pools_of, slots_of, unserved
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import PoolConfig
 from rollweave.schema.hosts import Device, Resources
@@ -39,6 +41,13 @@ def test_a_host_belongs_to_pools_by_its_resources_and_its_gpus() -> None:
     assert pools_of(POOLS, host("NVIDIA H100 80GB HBM3")) == ("a",)
     assert pools_of(POOLS, host(H20=8, H100=1)) == ("a", "b")
     assert pools_of(POOLS, host("NVIDIA A100", H2=1)) == ()
+
+
+def test_a_host_offers_slots_for_each_amount() -> None:
+    offered = host("NVIDIA H100 80GB HBM3", H20=2.5)
+    assert slots_of(POOLS, offered) == {"b": 2}
+    assert slots_of(POOLS, host(H20=0.5)) == {"b": 1}
+    assert slots_of(POOLS, host(H20=math.inf)) == {}
 
 
 @pytest.mark.parametrize(

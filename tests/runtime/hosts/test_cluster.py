@@ -1,13 +1,11 @@
 """Whole runs on hosts whose agents are processes: results, and the loss of hosts."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,10 +16,8 @@ from typing import Any
 import pytest
 
 from rollweave.package import DIRECTORY
-from rollweave.record.journal import Replay
 from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
-from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import (
@@ -33,84 +29,25 @@ from rollweave.schema.events import (
 )
 from tests.runtime.whole import (
     FAKES,
-    ROOT,
     assert_no_processes,
     assert_trained_once,
     controller,
-    lines,
+    events,
     make_config,
     pids,
+    reached,
     replay,
     run,
-    run_dir,
 )
+from tests.support.host_agents import Agents, agents, secret
 from tests.support.processes import parent
 
-SECRET = "a secret of the tests"
-
-
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Agents:
-    """Agents of the test's hosts, by name."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, *names: str, resource: str | None = None) -> None:
-        for name in names:
-            self.processes[name] = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
-                    *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),
-                    *("--join-s", "60"),
-                    *(["--resource", resource] if resource is not None else []),
-                ],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        self.processes[name].send_signal(number)
-
-    def statuses(self) -> dict[str, int]:
-        """Wait for all agents, and return their exit statuses."""
-        return {name: process.wait(60) for name, process in self.processes.items()}
-
-
-@pytest.fixture
-def agents() -> Iterator[Agents]:
-    running = Agents(free_port())
-    try:
-        yield running
-    finally:
-        for process in running.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+__all__ = ["agents", "secret"]  # fixtures
 
 
 def config_of(directory: Path, agents: Agents, *, hosts: int = 2, **sections: Any) -> RunConfig:
     cluster = {"address": f"127.0.0.1:{agents.port}", "hosts": hosts, "join_s": 60.0}
     return make_config(directory, cluster=cluster, **sections)
-
-
-def reached(config: RunConfig, step: int) -> bool:
-    """Return whether the run has trained this step."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        return len(lines(config, "step")) > step
-    return False
 
 
 @contextlib.contextmanager
@@ -131,11 +68,6 @@ def meanwhile(config: RunConfig, step: int, action: Callable[[], None]) -> Itera
     finally:
         over.set()
         thread.join()
-
-
-def events(config: RunConfig, *kinds: type) -> list[Any]:
-    replayed = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
-    return [event for _, event, _ in replayed if isinstance(event, kinds)]
 
 
 def test_a_run_uses_all_its_hosts(tmp_path: Path, agents: Agents) -> None:
@@ -321,7 +253,9 @@ def test_workers_on_a_host_run_the_users_module(
 
 @pytest.mark.slow
 def test_workers_wait_for_another_host_of_their_pool(tmp_path: Path, agents: Agents) -> None:
-    """Their attempts, which the loss of their host ends, start again on the next one."""
+    """Their attempts, which the loss of their host ends, start again on the next
+    one.
+    """
     config = config_of(
         tmp_path,
         agents,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.sections import ClusterConfig
 from rollweave.schema.hosts import HostAccepted, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
-from tests.runtime.hosts.test_spawn import Started, until
+from tests.runtime.hosts.started import Started, until
 from tests.support.processes import alive
 
 WAIT_S = 60.0
@@ -39,11 +40,12 @@ async def last_line(process: asyncio.subprocess.Process) -> tuple[int | None, st
 
 
 async def test_a_host_joins_with_its_resources(tmp_path: Path) -> None:
-    async with listening(tmp_path) as here, agent(here.address, "--resource", "H20=4"):
+    named = ("--resource", "H20=4", "--resource", "fast")
+    async with listening(tmp_path) as here, agent(here.address, *named):
         host = await joined(here)
         assert (host.name, host.address) == ("b", "127.0.0.1")
         assert host.resources.cpus >= 1
-        assert host.resources.labels == {"H20": 4.0}
+        assert host.resources.labels == {"H20": 4.0, "fast": math.inf}
 
 
 async def test_a_released_host_ends_its_processes_and_exits(tmp_path: Path) -> None:
@@ -315,7 +317,7 @@ async def test_the_wait_for_hosts_names_those_that_hang(
     shown: asyncio.Queue[str] = asyncio.Queue()
     cluster = ClusterConfig(address="127.0.0.1:0", hosts=1, join_s=WAIT_S)
     async with asyncio.timeout(WAIT_S), Tasks() as tasks:
-        hosts = GatheredHosts(cluster, {}, RunDir(tmp_path), tasks, say=shown.put_nowait)
+        hosts = GatheredHosts(cluster, {}, RunDir(tmp_path), tasks, on_status=shown.put_nowait)
         gathering = asyncio.create_task(hosts.gather())
         port = int((await shown.get()).rpartition(":")[2])
         async with hanging("b", port):

@@ -1,18 +1,19 @@
-"""One suite for both ways to start a process: on this host, and by an agent on another."""
+"""One suite for both ways to start a process: on this host, and by an agent on
+another.
+"""
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from rollweave.io.child import ChildProcess, Spawn, spawn
+from rollweave.io.child import Spawn, spawn
 from tests.runtime.hosts.joined import joined_host
+from tests.runtime.hosts.started import Started, until
 from tests.support.processes import alive
-
-PROGRAM = "tests.runtime.hosts.program"
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -24,58 +25,9 @@ async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             yield host.spawn
 
 
-class Started:
-    """A process with what it has reported."""
-
-    def __init__(
-        self,
-        start: Spawn,
-        log: Path,
-        *,
-        module: str = PROGRAM,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
-        self.reasons: list[str] = []
-        self.ended = asyncio.Event()
-        self.log = log
-        self.process: ChildProcess = start(
-            name="one",
-            module=module,
-            log=log,
-            env={"COLOR": "blue"} if env is None else env,
-            on_frame=self._on_frame,
-            on_gone=self._on_gone,
-            arguments=("first", "second"),
-        )
-
-    def _on_frame(self, payload: bytes) -> None:
-        assert not self.reasons, "no frame follows the end"
-        self.frames.put_nowait(payload)
-
-    def _on_gone(self, reason: str) -> None:
-        self.reasons.append(reason)
-        self.ended.set()
-
-    async def ask(self, payload: bytes) -> bytes:
-        self.process.send(payload)
-        return await asyncio.wait_for(self.frames.get(), 30)
-
-    async def end(self) -> str:
-        await asyncio.wait_for(self.process.gone(), 30)
-        assert len(self.reasons) == 1
-        return self.reasons[0]
-
-
 @pytest.fixture
 async def one(start: Spawn, tmp_path: Path) -> Started:
     return Started(start, tmp_path / "logs" / "one.log")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.01)
 
 
 async def test_frames_are_answered_in_order(one: Started) -> None:

@@ -14,7 +14,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import UserModule
 from tests.runtime.hosts.joined import agent, listening
-from tests.runtime.hosts.test_spawn import Started
+from tests.runtime.hosts.started import Started
 
 PROGRAM = """
 import os, pathlib

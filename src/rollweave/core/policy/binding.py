@@ -3,9 +3,12 @@
 A process is an engine, a trainer rank or a worker. It gets devices that no other
 process has, in its pool or else in a fallback of the pool. If there are none, it shares
 the devices that the fewest processes use, in the first of these pools whose hosts are
-large enough.
+large enough. A process on the CPU takes one of the slots that a host offers to the pool
+in the same way.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollweave.schema.base import Struct
@@ -32,6 +35,7 @@ class Binding(Struct, frozen=True, kw_only=True):
 
     `shared` is true if another process already had one of these GPUs. `pool` is the
     pool of the demand in which the place was found; empty if the demand names none.
+    `group` is that of the demand.
     """
 
     process: str
@@ -39,6 +43,7 @@ class Binding(Struct, frozen=True, kw_only=True):
     devices: tuple[int, ...] = ()
     shared: bool = False
     pool: str = ""
+    group: str = ""
 
 
 class Unbound(Struct, frozen=True, kw_only=True):
@@ -57,8 +62,9 @@ def bind(
     Larger demands choose first, equal ones in order. Of the hosts with enough free
     devices, a process takes the one with the most members of its group; then the one
     with the fewest free devices, so that whole hosts remain for large demands. A
-    process on the CPU takes the host with the fewest processes per core, not counting
-    those of groups.
+    process on the CPU takes a host with a free slot: the one with the most members of
+    its group; then the one with the fewest processes per core, not counting those of
+    groups. If no slot is free, it takes the host with the fewest processes per slot.
     """
     order = list(demands)
     table = _Table(hosts, bound)
@@ -70,7 +76,7 @@ def bind(
             unbound.append(place)
         else:
             places[demand.process] = place
-            table.take(place, demand.group)
+            table.take(place)
     return [places[demand.process] for demand in order if demand.process in places], unbound
 
 
@@ -82,16 +88,20 @@ class _Table:
         self._ranks = {host.number: rank for rank, host in enumerate(hosts)}
         self._users = {(host.number, device): 0 for host in hosts for device in host.devices}
         self._processes = dict.fromkeys(self._hosts, 0)
+        self._in_slots: Counter[tuple[int, str]] = Counter()
         self._groups: dict[str, dict[int, int]] = {}
         for binding in bound:
-            self.take(binding, "")
+            self.take(binding)
 
-    def take(self, binding: Binding, group: str) -> None:
+    def take(self, binding: Binding) -> None:
         """Record a binding; one to a host that is gone has no effect."""
         if binding.host not in self._hosts:
             return
+        group = binding.group
         if not group:
             self._processes[binding.host] += 1
+        if not binding.devices:
+            self._in_slots[binding.host, binding.pool] += 1
         for device in binding.devices:
             if (binding.host, device) in self._users:
                 self._users[binding.host, device] += 1
@@ -104,21 +114,36 @@ class _Table:
             "": list(self._hosts.values())
         }
         if not demand.devices:
-            for pool, hosts in pools.items():
-                if hosts:
-                    host = min(hosts, key=self._by_load)
-                    return Binding(process=demand.process, host=host.number, pool=pool)
-            return self._unbound(demand)
+            return self._on_cpu(demand, pools)
         for pool, hosts in pools.items():
             with_room = [host for host in hosts if len(self._free(host)) >= demand.devices]
             if with_room:
                 host = min(with_room, key=lambda host: self._by_room(host, demand.group))
                 chosen = self._free(host)[: demand.devices]
-                return Binding(process=demand.process, host=host.number, devices=chosen, pool=pool)
+                return _binding(demand, host, pool, devices=chosen)
         return self._shared(demand, pools)
 
+    def _on_cpu(self, demand: Demand, pools: Mapping[str, Sequence[HostSlot]]) -> Binding | Unbound:
+        for pool, hosts in pools.items():
+            with_room = [host for host in hosts if self._fullness(host, pool) < 1]
+            if with_room:
+                host = min(with_room, key=lambda host: self._by_load(host, demand.group))
+                return _binding(demand, host, pool)
+        for pool, hosts in pools.items():
+            if hosts:
+                fullness = {host.number: self._fullness(host, pool) for host in hosts}
+                least = min(fullness.values())
+                host = min(
+                    (host for host in hosts if fullness[host.number] == least),
+                    key=lambda host: self._by_load(host, demand.group),
+                )
+                return _binding(demand, host, pool)
+        return self._unbound(demand)
+
     def _shared(self, demand: Demand, pools: Mapping[str, Sequence[HostSlot]]) -> Binding | Unbound:
-        """Share the least used devices in the first pool with a host that has enough."""
+        """Share the least used devices in the first pool with a host that has
+        enough.
+        """
         for pool, hosts in pools.items():
             large = [host for host in hosts if len(host.devices) >= demand.devices]
             if large:
@@ -133,9 +158,7 @@ class _Table:
             host.devices, key=lambda device: (self._users[host.number, device], device)
         )
         chosen = tuple(sorted(devices[: demand.devices]))
-        return Binding(
-            process=demand.process, host=host.number, devices=chosen, shared=True, pool=pool
-        )
+        return _binding(demand, host, pool, devices=chosen, shared=True)
 
     def _uses(self, place: Binding) -> int:
         return sum(self._users[place.host, device] for device in place.devices)
@@ -156,9 +179,38 @@ class _Table:
     def _free(self, host: HostSlot) -> tuple[int, ...]:
         return tuple(device for device in host.devices if not self._users[host.number, device])
 
-    def _by_load(self, host: HostSlot) -> tuple[float, int]:
-        return self._processes[host.number] / max(1, host.cpus), self._ranks[host.number]
+    def _fullness(self, host: HostSlot, pool: str) -> float:
+        """Return the processes per slot that the host offers to the pool; 0 if it
+        offers any number.
+        """
+        if pool not in host.slots:
+            return 0.0
+        slots = host.slots[pool]
+        return self._in_slots[host.number, pool] / slots if slots else math.inf
+
+    def _by_load(self, host: HostSlot, group: str) -> tuple[int, float, int]:
+        members = self._groups.get(group, {}).get(host.number, 0)
+        load = self._processes[host.number] / max(1, host.cpus)
+        return -members, load, self._ranks[host.number]
 
     def _by_room(self, host: HostSlot, group: str) -> tuple[int, int, int]:
         members = self._groups.get(group, {}).get(host.number, 0)
         return -members, len(self._free(host)), self._ranks[host.number]
+
+
+def _binding(
+    demand: Demand,
+    host: HostSlot,
+    pool: str,
+    *,
+    devices: tuple[int, ...] = (),
+    shared: bool = False,
+) -> Binding:
+    return Binding(
+        process=demand.process,
+        host=host.number,
+        devices=devices,
+        shared=shared,
+        pool=pool,
+        group=demand.group,
+    )

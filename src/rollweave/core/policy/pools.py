@@ -5,6 +5,7 @@ whole words of the name of one of its GPUs: `H20` is not `NVIDIA H200`.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -48,6 +49,14 @@ def pools_of(pools: Mapping[str, PoolConfig], host: Resources) -> tuple[str, ...
         if pool.resource in host.labels
         or any(_has_words(device.kind, pool.resource) for device in host.devices)
     )
+
+
+def slots_of(pools: Mapping[str, PoolConfig], host: Resources) -> dict[str, int]:
+    """Return the number of processes on CPUs that this host offers to its pools,
+    without those for which it names no amount. A fraction of one counts as one.
+    """
+    amounts = {name: host.labels.get(pool.resource, math.inf) for name, pool in pools.items()}
+    return {name: max(1, int(amount)) for name, amount in amounts.items() if amount < math.inf}
 
 
 def empty_pools(pools: Mapping[str, PoolConfig], hosts: Iterable[Resources]) -> list[EmptyPool]:

@@ -133,12 +133,12 @@ class HostAgent:
         loop = asyncio.get_running_loop()
         host, port = self._controller
         async with asyncio.timeout(CONNECT_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+            addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            sock = socket.socket(addresses[0][0], socket.SOCK_STREAM)
             try:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await loop.sock_connect(sock, found[0][4])
+                await loop.sock_connect(sock, addresses[0][4])
                 await introduce(sock, self._secret, where=self.where)
             except HostError as error:
                 sock.close()
@@ -207,17 +207,17 @@ class HostAgent:
 
 def agent_of(spec: AgentSpec) -> HostAgent:
     """Return the agent that this specification describes. Raises `HostError`."""
-    found = resources(spec.labels)
+    offered = resources(spec.labels)
     chosen = spec.devices
     return HostAgent(
         name=spec.name,
         controller=spec.controller,
         secret=spec.secret,
         resources=msgspec.structs.replace(
-            found,
-            cpus=spec.cpus or found.cpus,
+            offered,
+            cpus=spec.cpus or offered.cpus,
             devices=tuple(
-                device for device in found.devices if chosen is None or device.index in chosen
+                device for device in offered.devices if chosen is None or device.index in chosen
             ),
         ),
         join_s=spec.join_s,
@@ -265,7 +265,9 @@ class _Membership:
         return self._released, reason
 
     async def _watch(self) -> None:
-        """Send signs of life and logs, and end the membership when its lease is over."""
+        """Send signs of life and logs, and end the membership when its lease is
+        over.
+        """
         while True:
             self._control.send(encode(HostAlive()))
             for process in list(self._processes.values()):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollweave.core.policy.pools import pools_of
+from rollweave.core.policy.pools import pools_of, slots_of
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
 from rollweave.record.rundir import RunDir
@@ -45,8 +45,9 @@ class _Member:
 
 
 class GatheredHosts:
-    """The hosts of a run, or of a role of the user's program. `say` receives lines for
-    the user.
+    """The hosts of a run, or of a role of the user's program.
+
+    `on_status` receives lines for the user.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class GatheredHosts:
         *,
         relays: int = 0,
         user: UserFiles | None = None,
-        say: Callable[[str], None],
+        on_status: Callable[[str], None],
     ) -> None:
         """Without a cluster, this machine stands for `relays` hosts. Each host of a
         cluster gets the files of `user`.
         """
         self._cluster, self._pools, self._run = cluster, pools, run
         self._user = user or UserFiles()
-        self._tasks, self._say = tasks, say
+        self._tasks, self._on_status = tasks, on_status
         self._numbers = itertools.count()
         self._members: dict[str, _Member] = {}
         self._changed = asyncio.Event()
@@ -100,7 +101,7 @@ class GatheredHosts:
             cluster,
             labels=[pool.resource for pool in self._pools.values()],
             logs=self._run.logs,
-            say=self._on_pending,
+            on_status=self._on_pending,
             fail=self._on_refused,
         )
         reach = None if self._launcher is None else await self._launcher.open()
@@ -112,10 +113,12 @@ class GatheredHosts:
         if self._launcher is None:
             given = SECRET_VARIABLE in os.environ
             option = "" if given else f" --secret-file {self._run.host_secret}"
-            self._say(f"waiting for {wanted} hosts: rollweave host --join {self._where}{option}")
+            self._on_status(
+                f"waiting for {wanted} hosts: rollweave host --join {self._where}{option}"
+            )
         else:
             self._launcher.start((host, self._listener.port), secret)
-            self._say(f"waiting for {wanted} hosts")
+            self._on_status(f"waiting for {wanted} hosts")
         self._wanted, self._until = wanted, time.monotonic() + cluster.join_s
         naming = self._tasks.spawn(self._name_long_wait(wanted), "name the wait for hosts")
         try:
@@ -151,7 +154,9 @@ class GatheredHosts:
             what = f"{len(self._members)} of {hosts} joined {self._where} so far: {self._present()}"
             return [Wait(component="hosts", what=what, since=began)]
 
-        await name_long_waits(waits, clock=time.monotonic, report=lambda _, line: self._say(line))
+        await name_long_waits(
+            waits, clock=time.monotonic, report=lambda _, line: self._on_status(line)
+        )
 
     def _present(self) -> str:
         """Name the hosts that have joined, and those that are about to."""
@@ -238,12 +243,12 @@ class GatheredHosts:
         if self._post is not None:
             self._post(HostJoined(host=self._slot(member)))
         else:
-            self._say(f"host {remote.name} has joined")
+            self._on_status(f"host {remote.name} has joined")
 
     def _on_pending(self, line: str) -> None:
         """Report why an agent is not started yet."""
         self._pending.append(line)
-        self._say(line)
+        self._on_status(line)
 
     def _on_refused(self, error: str) -> None:
         """Report why a host cannot join."""
@@ -252,14 +257,14 @@ class GatheredHosts:
             self._changed.set()
         elif self._post is None:
             self._refusal = error
-            self._say(f"{error}{self._further_wait()}")
+            self._on_status(f"{error}{self._further_wait()}")
         else:
-            self._say(error)
+            self._on_status(error)
 
     def _on_wrong_secret(self, error: str) -> None:
         """Report a host with a wrong secret, which must not end the run."""
         self._wrong_secret = error
-        self._say(f"{error}{self._further_wait()}")
+        self._on_status(f"{error}{self._further_wait()}")
 
     def _further_wait(self) -> str:
         """Describe how long the run still waits for a host in place of a refused one,
@@ -279,7 +284,7 @@ class GatheredHosts:
         if self._post is not None:
             self._post(HostLost(host=member.number, error=reason))
         else:
-            self._say(f"host {remote.name} is lost: {reason}")
+            self._on_status(f"host {remote.name} is lost: {reason}")
 
 
 def slot_of(
@@ -293,4 +298,5 @@ def slot_of(
         cpus=resources.cpus,
         devices=tuple(device.index for device in resources.devices),
         pools=pools_of(pools, resources),
+        slots=slots_of(pools, resources),
     )

@@ -72,21 +72,21 @@ def launcher_of(
     *,
     labels: Sequence[str] = (),
     logs: Path,
-    say: Callable[[str], None],
+    on_status: Callable[[str], None],
     fail: Callable[[str], None],
 ) -> Launcher | None:
     """Return the launcher that the configuration names; None if the user starts the
     agents.
 
-    `labels` are resources that hosts should have. `say` receives lines for the user,
-    and `fail` the reason why an agent cannot be started. Raises ConfigError.
+    `labels` are resources that hosts should have. `on_status` receives lines for the
+    user, and `fail` the reason why an agent cannot be started. Raises ConfigError.
     """
     match cluster.launcher:
         case "local":
             return LocalLauncher(cluster, logs)
         case "ray":
             check_launcher(cluster)
-            return RayLauncher(cluster, logs, labels=labels, say=say, fail=fail)
+            return RayLauncher(cluster, logs, labels=labels, on_status=on_status, fail=fail)
         case _:
             return None
 
@@ -100,7 +100,9 @@ def check_launcher(cluster: ClusterConfig) -> None:
 
 
 class LocalLauncher:
-    """Starts several agents on this machine, and divides its cores and GPUs among them."""
+    """Starts several agents on this machine, and divides its cores and GPUs among
+    them.
+    """
 
     def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
         assert cluster.hosts is not None, "it is checked with the configuration"
@@ -172,10 +174,10 @@ class RayLauncher:
         logs: Path,
         *,
         labels: Sequence[str],
-        say: Callable[[str], None],
+        on_status: Callable[[str], None],
         fail: Callable[[str], None],
     ) -> None:
-        self._cluster, self._logs, self._say, self._fail = cluster, logs, say, fail
+        self._cluster, self._logs, self._on_status, self._fail = cluster, logs, on_status, fail
         self._labels = tuple(labels)
         self._driver: ChildProcess | None = None
         self._reach: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
@@ -232,7 +234,7 @@ class RayLauncher:
             case RayFailed(error=error) if not self._reach.done():
                 self._reach.set_exception(ConfigError(self._unreachable(error)))
             case AgentPending(host=host, reason=reason):
-                self._say(f"host {host}: {reason}")
+                self._on_status(f"host {host}: {reason}")
             case AgentEnded(host=host, error=error):
                 self._fail(f"host {host}: {error}")
 

@@ -1,8 +1,8 @@
-"""Agents on the nodes of a Ray cluster, one on each: an actor that reserves all CPUs, GPUs
-and named resources of the node, so that Ray gives them to no other work.
+"""Agents on the nodes of a Ray cluster, one on each: an actor that reserves all CPUs,
+GPUs and named resources of the node, so that Ray gives them to no other work.
 
-Only Ray knows which nodes are free. A run with a limit on its hosts therefore asks for all
-nodes, serves on those that it gets first, and gives back the others.
+Only Ray knows which nodes are free. A run with a limit on its hosts therefore asks for
+all nodes, serves on those that it gets first, and gives back the others.
 
 Ray starts and ends the agents; it carries none of the run's data. This module runs in a
 separate process, Ray's driver, and Ray ends all actors with it. Only this module
@@ -72,7 +72,7 @@ def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
 
     The names of nodes that share one get parts of their ids.
     """
-    found: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     for row in table:
         have: Mapping[str, float] = row.get("Resources", {})
         cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
@@ -87,9 +87,9 @@ def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
             name.removeprefix(ACCELERATOR): gpus for name in have if name.startswith(ACCELERATOR)
         }
         name, number = row.get("NodeName") or row["NodeManagerAddress"], row["NodeID"]
-        if any(node.name == name for node in found.values()):
+        if any(node.name == name for node in nodes.values()):
             name = f"{name}-{number[:8]}"
-        found[number] = Node(
+        nodes[number] = Node(
             id=number,
             name=name,
             address=row["NodeManagerAddress"],
@@ -98,12 +98,12 @@ def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
             resources=named,
             labels={**kinds, **named},
         )
-    return found
+    return nodes
 
 
 def connect(address: str) -> Any:
-    """Connect to the Ray cluster at `address`, or to that of the node on this machine for
-    "auto", and return the module `ray`.
+    """Connect to the Ray cluster at `address`, or to that of the node on this machine
+    for "auto", and return the module `ray`.
 
     Raises ConfigError.
     """
@@ -215,9 +215,9 @@ class Agents:
         }
         if node.address in serving:
             return True
-        found = {label for one in serving.values() for label in one.labels}
+        served = {label for one in serving.values() for label in one.labels}
         offered = {label for one in nodes.values() for label in one.labels}
-        missing = (set(self._start.labels) & offered) - found
+        missing = (set(self._start.labels) & offered) - served
         left = self._start.hosts - len(serving)
         return left > len(missing) or (left > 0 and not missing.isdisjoint(node.labels))
 
@@ -255,7 +255,9 @@ class Agents:
         self._ray.kill(running.actor)
 
     def _ended(self, running: _Running, result: Any) -> None:
-        """Report why an agent ended, unless the run is over or Ray has lost the node."""
+        """Report why an agent ended, unless the run is over or Ray has lost the
+        node.
+        """
         del self._running[running.node.id]
         self._not_before[running.node.id] = time.monotonic() + RETRY_S
         try:

@@ -57,16 +57,16 @@ def devices() -> tuple[Device, ...]:
 
 def parse(listing: str) -> list[tuple[str, Device]]:
     """Return the GPUs of a listing, each with its unique id. Raises `HostError`."""
-    found: list[tuple[str, Device]] = []
+    devices: list[tuple[str, Device]] = []
     for line in listing.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 4 or not fields[0].isdecimal() or not fields[3].isdecimal():
             raise HostError(f"a line of the GPUs' listing must have four fields, got {line!r}")
         index, unique, kind, mebibytes = fields
-        found.append(
+        devices.append(
             (unique, Device(index=int(index), kind=kind, memory_bytes=int(mebibytes) << 20))
         )
-    return found
+    return devices
 
 
 def visible(devices: list[tuple[str, Device]], setting: str | None) -> tuple[Device, ...]:
