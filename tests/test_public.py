@@ -20,6 +20,9 @@ from rollweave.schema.errors import ConfigError
 from tests.cli.commands import CONFIG
 
 ROOT = Path(__file__).parents[1]
+PUBLIC = ("rollweave.sandbox.", "rollweave.service.adapters.", "rollweave.weights.delta")
+"""Prefixes of the names that a page may import, as the package's docstring says."""
+
 PROMISED = {"Env", "Observation", "Step", "Message", "Task", "AgentHandler", "train", "Rollouts"}
 
 
@@ -31,11 +34,18 @@ def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
+def parsed(source: str) -> ast.Module:
+    """Parse a program, which may wait at its top level."""
+    tree = compile(source, "block", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    assert isinstance(tree, ast.Module)
+    return tree
+
+
 def public_imports(source: str) -> set[str]:
     """Names that `source` imports from the package itself."""
     nodes = [
         node
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.ImportFrom) and node.module == "rollweave"
     ]
     return {alias.name for node in nodes for alias in node.names}
@@ -72,18 +82,40 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = rollweave.Nonesuch
 
 
-def test_examples_and_documents_import_public_names_only() -> None:
+def test_examples_and_readme_import_names_of_the_package_itself() -> None:
     sources = {path: path.read_text() for path in ROOT.glob("examples/**/*.py")}
-    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
-    sources |= {
-        ROOT / f"README.md:{place}": block.partition("```")[0] for place, block in enumerate(blocks)
-    }
+    sources |= python_blocks(ROOT / "README.md")
     assert any(public_imports(source) for source in sources.values())
     for path, source in sources.items():
         assert public_imports(source) <= set(rollweave.__all__), path
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom):
-                assert not (node.module or "").startswith("rollweave."), path
+        assert names_in_modules(source) == set(), path
+
+
+def test_documents_import_public_names_only() -> None:
+    sources: dict[Path, str] = {}
+    for page in (ROOT / "docs").glob("**/*.md"):
+        sources |= python_blocks(page)
+    assert any(names_in_modules(source) for source in sources.values())
+    for path, source in sources.items():
+        assert public_imports(source) <= set(rollweave.__all__), path
+        for name in names_in_modules(source):
+            assert name.startswith(PUBLIC), path
+
+
+def python_blocks(page: Path) -> dict[Path, str]:
+    """The Python code of a page, each block by its number."""
+    blocks = page.read_text().split("\n```python\n")[1:]
+    return {page / str(number): block.partition("\n```")[0] for number, block in enumerate(blocks)}
+
+
+def names_in_modules(source: str) -> set[str]:
+    """Names that `source` imports from modules of the package, with their modules."""
+    nodes = [
+        node
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollweave.")
+    ]
+    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
 
 def test_import_loads_nothing_heavy() -> None:

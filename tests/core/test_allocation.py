@@ -7,7 +7,7 @@ from rollweave.core.costs import groups_of
 from rollweave.core.policy.allocation import allocate_groups
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
-from rollweave.core.state import Phase
+from rollweave.core.state import Phase, Unplaced
 from rollweave.schema import commands as c
 from tests.support.states import DEGREES, TAIL, fleet
 
@@ -45,6 +45,17 @@ def test_engines_of_the_plan_start_when_the_budget_has_room() -> None:
     assert run.state.allocation.pending_degrees == []
 
 
+def test_engines_that_wait_for_a_place_use_the_budget() -> None:
+    run = fleet(1, lengths=TAIL)
+    run.state.hosts.unplaced = [Unplaced(degree=1, group=0)]
+    run.state.allocation.pending_degrees = [4]
+    allocation.advance(run)
+    assert run.state.allocation.pending_degrees == [4]
+    run.state.hosts.unplaced = []
+    allocation.advance(run)
+    assert run.state.allocation.pending_degrees == []
+
+
 @pytest.mark.parametrize("gain", [1.0, 1.02])
 def test_a_fleet_that_saves_little_is_not_worth_its_starts(gain: float) -> None:
     """All trajectories are alike: more GPUs for an engine save next to nothing."""
@@ -54,7 +65,9 @@ def test_a_fleet_that_saves_little_is_not_worth_its_starts(gain: float) -> None:
     assert run.state.counters.scheduling.reallocations == 0
 
 
-@pytest.mark.parametrize("hindrance", ["pending", "draining", "recent", "ending", "few"])
+@pytest.mark.parametrize(
+    "hindrance", ["pending", "draining", "unplaced", "recent", "ending", "few"]
+)
 def test_nothing_is_planned(hindrance: str) -> None:
     run = fleet(1, 1, 1, 1, 1, lengths=TAIL if hindrance != "few" else TAIL[:4])
     match hindrance:
@@ -62,6 +75,8 @@ def test_nothing_is_planned(hindrance: str) -> None:
             run.state.allocation.pending_degrees = [1]
         case "draining":
             next(iter(run.state.engines.values())).draining = True
+        case "unplaced":
+            run.state.hosts.unplaced = [Unplaced(degree=1, group=0)]
         case "recent":
             run.state.allocation.planned_at = 1
         case "ending":
@@ -78,6 +93,18 @@ def test_degrees_that_no_engine_measured_are_left_out_with_a_warning() -> None:
     assert degrees_of(run) == [1, 2, 2]
     (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
     assert "no engine of degree 4 fits the budget of 5" in warning.message
+
+
+def test_the_plan_waits_for_the_costs_of_engines_that_run() -> None:
+    run = fleet(2, 1, 1, 1, lengths=TAIL)
+    costs = run.state.measured[""].pop(2)
+    allocation.plan(run)
+    assert degrees_of(run) == [1, 1, 1, 2]
+    assert not run.out
+    run.state.measured[""][2] = costs
+    run.state.trainer.step += 1
+    allocation.plan(run)
+    assert degrees_of(run) == [1, 4]
 
 
 def test_a_batch_is_spaced_evenly_by_length() -> None:

@@ -14,6 +14,7 @@ from rollweave.core.state import Best, EngineStatus, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
+from rollweave.schema.config.sections import FINAL_TASKS_FROM
 from rollweave.schema.work import StopReason
 from tests.core.world import World
 from tests.support.core import MODES, config
@@ -197,7 +198,7 @@ def test_a_final_evaluation_draws_tasks_that_no_periodic_one_has_seen() -> None:
     run = evaluating()
     evaluation.begin(run, version=4, final=True)
     evaluation.advance(run)
-    first = evaluation.FINAL_TASKS_FROM
+    first = FINAL_TASKS_FROM
     assert drawn(run) == [(name, first + n) for n in range(3) for name in ("a", "b")]
     assert run.state.evaluations.current is not None
     assert not run.state.evaluations.current.checkpointed

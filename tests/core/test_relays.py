@@ -14,7 +14,13 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.core.world import World
-from tests.support.core import ALLOCATION, MODES, SCHEDULINGS, config, restart_controller
+from tests.support.core import (
+    ALLOCATION,
+    MODES,
+    SCHEDULINGS,
+    config,
+    run_with_lost_controllers,
+)
 from tests.support.properties import examples
 from tests.support.relay_driver import Driver
 
@@ -86,7 +92,9 @@ def test_without_delta_every_fetch_is_whole() -> None:
 
 
 def test_the_faster_form_of_broadcast_is_used() -> None:
-    """Whole first, since there is no base; then changes; then the form that was faster."""
+    """Whole first, since there is no base; then changes; then the form that was
+    faster.
+    """
     driver = Driver(2).up()
     forms = []
     for seconds in (1.0, 3.0, 1.0, 1.0):
@@ -394,17 +402,7 @@ def test_the_controller_may_be_lost_with_its_relays(
     world = World(
         config(mode, engines={"count": 3}, weights={"relays": relays}), seed, failure=0.01
     )
-    world.start()
-    for kill in kills:
-        for _ in range(kill):
-            if world.finish is None:
-                world.step()
-        restart_controller(world)
-    while world.finish is None:
-        assert world.handled < 50_000
-        world.step()
-    assert world.finish.error == "" or "checkpoint" in world.finish.error
-    assert world.core.account().balanced
+    run_with_lost_controllers(world, kills)
 
 
 @settings(max_examples=examples(20))

@@ -280,7 +280,7 @@ def trainer(gpus: int = 32, shape: str = "qwen3-8b", over: str = "rdma") -> Trai
 def test_a_training_step_is_its_flops_gradients_and_update():
     shape = model("qwen3-8b")
     flops = (
-        6 * (shape.active_parameters - shape.head_parameters) * 1_000_000
+        6 * (shape.layer_parameters + shape.head_parameters) * 1_000_000
         + 12 * 36 * 32 * 128 * 2_000_000_000
     )
     reduce = 2 * 3 / 4 * shape.weight_bytes / (8 * 50e9 * cost.LINK_EFFICIENCY) + 6 * 5e-6

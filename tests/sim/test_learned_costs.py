@@ -1,5 +1,5 @@
-"""Engines with an inference server measure nothing, in a simulation as in a live run: what
-is learned from their turns is close to what they cost.
+"""Engines with an inference server measure nothing, in a simulation as in a live run:
+what is learned from their turns is close to what they cost.
 """
 
 from pathlib import Path
@@ -56,6 +56,23 @@ def test_learned_costs_are_close_to_measured_ones(tmp_path: Path) -> None:
         for sequences in (1, 8, 16):
             group = {"longest": 500, "tokens": 500 * sequences, "occupied": 2e6 * sequences}
             assert learned.rate.seconds(**group) == pytest.approx(true.seconds(**group), rel=0.3)
+
+
+@pytest.mark.slow
+def test_a_fleet_of_servers_is_planned_with_learned_costs(tmp_path: Path) -> None:
+    changes = {"allocation": {"budget": 4, "degrees": [1, 2]}}
+    planned = list[list[int]]()
+    for kind in ("embedded", "vllm"):
+        run = {"name": kind, "dir": str(tmp_path), "steps": 4}
+        small = config(tmp_path, mode="sync", scheduling="trajectory").model_dump()
+        del small["engines"]["count"], small["engines"]["degree"]
+        engines = {**small["engines"], "kind": kind}
+        world = simulated(
+            RunConfig.model_validate({**small, **changes, "run": run, "engines": engines})
+        )
+        planned.append(sorted(engine.degree for engine in world.core.state.engines.values()))
+        assert "degree_unmeasured" not in world.core.state.counters.watchdog
+    assert planned[0] == planned[1]
 
 
 def test_engines_of_servers_preempt_nothing_and_move_no_kv(tmp_path: Path) -> None:

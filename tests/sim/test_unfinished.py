@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollweave.rollout.progress import REPORT_INTERVAL_S
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
-from rollweave.schema.events import Event
+from rollweave.schema.events import TURN_REPORT_INTERVAL_S, Event
 from rollweave.schema.serving import PROGRESS_S
 from rollweave.schema.work import Limits, Purpose, Task
 from rollweave.sim.clock import Clock
@@ -282,7 +281,7 @@ def test_a_repeatedly_lost_turn_loses_one_report_interval_each_time() -> None:
 
 def test_the_core_receives_progress_while_an_engine_generates() -> None:
     stage, full_s = Stage(), undisturbed_s()
-    assert full_s > 5 * REPORT_INTERVAL_S
+    assert full_s > 5 * TURN_REPORT_INTERVAL_S
     stage.start("e0", 0)
     half = 1.0 + full_s / 2
     stage.until(half)
@@ -292,7 +291,7 @@ def test_the_core_receives_progress_while_an_engine_generates() -> None:
     end, _ = stage.done()
     reports = stage.reports()
     assert [at for at, _, _ in reports if at <= half] == pytest.approx(
-        [1.0 + REPORT_INTERVAL_S * n for n in range(2, len(first) + 2)]
+        [1.0 + TURN_REPORT_INTERVAL_S * n for n in range(2, len(first) + 2)]
     )
     assert {number for _, number, _ in reports} == {0, 1}
     tokens = [count for _, _, count in reports]
@@ -301,7 +300,7 @@ def test_the_core_receives_progress_while_an_engine_generates() -> None:
     for at, number, count in first:
         assert number == 0
         assert sampled_by(at - 1.0 - PROGRESS_S) - 3 <= count <= sampled_by(at - 1.0)
-    stage.until(end + 3 * REPORT_INTERVAL_S)
+    stage.until(end + 3 * TURN_REPORT_INTERVAL_S)
     assert stage.reports() == reports
 
 

@@ -3,17 +3,19 @@ engine by engine (Heddle §6).
 
 An engine that the plan lacks takes no more turns and is removed when its last one is
 done; engines that the plan has and the fleet lacks are started as the budget allows.
-Only degrees at which an engine has measured itself are compared.
+Only degrees are compared at which an engine has measured itself or, with an inference
+server, has finished enough turns (`core/costs`).
 """
 
 from collections import Counter
 
 from rollweave.core import engines, membership
-from rollweave.core.costs import groups_of, prevailing_hardware
+from rollweave.core.costs import groups_of, kind_of, prevailing_hardware
 from rollweave.core.policy.allocation import allocate_groups, is_sum
 from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
+from rollweave.core.state import State
 from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSlot
 
@@ -28,12 +30,17 @@ def plan(run: Run) -> None:
     config, state, allocation = run.config.allocation, run.state, run.state.allocation
     if config is None or state.trainer.step == allocation.planned_at or not run.training:
         return
-    if allocation.pending_degrees or any(engine.draining for engine in state.engines.values()):
-        return
+    draining = any(engine.draining for engine in state.engines.values())
+    if draining or allocation.pending_degrees or state.hosts.unplaced:
+        return  # the fleet is still becoming that of the last plan
     allocation.planned_at = state.trainer.step
     works = _batch(run)
-    known = state.measured.get(prevailing_hardware(run), {})
+    hardware = prevailing_hardware(run)
+    known = state.measured.get(hardware, {})
     measured = [degree for degree in config.degrees if degree in known]
+    kinds = {kind_of(run, engine) for engine in state.engines.values()}
+    if any(kind == hardware and degree not in known for kind, degree in kinds):
+        return  # the costs of one that runs are still being learned
     if len(measured) < len(config.degrees) and not state.counters.watchdog.get("degree_unmeasured"):
         missing = ", ".join(str(degree) for degree in config.degrees if degree not in known)
         why = (
@@ -97,10 +104,12 @@ def advance(run: Run) -> None:
     if config is None:
         return
     pending = state.allocation.pending_degrees
-    while (
-        state.hosts.up
-        and pending
-        and pending[0] <= config.budget - sum(engine.degree for engine in state.engines.values())
-    ):
+    while state.hosts.up and pending and pending[0] <= config.budget - _used(state):
         name = membership.next_id(state)
         engines.add(run, EngineSlot(id=name, degree=pending.pop(0)))
+
+
+def _used(state: State) -> int:
+    """Return the devices of all engines, those included that wait for a place."""
+    waiting = sum(engine.degree for engine in state.hosts.unplaced)
+    return waiting + sum(engine.degree for engine in state.engines.values())

@@ -1,7 +1,7 @@
 """An attempt at a trajectory: finding it, its legal stages, its open turn, its end.
 
-Everything else in the core, but for `costs`, stands above this module. It touches the state and the
-indices, and it emits commands; it decides nothing. The attempt's stages:
+Everything else in the core, but for `costs`, stands above this module. It touches the
+state and the indices, and it emits commands; it decides nothing. The attempt's stages:
 
     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED → ENDED (only if dropped)
       ↑      any of these → CLOSING (while the world stops it) → OVER
@@ -17,6 +17,7 @@ from rollweave.core import costs
 from rollweave.core.policy.workers import worker_for
 from rollweave.core.run import AttemptOver, Run
 from rollweave.core.state import (
+    Engine,
     Held,
     OnEngine,
     Queued,
@@ -93,6 +94,18 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
         trajectory.turn = None
 
 
+def occupy(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None:
+    """Give an engine a turn."""
+    turn.use_before = costs.charge(run, engine)
+    run.fleet.occupy(engine, trajectory.id, turn)
+
+
+def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None:
+    """Take a turn from its engine."""
+    costs.charge(run, engine)
+    run.fleet.vacate(engine, trajectory.id, turn)
+
+
 def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     """Take the open turn from the queue, or from its engine, whose answer is discarded.
     The caller gives the turn another place, or closes it.
@@ -101,9 +114,7 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         case Queued():
             del run.state.turns.queue[trajectory.id]
         case OnEngine(engine=engine_id):
-            engine = run.state.engines[engine_id]
-            costs.charge(run, engine)
-            run.fleet.vacate(engine, trajectory.id, turn)
+            vacate(run, run.state.engines[engine_id], trajectory, turn)
             abort(run, trajectory, turn, engine_id)
         case Held():
             pass

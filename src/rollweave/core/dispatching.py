@@ -1,5 +1,5 @@
-"""The queue of turns, and their dispatch: a queued turn is given to an engine that would
-run it at once, the highest rank first.
+"""The queue of turns, and their dispatch: a queued turn is given to an engine that
+would run it at once, the highest rank first.
 
 Invariant: an engine is given more turns than it has slots only by a turn that preempts
 (Heddle Alg. 1): it runs the highest ranks of those that it has.
@@ -7,7 +7,7 @@ Invariant: an engine is given more turns than it has slots only by a turn that p
 
 from collections.abc import Mapping
 
-from rollweave.core import assignment, costs, turn_priority
+from rollweave.core import assignment, attempts, turn_priority
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import EngineLoad, choose
@@ -280,8 +280,7 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     if run.scheduling.assigns and not trajectory.kv_resident:
         trajectory.kv_resident = True
         run.reindex(trajectory)
-    turn.use_before = costs.charge(run, engine)
-    run.fleet.occupy(engine, trajectory.id, turn)
+    attempts.occupy(run, engine, trajectory, turn)
     run.emit(
         StartTurn(
             trajectory_id=trajectory.id,

@@ -21,13 +21,8 @@ from rollweave.core.state import (
     Trajectory,
 )
 from rollweave.schema.commands import MarkBest, RecordEvaluation
-from rollweave.schema.config.sections import EVAL_EPISODES
+from rollweave.schema.config.sections import FINAL_TASKS_FROM
 from rollweave.schema.work import Purpose, StopReason
-
-FINAL_TASKS_FROM = EVAL_EPISODES
-"""Index of the final evaluation's first task: the periodic evaluations, which choose
-the checkpoint, never see these.
-"""
 
 
 def is_due(run: Run, step: int) -> bool:

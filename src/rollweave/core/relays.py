@@ -5,10 +5,11 @@ The master, first in the chain, fetches them from the trainer, every other relay
 the one before it, all at once: a source passes on what it has received so far.
 Invariants: a fetching relay has a source that holds the same weights, or that stands
 before it and is fetching them too, so that no relays wait for each other; a relay that
-joins becomes the last of its site; a relay on a host without engines fetches nothing,
-unless it is the master. A failed fetch is tried in another way at once if there is one,
-else after the watchdog's next check. The loss of the trainer is never blamed on a
-relay.
+joins becomes the last of its site; a version that a relay brings to a site is not
+fetched from another site by those after it; a relay on a host without engines fetches
+nothing, unless it is the master. A failed fetch is tried in another way at once if
+there is one, else after the watchdog's next check. The loss of the trainer is never
+blamed on a relay.
 
 A relay that is silent for a moment is suspected, long before it counts as lost: relays
 that fetch from it continue from one that is not suspected, if there is one (the first
@@ -226,7 +227,7 @@ def advance(run: Run) -> None:
                 continue
             _stop(run, relay)
         wanted = _missing_version(run, relay)
-        if wanted is not None:
+        if wanted is not None and not _comes_to_its_site(run, relay, wanted):
             _fetch_from_best(run, relay, wanted)
 
 
@@ -240,6 +241,27 @@ def _fetch_from_best(run: Run, relay: Relay, wanted: int) -> bool:
     if ways:
         _fetch(run, relay, wanted, ways[0])
     return bool(ways)
+
+
+def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
+    """True if a relay before it fetches older weights and brings these to its site
+    next, where no relay has them yet: a second fetch would cross the link between
+    sites, too.
+    """
+    state = run.state
+    own = _site(run, relay.host)
+    order = state.chain.order
+    sources = _sources(run, relay, wanted)
+    if not sources or sources[0] is None or _site(run, state.relays[sources[0]].host) == own:
+        return False
+    before = (state.relays[other] for other in order[: order.index(relay.id)])
+    return any(
+        other.fetch is not None
+        and not other.suspected
+        and _site(run, other.host) == own
+        and _missing_version(run, other) == wanted
+        for other in before
+    )
 
 
 def _missing_version(run: Run, relay: Relay) -> int | None:
@@ -360,7 +382,8 @@ def _lead_beside_the_trainer(run: Run) -> None:
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     """The sources from which the relay may fetch these weights, the best first: the
-    nearest before it, then any that has them whole; those of its site before all others.
+    nearest before it, then any that has them whole; those of its site before all
+    others.
 
     None, the trainer, is for the head of the chain. A suspected relay is no source.
     After a change that did not fit, sources that have the whole version come first.

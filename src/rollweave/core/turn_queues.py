@@ -6,9 +6,9 @@ its turns prefer, so that a pool that is full does not block the others; and by 
 the trajectory's KV is there: a turn whose KV must find room first does not block one
 whose KV is present.
 
-Derived from the state (`state.turns.queue` and the turns) and never written to a snapshot.
-Entries of turns that have left the queue stay in the heaps until they surface, or until
-they outnumber the live ones.
+Derived from the state (`state.turns.queue` and the turns) and never written to a
+snapshot. Entries of turns that have left the queue stay in the heaps until they
+surface, or until they outnumber the live ones.
 """
 
 import heapq
@@ -71,7 +71,9 @@ class TurnQueues:
         self._entries += 1
 
     def first(self, state: State, key: QueueKey) -> QueuedTurn | None:
-        """The turn of the highest rank, and of the lowest tiebreak among equal ranks."""
+        """The turn of the highest rank, and of the lowest tiebreak among equal
+        ranks.
+        """
         heap = self._heaps.get(key)
         while heap:
             rank, _, trajectory_id, arrival = heap[0]
@@ -86,18 +88,20 @@ class TurnQueues:
 
     def waiting(self, state: State, key: QueueKey) -> list[QueuedTurn]:
         """Return all turns of this queue."""
-        found = [
+        entries = [
             (-rank, _find(state, trajectory_id, arrival))
             for rank, _, trajectory_id, arrival in self._heaps.get(key, [])
         ]
         return [
             queued
-            for rank, queued in found
+            for rank, queued in entries
             if queued is not None and _waits(queued, key) and queued.turn.rank == rank
         ]
 
     def oldest(self, state: State, key: QueueKey) -> QueuedTurn | None:
-        """The turn that was queued first, though it may have come from another queue since."""
+        """The turn that was queued first, though it may have come from another queue
+        since.
+        """
         arrivals = self._arrivals.get(key)
         while arrivals:
             arrival, trajectory_id = arrivals[0]

@@ -2,7 +2,8 @@
 
 Invariants: a queued turn is in `state.turns.queue`, one on an engine in exactly that
 engine's `active`, and one that is held in neither, while its trajectory's KV moves;
-`dispatch` fences late answers. `core/dispatching` queues turns and gives them to engines.
+`dispatch` fences late answers. `core/dispatching` queues turns and gives them to
+engines.
 """
 
 from rollweave.core import (
@@ -60,8 +61,7 @@ def on_done(run: Run, event: TurnDone) -> None:
     trajectory, turn, engine = answered
     if len(engine.active) > engine.max_slots:
         engine.oversubscribed_at = run.now
-    costs.charge(run, engine)
-    run.fleet.vacate(engine, trajectory.id, turn)
+    attempts.vacate(run, engine, trajectory, turn)
     costs.learn_turn(run, engine, turn, event)
     run.dirty_queues += [None, engine.id]
     engine.consecutive_timeouts = 0
@@ -165,8 +165,7 @@ def fail(run: Run, trajectory: Trajectory, engine: Engine, error: str) -> None:
     another engine, or give up the attempt.
     """
     turn = trajectory.open_turn
-    costs.charge(run, engine)
-    run.fleet.vacate(engine, trajectory.id, turn)
+    attempts.vacate(run, engine, trajectory, turn)
     run.warn(
         engine.id, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed"
     )

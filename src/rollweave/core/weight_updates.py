@@ -6,8 +6,8 @@ in flight stay on it, and their KV is recomputed there. Weights are staged as so
 they can be, before the mode lets engines take them. An engine without room for a second
 copy, or whose staging failed, is suspended for the whole load; so is one without work,
 since there is nothing to hide the load behind. While an evaluation runs, engines keep
-the version that is being evaluated. In mode decoupled each engine updates independently,
-and `core/version_affinity` decides when and to which version.
+the version that is being evaluated. In mode decoupled each engine updates
+independently, and `core/version_affinity` decides when and to which version.
 
 In a colocated run the trainer and the engines take turns on the same devices. Engines
 start without memory for weights and KV, and get it with `LoadWeights`. When the batch
@@ -71,7 +71,9 @@ def on_staging_failed(run: Run, event: StagingFailed) -> None:
 
 
 def give_up_staging(run: Run, engine: Engine, error: str) -> None:
-    """Let the engine load these weights while it is suspended, once the mode permits."""
+    """Let the engine load these weights while it is suspended, once the mode
+    permits.
+    """
     run.warn(
         engine.id,
         f"weights {engine.staging_id} not received while it serves: {error}",
@@ -81,12 +83,8 @@ def give_up_staging(run: Run, engine: Engine, error: str) -> None:
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
-    engine = engines.find(run, event.engine_id, event.epoch)
-    if (
-        engine is None
-        or engine.status is not EngineStatus.LOADING
-        or engine.loading_id != event.weights_id
-    ):
+    engine = _loading(run, event)
+    if engine is None:
         return
     step = engine.loading_step
     if step is not None and run.state.publication.checkpointed.get(event.weights_id) != step:
@@ -113,12 +111,8 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
 
 
 def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
-    engine = engines.find(run, event.engine_id, event.epoch)
-    if (
-        engine is None
-        or engine.status is not EngineStatus.LOADING
-        or engine.loading_id != event.weights_id
-    ):
+    engine = _loading(run, event)
+    if engine is None:
         return
     if engine.version >= 0:
         _count_stop(run, engine, transfers=engine.staged_id != event.weights_id)
@@ -142,6 +136,18 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         _reassign(run)
 
 
+def _loading(run: Run, event: WeightsLoaded | WeightsLoadFailed) -> Engine | None:
+    """Return the engine that loads these weights; None if it no longer does."""
+    engine = engines.find(run, event.engine_id, event.epoch)
+    if (
+        engine is None
+        or engine.status is not EngineStatus.LOADING
+        or engine.loading_id != event.weights_id
+    ):
+        return None
+    return engine
+
+
 def _count_stop(run: Run, engine: Engine, *, transfers: bool) -> None:
     """Count the seconds of the load that is over; with `transfers` it also received the
     weights.
@@ -153,8 +159,8 @@ def _count_stop(run: Run, engine: Engine, *, transfers: bool) -> None:
 
 
 def _reassign(run: Run) -> None:
-    """Reassign unassigned trajectories, and restart those whose version can no longer be
-    loaded anywhere.
+    """Reassign unassigned trajectories, and restart those whose version can no longer
+    be loaded anywhere.
     """
     for trajectory in version_affinity.reassign(run):
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
@@ -199,8 +205,8 @@ def update(run: Run) -> None:
 def _release(run: Run, engine: Engine) -> None:
     """Suspend an engine, without turns, so that it gives its memory back.
 
-    It still counts as having its version, so that nothing is launched before all engines
-    have loaded the next one.
+    It still counts as having its version, so that nothing is launched before all
+    engines have loaded the next one.
     """
     turns.recall_all(run, engine)
     engine.released = True

@@ -17,7 +17,7 @@ from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.trainer import SimTrainer
 
 
-class RunObserver(Protocol):
+class SimObserver(Protocol):
     """Receives what a run reports about itself."""
 
     def warned(self, command: c.Warn) -> None:
@@ -47,7 +47,7 @@ class Effects:
         relays: SimRelays,
         predictor: SimPredictor,
         limits: Callable[[str], Limits],
-        observer: RunObserver,
+        observer: SimObserver,
         finish: Callable[[str], None],
     ) -> None:
         self._clock, self._post, self._limits, self._finish = clock, post, limits, finish

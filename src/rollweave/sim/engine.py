@@ -27,15 +27,13 @@ from rollweave.sim.kv import KvCounts, Request, Turn
 class Done(Struct, frozen=True, kw_only=True):
     """A turn that ended at `at`; the prefix cache gave `cached_tokens` of its context.
 
-    `version_id` is the version loaded then. For `queue_s` seconds of its time on the
-    engine it had no slot.
+    For `queue_s` seconds of its time on the engine it had no slot.
     """
 
     key: str
     at: float
     output_tokens: int
     cached_tokens: int
-    version_id: int
     queue_s: float = 0.0
 
 
@@ -170,8 +168,8 @@ class SimEngine:
     def reported_tokens(self, now: float) -> dict[str, int]:
         """Return the tokens of each live request that the engine has reported.
 
-        It reports every `PROGRESS_S` and when it is suspended; the count is derived from
-        the tokens sampled now, at the pace of the current step.
+        It reports every `PROGRESS_S` and when it is suspended; the count is derived
+        from the tokens sampled now, at the pace of the current step.
         """
         self._run_until(now)
         steps, batch, unreported = self._steps_by(now), self._batch, 0
@@ -220,7 +218,9 @@ class SimEngine:
         self.cost = cost
 
     def suspend(self, now: float) -> float:
-        """Compute nothing after the running step. Returns the time at which that ends."""
+        """Compute nothing after the running step. Returns the time at which that
+        ends.
+        """
         self._run_until(now)
         self._suspended = True
         self._cut(now)
@@ -463,7 +463,6 @@ class SimEngine:
                 at=self._at,
                 output_tokens=request.output_tokens,
                 cached_tokens=turn.cached,
-                version_id=self.weights_id,
                 queue_s=turn.queue_s,
             )
         )

@@ -30,8 +30,7 @@ NVIDIA's HGX boards.
 class Gpu(Struct, frozen=True, kw_only=True):
     """One accelerator.
 
-    `nvlink_bytes_per_s` is as published, the sum of both directions; `relative_cost` is
-    relative to H20 = 1.
+    `nvlink_bytes_per_s` is as published, the sum of both directions.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     hbm_bytes_per_s: float
     hbm_bytes: float
     nvlink_bytes_per_s: float
-    relative_cost: float | None = None
 
 
 class Link(Struct, frozen=True, kw_only=True):
@@ -65,7 +63,6 @@ GPUS = {
             hbm_bytes_per_s=4000 * GB,
             hbm_bytes=96 * GIB,
             nvlink_bytes_per_s=900 * GB,
-            relative_cost=1.0,
         ),
         Gpu(
             name="h800",
@@ -74,7 +71,6 @@ GPUS = {
             hbm_bytes_per_s=3350 * GB,
             hbm_bytes=80 * GIB,
             nvlink_bytes_per_s=400 * GB,
-            relative_cost=2.85,
         ),
         Gpu(
             name="h100",

@@ -42,13 +42,6 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def active_parameters(self) -> int:
-        """Return the number of parameters that one token uses, embedding and head
-        included, as model cards count them.
-        """
-        return self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
-
-    @property
     def layer_parameters(self) -> int:
         """Return the layer parameters that one token is multiplied with; an embedding
         look-up multiplies none.

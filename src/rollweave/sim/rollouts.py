@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from rollweave.record.trace import ENVIRONMENTS, Trace
-from rollweave.rollout.progress import REPORT_INTERVAL_S
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.events import TURN_REPORT_INTERVAL_S
 from rollweave.schema.work import Limits, Purpose, StopReason
 from rollweave.sim.clock import Clock
 from rollweave.sim.engine import Done
@@ -24,8 +24,6 @@ from rollweave.sim.fleet import SimFleet
 from rollweave.sim.kv import Request
 from rollweave.sim.serverless import Judges
 from rollweave.sim.workload import Plan, Workload
-
-Key = tuple[TrajectoryId, int]
 
 
 @dataclass(slots=True)
@@ -47,7 +45,8 @@ class Attempt:
     done: e.TurnDone | None = None  # the latest answer
     awaits_engine: bool = False  # for an engine to receive the open turn
     kept_tokens: int = 0  # tokens of the open turn from which its current or next engine continues
-    # tokens of the open turn's dispatch reported to the core; -1 before the first report
+    # tokens of the open turn's dispatch reported to the core; -1 before the first
+    # report
     reported: int = -1
     began_part: float = 0.0  # start of the open turn, or of the environment's work
 
@@ -161,7 +160,7 @@ class Rollouts:
             self._post(_failed(command, "the engine is on_lost"))
         elif self._keeps_turns and not self._reporting:
             self._reporting = True
-            self._clock.after(REPORT_INTERVAL_S, self._report_progress)
+            self._clock.after(TURN_REPORT_INTERVAL_S, self._report_progress)
 
     def abort_turn(self, command: c.AbortTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -291,7 +290,7 @@ class Rollouts:
         if progress:
             self._post(e.TurnsProgressed(turns=tuple(progress)))
         if self._reporting:
-            self._clock.after(REPORT_INTERVAL_S, self._report_progress)
+            self._clock.after(TURN_REPORT_INTERVAL_S, self._report_progress)
 
     # Internal events.
 

@@ -24,7 +24,7 @@ from rollweave.schema.config.sections import ModeName, SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
-from rollweave.sim.effects import Effects, RunObserver
+from rollweave.sim.effects import Effects, SimObserver
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.hosts import NO_POOL, SimHosts, degrees_of, gpu_of
@@ -79,7 +79,7 @@ class World:
         self,
         config: RunConfig,
         *,
-        observer: RunObserver,
+        observer: SimObserver,
         journal: Journal | None = None,
         trace: Trace | None = None,
         costs: Costs | None = None,
@@ -89,8 +89,8 @@ class World:
         keep_partial_turns: bool = False,
     ) -> None:
         """`rewards` computes them, all at once if None. The controller takes
-        `controller_s` for one event, while later ones wait. `keep_partial_turns` is that
-        of `rollout/pipeline.py`; mode decoupled always keeps them.
+        `controller_s` for one event, while later ones wait. `keep_partial_turns` is
+        that of `rollout/pipeline.py`; mode decoupled always keeps them.
         """
         self.config = config
         self.core = Core(config, rules=rules_of(config))
@@ -201,8 +201,8 @@ class World:
         )
 
     def pools_busy(self) -> dict[str, float]:
-        """Return the share of the time in which the GPUs of the engines of each pool, as
-        the run began, have computed.
+        """Return the share of the time in which the GPUs of the engines of each pool,
+        as the run began, have computed.
         """
         busy = self.fleet.busy_by_pool()
         gpus = Counter[str]()

@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.placement.heddle_baselines import anneal, place_dp
-from rollweave.core.policy.allocation import Allocation, allocate
+from benchmarks.placement.whole_lists import allocate, by_length, place
+from rollweave.core.policy.allocation import Allocation
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
     ByTable,
     Placement,
     Problem,
-    by_length,
     in_order,
-    place,
 )
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples

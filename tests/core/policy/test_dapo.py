@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.policy.dapo import Dapo, DapoRule
 from rollweave.core.policy.redundancy import Verdict
+from tests.support.accounts import balances
 from tests.support.properties import examples
 
 
@@ -126,7 +127,7 @@ def test_every_decision_is_the_references_and_no_group_is_lost_or_used_twice(
         assert sorted(dapo.ready) == slow.of("ready")
         assert len(dapo.under_way) <= rule.under_way
         account = dapo.account
-        assert account.balances()
+        assert balances(account)
         counted = (
             account.started,
             account.used,
@@ -140,7 +141,7 @@ def test_every_decision_is_the_references_and_no_group_is_lost_or_used_twice(
             *(len(slow.of(s)) for s in ("used", "filtered", "failed", "stale", "cancelled")),
         )
     assert set(dapo.abandon()) == set(slow.of("under way"))
-    assert (dapo.account.carried, dapo.account.balances()) == (0, True)
+    assert (dapo.account.carried, balances(dapo.account)) == (0, True)
 
 
 @settings(max_examples=examples(200))
@@ -167,8 +168,8 @@ def test_an_asker_always_gets_its_batch(
 
 
 def one_batch(rule: DapoRule) -> Dapo:
-    """A state in which a batch has just been taken: as many groups as allowed have started, the
-    first `groups` ended.
+    """A state in which a batch has just been taken: as many groups as allowed have
+    started, the first `groups` ended.
     """
     dapo = Dapo(rule)
     dapo.request_batch(0)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.placement.whole_lists import simulated_s
 from rollweave.core.policy.interference import (
     FILLINGS,
     CostTable,
-    simulated_s,
     step_times,
     tabulate,
 )

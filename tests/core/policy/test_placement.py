@@ -1,4 +1,6 @@
-"""Placement against every partition there is, and against the paper's dynamic program."""
+"""Placement against every partition there is, and against the paper's dynamic
+program.
+"""
 
 import itertools
 import math
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.placement.heddle_baselines import place_dp
+from benchmarks.placement.whole_lists import by_length, place
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
     EXACT_STATES,
@@ -18,9 +21,7 @@ from rollweave.core.policy.placement import (
     Problem,
     by_counts,
     by_degree,
-    by_length,
     in_order,
-    place,
 )
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples

@@ -88,7 +88,9 @@ def test_every_process_is_where_the_run_would_start_it() -> None:
 
 
 def test_only_hosts_with_engines_keep_weights() -> None:
-    """With ranks on two hosts, the relay beside the first one puts versions together."""
+    """With ranks on two hosts, the relay beside the first one puts versions
+    together.
+    """
     run = config("model.device=cuda", "trainer.ranks=2", "engines.count=1")
 
     def storing(hosts: Mapping[str, Resources]) -> list[str]:
@@ -107,7 +109,9 @@ def test_only_hosts_with_engines_keep_weights() -> None:
 
 
 def test_engines_of_several_cores_are_refused_only_on_gpus() -> None:
-    """With `auto`, those of a pool without GPUs run on cores beside a trainer on GPUs."""
+    """With `auto`, those of a pool without GPUs run on cores beside a trainer on
+    GPUs.
+    """
     run = config("engines.degree=2", "pools.roll.fallback=[]")
     layout, problems = laid_out(run, {"a": host(1, T=1), "b": host(R=1)})
     assert problems == []
@@ -252,7 +256,9 @@ def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
-    """On a GPU, the trainer's state is in the host's memory while the engines have it."""
+    """On a GPU, the trainer's state is in the host's memory while the engines have
+    it.
+    """
     text = '[run]\nname = "r"\n[model.scratch]\n[[tasks]]\nenv = "nim"\n'
     overrides = ["rollout.mode=sync", f"model.device={device}", "engines.kv_tokens=2097152"]
     hosts = {"a": host(int(device == "cuda"))}
@@ -274,9 +280,17 @@ def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
         assert in_turn.memories[0].largest()[1].what == "KV cache"
 
 
+def test_a_slot_with_a_rank_has_no_worker() -> None:
+    run = config("workers.count=1", "workers.pool=train")
+    layout, problems = laid_out(run, {"a": host(T=1), "b": host(T=1), "c": host(R=1)})
+    assert problems == []
+    places = {one.kind: one.host for one in layout.processes}
+    assert (places["trainer rank"], places["worker"]) == ("a", "b")
+
+
 def test_workers_are_laid_out_in_their_pool() -> None:
     run = config("workers.count=3", "workers.pool=roll")
-    layout, problems = laid_out(run, {"a": host(2, T=1), "b": host(2, R=1)})
+    layout, problems = laid_out(run, {"a": host(2, T=1), "b": host(2, R=3)})
     assert problems == []
     workers = [one for one in layout.processes if one.kind == "worker"]
     assert [(one.name, one.host, one.pool) for one in workers] == [

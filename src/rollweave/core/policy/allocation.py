@@ -5,15 +5,13 @@ The paper anneals over degrees with a placement inside. Under its own cost model
 joint problem has an exact answer that costs no more than one placement: let reach[g] be
 how far `g` GPUs get along the sorted list within a makespan; then reach[g] = max over d
 of extend_d(reach[g - d]), because a worker never reaches less far from a later start
-(`core/policy/placement` has this search). `benchmarks/placement/heddle_baselines` has the paper's
-algorithm.
+(`core/policy/placement` has this search). `benchmarks/placement/heddle_baselines` has
+the paper's algorithm.
 """
 
 from collections.abc import Sequence
 
-from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
-    ByTable,
     Groups,
     Moves,
     Path,
@@ -36,21 +34,13 @@ class Allocation(Struct, frozen=True, kw_only=True):
         return self.placement.makespan_s
 
 
-def allocate(
-    lengths: Sequence[float], gpus: int, degrees: Sequence[int], cost: CostTable
-) -> Allocation:
-    """Return the workers of `degrees` that use all `gpus`, and their placement, of
-    least makespan under eq. 2; exact in both.
-
-    `lengths` are tokens in any order. A worker may stay empty. Raises ValueError for
-    lengths that are not finite and positive, a degree that `cost` lacks or that exceeds
-    `gpus`, degrees of which no sum is `gpus`, and a table shorter than the list.
-    """
-    return allocate_groups(ByTable(lengths, cost), gpus, degrees)
-
-
 def allocate_groups(groups: Groups, gpus: int, degrees: Sequence[int]) -> Allocation:
-    """Like `allocate`, for any cost; exact among partitions into contiguous groups."""
+    """Return the workers of `degrees` that use all `gpus`, and their placement, of
+    least makespan; exact in both among partitions into contiguous groups.
+
+    A worker may stay empty. Raises ValueError as `by_budget` does, and for a degree
+    that the cost of `groups` lacks.
+    """
     problem = Problem(groups)
     return to_allocation(problem.level(problem.least(by_budget(gpus, degrees))), exact=True)
 
@@ -59,7 +49,8 @@ def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
     """Return the moves of workers of any degrees in any order along the list; a node is
     the number of GPUs used.
 
-    Raises ValueError as `allocate` does.
+    Raises ValueError for a degree under 1 or over `gpus`, and degrees of which no sum
+    is `gpus`.
     """
     kinds = sorted(set(degrees), reverse=True)
     if not kinds or kinds[-1] < 1:

@@ -9,8 +9,8 @@ later batch, unless too old (carry-over).
 
 Invariants: a batch has exactly `groups` groups, oldest first; a group is in at most one
 batch, and at most `staleness` versions old in it; at most `under_way` groups are in
-flight. The account balances after every call: `started = used + filtered + failed + stale
-+ cancelled + carried`.
+flight. The account balances after every call: `started = used + filtered + failed +
+stale + cancelled + carried`.
 """
 
 import sys
@@ -71,12 +71,6 @@ class Account:
     stale: int = 0  # complete, but too old when its turn came
     cancelled: int = 0  # stopped in flight, because it could only become stale, or at the end
     carried: int = 0
-
-    def balances(self) -> bool:
-        return (
-            self.started
-            == self.used + self.filtered + self.failed + self.stale + self.cancelled + self.carried
-        )
 
 
 @dataclass(slots=True)

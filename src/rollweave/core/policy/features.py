@@ -100,9 +100,9 @@ def row(context: LengthContext, slot: int | None) -> Table:
     domains = [0.0] * DOMAINS
     if slot is not None:
         domains[slot] = 1.0
-    found = np.array([*numbers, *domains, *_buckets(context.plan)])
+    row = np.array([*numbers, *domains, *_buckets(context.plan)])
     with np.errstate(over="ignore"):
-        narrow = found.astype(np.float32)
+        narrow = row.astype(np.float32)
     return (
         narrow
         if np.isfinite(narrow).all()
@@ -118,7 +118,7 @@ def _buckets(plan: Sequence[int]) -> Sequence[float]:
     read = plan[:PLAN_TOKENS]
     if not read:
         return _NO_PLAN
-    found, share = [0.0] * PLAN_BUCKETS, 1 / len(read)
+    shares, share = [0.0] * PLAN_BUCKETS, 1 / len(read)
     for token in read:
-        found[(token * _HASH % (1 << 32)) * PLAN_BUCKETS >> 32] += share
-    return found
+        shares[(token * _HASH % (1 << 32)) * PLAN_BUCKETS >> 32] += share
+    return shares

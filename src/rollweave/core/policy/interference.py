@@ -9,7 +9,7 @@ groups of many sizes. Invariant: a larger group never costs less.
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -130,20 +130,20 @@ def tabulate(
     if largest < 1:
         raise ValueError(f"largest must be at least 1, got {largest}")
     ordered = descending(lengths)
-    steps = {degree: _limited(profile, slots, degree, largest) for degree in profile}
+    steps = {degree: limited_step_times(profile, slots, degree, largest) for degree in profile}
     sizes = _grid(largest, {len(step_s) for step_s in steps.values()})
     simulated: dict[int, list[float]] = {degree: [] for degree in profile}
     for size in sizes:
         groups = _groups(ordered, size, sample)
         for degree, step_s in steps.items():
             simulated[degree].append(
-                max(_group_s(members, step_s, levelled=True) / members[0] for members in groups)
+                max(group_s(members, step_s, levelled=True) / members[0] for members in groups)
             )
     every = np.arange(1, largest + 1)
     return CostTable(
         {
-            d: np.maximum.accumulate(np.interp(every, sizes, found)).tolist()
-            for d, found in simulated.items()
+            d: np.maximum.accumulate(np.interp(every, sizes, at_sizes)).tolist()
+            for d, at_sizes in simulated.items()
         }
     )
 
@@ -160,26 +160,6 @@ def _groups(ordered: Array, size: int, sample: Sample) -> list[Array]:
         ordered[start : start + size]
         for start in sorted({(total - size) * run // (RUNS - 1) for run in range(RUNS)})
     ]
-
-
-def simulated_s(
-    groups: Iterable[tuple[int, Sequence[float]]],
-    *,
-    profile: Mapping[int, Sequence[StepTime]],
-    slots: Mapping[int, int],
-) -> float:
-    """Return the simulated seconds until every group has ended. Each worker is given as
-    its degree and its members' lengths in tokens.
-
-    Every batch shrinks as its own members end, which eq. 2 ignores; its optimum need
-    not be one here.
-    """
-    ends = [0.0]
-    for degree, lengths in groups:
-        if len(lengths):
-            ordered = descending(lengths)
-            ends.append(_group_s(ordered, _limited(profile, slots, degree, len(ordered))))
-    return max(ends)
 
 
 def descending(lengths: Sequence[float]) -> Array:
@@ -246,7 +226,7 @@ def _isotonic(values: Array, weights: npt.NDArray[np.intp]) -> Array:
     return np.repeat([mean for mean, _, _ in pools], [members for _, _, members in pools])
 
 
-def _limited(
+def limited_step_times(
     profile: Mapping[int, Sequence[StepTime]], slots: Mapping[int, int], degree: int, largest: int
 ) -> Array:
     """Return the step times of `degree` up to its batch limit, and no further than a
@@ -262,7 +242,7 @@ def _limited(
     return step_times(profile[degree], largest=min(limit, largest))
 
 
-def _group_s(lengths: Array, step_s: Array, *, levelled: bool = False) -> float:
+def group_s(lengths: Array, step_s: Array, *, levelled: bool = False) -> float:
     """Return the seconds until the last of a group has ended. `lengths` descend; the
     batch limit is the number of step times.
 

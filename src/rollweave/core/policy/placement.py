@@ -24,9 +24,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from rollweave.core.policy.interference import CostTable, descending
 from rollweave.schema.base import Struct
 
@@ -47,15 +44,10 @@ ORDERED_KINDS = 6
 they descend along the list.
 """
 
-ROUNDING = 1e-9
-"""Bound of the relative error of a quotient, where an inequality must hold for the
-product.
-"""
-
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """`spans[w]`: worker w runs positions [start, end) of `by_length`'s order. `exact`:
-    no partition has a smaller makespan.
+    """`spans[w]`: worker w runs positions [start, end) of the list sorted by length,
+    longest first. `exact`: no partition has a smaller makespan.
 
     `loss`: because of aggregation, `makespan_s` is at most 1 + loss times the makespan
     without it.
@@ -100,29 +92,15 @@ class Path(Struct, frozen=True, kw_only=True):
         return tuple(zip((0, *self.ends[:-1]), self.ends, strict=True))
 
 
-def by_length(lengths: Sequence[float]) -> npt.NDArray[np.intp]:
-    """Return the indices of `lengths`, longest first, equal ones by index: the order
-    that spans refer to.
-    """
-    return np.argsort(-np.asarray(lengths, dtype=np.float64), kind="stable")
-
-
-def place(lengths: Sequence[float], workers: Sequence[int], cost: CostTable) -> Placement:
-    """Return the placement of least makespan under eq. 2. `lengths` are tokens in any
-    order, `workers` the parallel degree of each worker.
+def place_groups(groups: Groups, workers: Sequence[int]) -> Placement:
+    """Return the placement of least makespan among partitions into contiguous groups.
+    `workers` is the parallel degree of each worker.
 
     A worker may stay empty. Mixed degrees are exact while at most EXACT_STATES sets of
     workers are distinct; beyond that, equal degrees are contiguous along the list, in
-    the best order (descending for more than ORDERED_KINDS). Raises ValueError for
-    lengths that are not finite and positive, more workers than trajectories, a degree
-    that `cost` lacks, and a table shorter than the list.
+    the best order (descending for more than ORDERED_KINDS). Raises ValueError as
+    `check_workers` does, and for a degree that the cost of `groups` lacks.
     """
-    check_workers(len(lengths), workers)
-    return place_groups(ByTable(lengths, cost), workers)
-
-
-def place_groups(groups: Groups, workers: Sequence[int]) -> Placement:
-    """Like `place`, for any cost; exact among partitions into contiguous groups."""
     check_workers(groups.total, workers)
     problem = Problem(groups)
     counts = {degree: list(workers).count(degree) for degree in sorted(set(workers), reverse=True)}
@@ -210,7 +188,11 @@ def by_counts(counts: dict[int, int]) -> Moves:
 
 
 class ByTable:
-    """Groups by eq. 2. Raises ValueError as `place` does."""
+    """Groups by eq. 2, of `lengths` in tokens, in any order.
+
+    Raises ValueError for lengths that are not finite and positive, and for a table
+    shorter than the list.
+    """
 
     def __init__(self, lengths: Sequence[float], cost: CostTable) -> None:
         self.lengths: list[float] = descending(lengths).tolist()
@@ -270,9 +252,9 @@ class Problem:
             bound = max(low, math.nextafter(best.makespan_s, 0.0))
         # Everything below `low` is too little, and `best` is possible.
         while best is None or low < best.makespan_s:
-            found, following = self._within(bound, moves)
-            if found is not None:
-                best = found
+            path, following = self._within(bound, moves)
+            if path is not None:
+                best = path
             else:
                 low = following
             if best is None:
@@ -323,7 +305,9 @@ class Problem:
         return Path(degrees=path.degrees, ends=tuple(ends), makespan_s=bound)
 
     def _back(self, degree: int, end: int, bound: float) -> int:
-        """Return the earliest start from which a worker reaches `end` within the bound."""
+        """Return the earliest start from which a worker reaches `end` within the
+        bound.
+        """
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2

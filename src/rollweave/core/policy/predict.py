@@ -71,7 +71,9 @@ class Question(NamedTuple):
 
 
 class ProgressivePredictor:
-    """Predicts and learns continually. `make` returns a fresh regressor for every fit."""
+    """Predicts and learns continually. `make` returns a fresh regressor for every
+    fit.
+    """
 
     def __init__(
         self,
@@ -130,13 +132,13 @@ class ProgressivePredictor:
         if self._regressor is None:
             return [self._usual(question.context) for question in questions]
         try:
-            found = self._regressor.predict(_rows(questions))
-            if found.shape != (len(questions),):
+            predicted = self._regressor.predict(_rows(questions))
+            if predicted.shape != (len(questions),):
                 raise ValueError(
                     f"a regressor must give one number for each of {len(questions)} "
-                    f"rows, got {found.shape}"
+                    f"rows, got {predicted.shape}"
                 )
-            values: list[float] = found.tolist()
+            values: list[float] = predicted.tolist()
         except Exception:  # whatever a regressor does, the run continues
             values = [math.nan] * len(questions)
         return [

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.core.membership import first_engines
+from rollweave.engine.servers.attached import check_servers
 from rollweave.engine.servers.kinds import kind_of
-from rollweave.engine.vllm.attached import check_servers, holder_name, server_token
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -30,6 +30,7 @@ from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import examine_model
 from rollweave.runtime.recover import lost, rebuild
+from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.base import EngineId, Struct
@@ -39,7 +40,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import EngineConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.hosts import Resources
-from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
@@ -125,7 +126,9 @@ def _users_code(
 
 
 def _without_effect(config: RunConfig) -> Iterator[Check]:
-    """Refuse settings without effect, also of a configuration that comes from no file."""
+    """Refuse settings without effect, also of a configuration that comes from no
+    file.
+    """
     for line in without_effect(config):
         key, _, detail = line.partition(" ")
         yield fail(key, detail)
@@ -247,38 +250,34 @@ def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
 def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
     """Check the servers of a group that the run does not start."""
     field = f"engines.{number}"
+    directory = Path(config.run.dir) / config.run.name
     try:
-        token = server_token(group.token_env, group.token_file)
+        server = server_spec(config, group, degree=group.degree, directory=directory)
     except ConfigError as error:
         name, _, rule = str(error).partition(" ")
         return fail(f"{field}.{name}", rule)
     assert config.model.path is not None, "its server has a checkpoint"
+    assert group.server is not None, "the configuration has addresses of servers only"
+    kind = kind_of(group.server)
     spec = EngineSpec(
         id=EngineId(""),
         model=str(Path(config.model.path).absolute()),
         dtype=config.model.dtype,
         max_slots=group.max_slots,
         kv_tokens=group.kv_tokens,
+        deterministic=group.deterministic,
         prefix_cache="prefix_cache" not in config.ablation.without,
-        server=ServerSpec(
-            kind="vllm",
-            scaled_logprobs=config.scales_logprobs,
-            start_s=config.watchdog.start_s,
-            control_s=config.watchdog.weights_s / 2,
-            addresses=group.address,
-            token=token,
-            holder=holder_name(Path(config.run.dir) / config.run.name),
-            context=config.max_tokens,
-        ),
+        server=server,
     )
     try:
-        found = check_servers(spec)
+        servers = check_servers(kind, spec)
     except ConfigError as error:
         return fail(f"{field}.address", str(error))
-    servers = ", ".join(
-        f"vLLM {about.version} at {url}" for url, about in zip(group.address, found, strict=True)
+    detail = ", ".join(
+        f"{kind.name} {about.version} at {url}"
+        for url, about in zip(group.address, servers, strict=True)
     )
-    return ok(f"{field}.address", servers)
+    return ok(f"{field}.address", detail)
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
@@ -28,15 +27,15 @@ from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import TaskConfig
+from rollweave.schema.config.sections import FINAL_TASKS_FROM, TaskConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-"""Maximum duration of a class method of an environment, in seconds: each is called once,
-before the run.
+"""Maximum duration of a class method of an environment, in seconds: each is called
+once, before the run.
 """
 
 
@@ -303,8 +302,8 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
     """Let a handler prepare the first training task and ask its agent once, then free
     the acquired resources.
 
-    Also return why that was not tried, "" if it was: an image is not in the cache, and a
-    dry run does not obtain it.
+    Also return why that was not tried, "" if it was: an image is not in the cache, and
+    a dry run does not obtain it.
     """
 
     async def ask(handler: AgentHandler, agent: _RecordingAgent) -> None:

@@ -187,8 +187,8 @@ def _one_machine(
 
 
 def _gpus_here(device: str) -> tuple[Device, ...]:
-    """Return the GPUs of this machine that a run with this `model.device` uses, each with
-    its free memory.
+    """Return the GPUs of this machine that a run with this `model.device` uses, each
+    with its free memory.
     """
     if device == "cpu":
         return ()
@@ -247,7 +247,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     if hosts is not None:
         slots = [host.slot for host in hosts]
         engines, ranks, unbound = bind_all(config, engines, slots)
-        workers, more = bind_workers(config, slots, engines)
+        workers, more = bind_workers(config, slots, engines, ranks)
         unbound = [*unbound, *more]
     plan = _Plan(with_device(config, hosts), shape, hosts)
     processes = [
@@ -339,8 +339,8 @@ class _Plan:
         )
 
     def relays(self, ranks: Sequence[RankSlot], engines: Sequence[EngineSlot]) -> Iterator[Process]:
-        """The relays. That beside the trainer's first rank shares its memory if all ranks
-        are there; otherwise it puts the versions together.
+        """The relays. That beside the trainer's first rank shares its memory if all
+        ranks are there; otherwise it puts the versions together.
         """
         config = self._config
         count = config.weights.relays
@@ -474,20 +474,20 @@ def _where(memory: Memory) -> str:
 
 
 def _field(config: RunConfig, process: Process, part: Part) -> str:
-    section, _, knob = part.knob.partition(".")
+    section, _, setting = part.setting.partition(".")
     if section == "engines" and len(config.engines) > 1:
-        return f"engines.{process.group}.{knob}"
-    return part.knob
+        return f"engines.{process.group}.{setting}"
+    return part.setting
 
 
 def _value(config: RunConfig, field: str) -> object:
     """Return the value of a setting, as an error quotes it."""
     if field == "model":
         return config.model.path or "[model.scratch]"
-    section, _, knob = field.rpartition(".")
+    section, _, setting = field.rpartition(".")
     if section.startswith("engines"):
-        return getattr(config.engines[int(section.partition(".")[2] or 0)], knob)
-    value = getattr(getattr(config, section), knob)
+        return getattr(config.engines[int(section.partition(".")[2] or 0)], setting)
+    value = getattr(getattr(config, section), setting)
     return "none" if value is None else value
 
 

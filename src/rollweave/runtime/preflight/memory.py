@@ -26,15 +26,17 @@ PROCESS_BYTES = 450 << 20
 """
 
 SERVER_BYTES = 1200 << 20
-"""Memory of an inference server beside weights and KV: 1.1 GB were measured of vLLM on a
-CPU. SGLang was not measured.
+"""Memory of an inference server beside weights and KV: 1.1 GB were measured of vLLM on
+a CPU. SGLang was not measured.
 """
 
 CUDA_BYTES = 640 << 20
 """Memory on a GPU of one process's CUDA context, kernels and workspaces."""
 
 HEAD_LOGITS = 1 << 26
-"""Maximum number of logits that the trainer holds at once (`train/model.MAX_LOGITS`)."""
+"""Maximum number of logits that the trainer holds at once
+(`train/model.MAX_LOGITS`).
+"""
 
 HEAD_COPIES = 3
 """Number of float32 tensors as large as the logits: these, the exponentials, and the
@@ -64,7 +66,7 @@ segments.
 class Part(Struct, frozen=True, kw_only=True):
     """One use of memory by a process: GPU memory if `on_device` and it runs on a GPU.
 
-    `knob` is the setting that changes it most directly. If `in_turn`, the memory of a
+    `setting` is the key that changes it most directly. If `in_turn`, the memory of a
     rank is given back while the engines have the devices, and that of an engine while
     the ranks have them (colocated runs).
     """
@@ -73,13 +75,15 @@ class Part(Struct, frozen=True, kw_only=True):
     nbytes: int
     on_device: bool = True
     in_turn: bool = False
-    knob: str
+    setting: str
 
 
 def scratch_shape(
     scratch: ScratchModel, vocab: int, *, context: int, head_dim: int = HEAD_DIM
 ) -> ModelShape:
-    """Return the shape of the model that `[model.scratch]` builds with `vocab` tokens."""
+    """Return the shape of the model that `[model.scratch]` builds with `vocab`
+    tokens.
+    """
     return ModelShape(
         vocab=vocab,
         hidden=scratch.hidden,
@@ -106,8 +110,8 @@ def parameters(shape: ModelShape) -> int:
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of weights that are trained and published: those of the adapters
-    if there are any.
+    """Return the number of weights that are trained and published: those of the
+    adapters if there are any.
     """
     if config.lora is None:
         return parameters(shape)
@@ -129,35 +133,37 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
     offloaded = "optimizer" in trainer.save_memory
     on_gpu = config.model.device == "cuda"
     parts = [
-        Part(what="weights", nbytes=model, knob="trainer.ranks"),
-        Part(what="gradients", nbytes=shard, knob="trainer.ranks"),
+        Part(what="weights", nbytes=model, setting="trainer.ranks"),
+        Part(what="gradients", nbytes=shard, setting="trainer.ranks"),
         Part(
             what="optimizer",
             nbytes=2 * shard,
             on_device=not offloaded,
-            knob="trainer.save_memory" if on_gpu and not offloaded else "trainer.ranks",
+            setting="trainer.save_memory" if on_gpu and not offloaded else "trainer.ranks",
         ),
         Part(
             what="activations",
             nbytes=activations(config, shape),
-            knob="trainer.micro_tokens",
+            setting="trainer.micro_tokens",
         ),
     ]
     if config.algorithm.kl:
         # while it computes with them, a rank sets its own weights aside
-        parts.append(Part(what="reference", nbytes=2 * shard, knob="algorithm.kl"))
+        parts.append(Part(what="reference", nbytes=2 * shard, setting="algorithm.kl"))
     if config.has_critic:
         # with its gradients and the state of its optimizer
-        parts.append(Part(what="critic", nbytes=4 * shard, knob="algorithm.advantage"))
+        parts.append(Part(what="critic", nbytes=4 * shard, setting="algorithm.advantage"))
     if trainer.epochs * trainer.minibatches > 1:
         # a failed batch is undone
-        parts.append(Part(what="copy of the state", nbytes=3 * shard, knob="trainer.minibatches"))
+        parts.append(
+            Part(what="copy of the state", nbytes=3 * shard, setting="trainer.minibatches")
+        )
     if trainer.ranks > 1:
         parts.append(
             Part(
                 what="gathered layers",
                 nbytes=gathered_layers(shape, tensor_parallel=trainer.tensor_parallel),
-                knob="trainer.ranks",
+                setting="trainer.ranks",
             )
         )
     parts.append(
@@ -165,19 +171,19 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
             what="copy for a checkpoint",
             nbytes=3 * shard,
             on_device=False,
-            knob="trainer.ranks",
+            setting="trainer.ranks",
         )
     )
     if rank == 0:
         parts.append(_versions(config, shape))
     if trainer.colocated:
         parts = list(_rank_in_turn(parts, on_gpu=on_gpu))
-    return [*parts, *_process(config, knob="trainer.ranks")]
+    return [*parts, *_process(config, setting="trainer.ranks")]
 
 
 def _divided(shape: ModelShape, ranks: int, tensor_parallel: int) -> int:
-    """Return the number of weights of a rank in a tensor group, which divides the matrices
-    of the layers. All else is divided over the data group alone.
+    """Return the number of weights of a rank in a tensor group, which divides the
+    matrices of the layers. All else is divided over the data group alone.
     """
     layered = sum(
         _size(dimensions)
@@ -197,7 +203,9 @@ def _rank_in_turn(parts: Sequence[Part], *, on_gpu: bool) -> Iterator[Part]:
         yield replace(part, in_turn=part.on_device and (on_gpu or part.what not in state))
     if on_gpu:
         nbytes = sum(part.nbytes for part in parts if part.on_device and part.what in state)
-        yield Part(what="state in turn", nbytes=nbytes, on_device=False, knob="trainer.colocated")
+        yield Part(
+            what="state in turn", nbytes=nbytes, on_device=False, setting="trainer.colocated"
+        )
 
 
 def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> list[Part]:
@@ -205,13 +213,13 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
     if group.address:
         # the server's memory is its owner's; its process publishes the model once
         each = parameters(shape) * MASTER_BYTES
-        first = Part(what="first weights", nbytes=each, on_device=False, knob="model")
-        return [first, *_process(config, knob="engines.count")]
+        first = Part(what="first weights", nbytes=each, on_device=False, setting="model")
+        return [first, *_process(config, setting="engines.count")]
     width = NUMBER_BYTES[config.model.dtype]
     kv = group.kv_tokens * kv_bytes(shape, width)
     parts = [
-        Part(what="weights", nbytes=parameters(shape) * width, knob="model"),
-        Part(what="KV cache", nbytes=kv, knob="engines.kv_tokens"),
+        Part(what="weights", nbytes=parameters(shape) * width, setting="model"),
+        Part(what="KV cache", nbytes=kv, setting="engines.kv_tokens"),
     ]
     if group.server is not None:
         kind, version = (
@@ -219,16 +227,18 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
             parameters(shape) * NUMBER_BYTES[config.published_dtype],
         )
         parts.append(
-            Part(what=kind.name, nbytes=SERVER_BYTES, on_device=False, knob="engines.count")
+            Part(what=kind.name, nbytes=SERVER_BYTES, on_device=False, setting="engines.count")
         )
         if config.lora is not None:
-            parts.append(Part(what="merged weights", nbytes=version, on_device=False, knob="model"))
+            parts.append(
+                Part(what="merged weights", nbytes=version, on_device=False, setting="model")
+            )
         if kind.copies_weights:
-            parts.append(Part(what="new weights", nbytes=version, on_device=False, knob="model"))
-        return [*parts, *_process(config, knob="engines.count")]
+            parts.append(Part(what="new weights", nbytes=version, on_device=False, setting="model"))
+        return [*parts, *_process(config, setting="engines.count")]
     if config.model.device != "cuda":
         if config.model.dtype == "float32" and not group.deterministic:
-            parts.append(Part(what="copy of the KV cache", nbytes=kv, knob="engines.kv_tokens"))
+            parts.append(Part(what="copy of the KV cache", nbytes=kv, setting="engines.kv_tokens"))
     else:
         # attention gathers the blocks of one layer, and new weights arrive one by one
         largest = max(_size(dimensions) for dimensions in shape.tensors().values())
@@ -237,32 +247,33 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
             Part(
                 what="one step",
                 nbytes=kv // shape.layers + largest * width + logits,
-                knob="engines.kv_tokens",
+                setting="engines.kv_tokens",
             )
         )
     if config.trainer.colocated:
         parts = [replace(part, in_turn=True) for part in parts]
-    return [*parts, *_process(config, knob="engines.count")]
+    return [*parts, *_process(config, setting="engines.count")]
 
 
 def relay_parts(config: RunConfig, shape: ModelShape, *, stores: bool) -> list[Part]:
-    """Return the uses of memory by one relay: versions of the weights if it `stores` any.
-    Beside the trainer it maps its memory, and on a host without engines it has none.
+    """Return the uses of memory by one relay: versions of the weights if it `stores`
+    any. Beside the trainer it maps its memory, and on a host without engines it has
+    none.
     """
     versions = [_versions(config, shape)] if stores else []
-    return [*versions, _interpreter(knob="model")]
+    return [*versions, _interpreter(setting="model")]
 
 
 def other_parts() -> list[Part]:
     """Return the uses of memory by the controller, or by the predictor of lengths."""
-    return [_interpreter(knob="model")]
+    return [_interpreter(setting="model")]
 
 
 def worker_parts() -> list[Part]:
     """Return the uses of memory by a rollout worker, without environments and
     sandboxes.
     """
-    return [_interpreter(knob="workers.count")]
+    return [_interpreter(setting="workers.count")]
 
 
 def kv_bytes(shape: ModelShape, width: int) -> int:
@@ -304,9 +315,11 @@ def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     """
     hidden, ffn, layers = shape.hidden, shape.ffn, shape.layers
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # both norms before their weights and after, in float32 and as the inputs of products
+    # both norms before their weights and after, in float32 and as the inputs of
+    # products
     row = 2 * hidden * (4 + width)
-    # queries and keys: the norm before its weight, the rotations, and the rotated values
+    # queries and keys: the norm before its weight, the rotations, and the rotated
+    # values
     row += (q + kv) * ((4 if shape.qk_norm else 0) + 4 + width)
     # values with what they are a part of, attended values, and those as an input
     row += (q + 2 * kv) * width + 2 * q * width
@@ -315,13 +328,14 @@ def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     scores = shape.heads * longest * width
     if width == 4 and on_cpu:
         row += q * width  # scaled queries
-        # the attention weights: later keys of whole blocks are left out below the last layer
+        # the attention weights: later keys of whole blocks are left out below the last
+        # layer
         attention = (layers - 1) * scores * 5 // 8 + scores
     elif width == 4:
         attention = layers * scores
     else:
-        # These kernels keep no weights. The last layer has a mask, for which kernels of GPUs
-        # compute the weights in float32.
+        # These kernels keep no weights. The last layer has a mask, for which kernels of
+        # GPUs compute the weights in float32.
         attention = layers * shape.heads * 4
         attention += longest * width if on_cpu else 2 * shape.heads * longest * 4
     qkv, gate_up = hidden * (q + 2 * kv), 2 * hidden * ffn
@@ -338,9 +352,9 @@ def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
 
 
 def gathered_layers(shape: ModelShape, *, tensor_parallel: int = 1) -> int:
-    """Return the bytes of the weights and gradients that a rank has of whole layers at a
-    time: those of one layer, the weights of the next, and those outside of the layers.
-    Of the layers' matrices it has its part in its tensor group.
+    """Return the bytes of the weights and gradients that a rank has of whole layers at
+    a time: those of one layer, the weights of the next, and those outside of the
+    layers. Of the layers' matrices it has its part in its tensor group.
     """
     layer = [dims for name, dims in shape.tensors().items() if ".layers.0." in name]
     outside = parameters(shape) - shape.layers * sum(map(_size, layer))
@@ -361,8 +375,8 @@ def batch_tokens(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the disk space of the checkpoints, each with trained weights and moments in
-    float32, and an export in the model's format.
+    """Return the disk space of the checkpoints, each with trained weights and moments
+    in float32, and an export in the model's format.
     """
     each = (3 * trained_parameters(config, shape) + parameters(shape)) * MASTER_BYTES
     return CHECKPOINTS_KEPT * each
@@ -382,19 +396,19 @@ def _versions(config: RunConfig, shape: ModelShape) -> Part:
         what="published weights",
         nbytes=PUBLICATIONS * each,
         on_device=False,
-        knob="model",
+        setting="model",
     )
 
 
-def _process(config: RunConfig, *, knob: str) -> list[Part]:
+def _process(config: RunConfig, *, setting: str) -> list[Part]:
     """Return what a process needs that computes."""
     if config.model.device != "cuda":
-        return [_interpreter(knob=knob)]
-    return [Part(what="CUDA", nbytes=CUDA_BYTES, knob=knob), _interpreter(knob=knob)]
+        return [_interpreter(setting=setting)]
+    return [Part(what="CUDA", nbytes=CUDA_BYTES, setting=setting), _interpreter(setting=setting)]
 
 
-def _interpreter(*, knob: str) -> Part:
-    return Part(what="process", nbytes=PROCESS_BYTES, on_device=False, knob=knob)
+def _interpreter(*, setting: str) -> Part:
+    return Part(what="process", nbytes=PROCESS_BYTES, on_device=False, setting=setting)
 
 
 def _size(dimensions: tuple[int, ...]) -> int:

@@ -232,8 +232,9 @@ def _as_it_is(work: Workload) -> Workload:
 
 
 class Transfer:
-    """A version of the weights on its way: when the trainer began to publish it, and when
-    the last engine so far had it. `changes` is true if relays received changes alone.
+    """A version of the weights on its way: when the trainer began to publish it, and
+    when the last engine so far had it. `changes` is true if relays received changes
+    alone.
 
     `pulls_s` are the seconds in which engines received it while they served, and
     `waits_s` those for which engines were suspended for it.
@@ -298,17 +299,10 @@ class Watched:
         """Return the seconds for which engines were suspended for any version."""
         return [wait for transfer in self.transfers.values() for wait in transfer.waits_s]
 
-    def until(self, what: Callable[[], bool]) -> None:
-        """Run until the condition holds. Raises ExperimentError where the run ends before."""
-        while not what():
-            if self.world.over is not None:
-                raise ExperimentError(f"the run ended early: {self.world.over}")
-            self.world.step()
-
     def until_published(self, version: int) -> float:
         """Run until this version is published. Returns the time of that."""
         publication = self.world.core.state.publication
-        self.until(lambda: publication.version >= version)
+        run_until(self.world, lambda: publication.version >= version)
         return publication.at
 
     def until_broadcast(self, *, without: str = "") -> float:
@@ -322,15 +316,28 @@ class Watched:
             relays = [relay for relay in state.relays.values() if relay.id != without]
             return all(published in relay.versions for relay in relays)
 
-        self.until(everywhere)
+        run_until(self.world, everywhere)
         return self.world.clock.now - state.publication.at
 
     def finish(self) -> None:
         """Run to the end. Raises ExperimentError."""
-        while self.world.over is None:
-            self.world.step()
-        if self.world.over:
-            raise ExperimentError(f"the run ended early: {self.world.over}")
+        run_to_end(self.world)
+
+
+def run_until(world: World, condition: Callable[[], bool]) -> None:
+    """Run until the condition holds. Raises ExperimentError if the run ends before."""
+    while not condition():
+        if world.over is not None:
+            raise ExperimentError(f"the run ended early: {world.over}")
+        world.step()
+
+
+def run_to_end(world: World) -> None:
+    """Run to the end. Raises ExperimentError if it is an error."""
+    while world.over is None:
+        world.step()
+    if world.over:
+        raise ExperimentError(f"the run ended early: {world.over}")
 
 
 # Changes of a workload.

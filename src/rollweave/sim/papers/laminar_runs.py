@@ -20,7 +20,7 @@ from rollweave.sim.hardware import Link, gpu, link
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.metrics import SimMetrics, kv_used
 from rollweave.sim.models import ModelShape, model
-from rollweave.sim.papers.cluster import ExperimentError, Setup
+from rollweave.sim.papers.cluster import ExperimentError, Setup, run_to_end, run_until
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.world import World
 
@@ -157,8 +157,8 @@ class Sliced(TrainerCost):
         return super().load_s(engines=self._share * engines, tp=tp, over=over)
 
     def lag_s(self) -> float:
-        """Let the chain be as long as that of the complete cluster: each relay stands for
-        those of all parts.
+        """Let the chain be as long as that of the complete cluster: each relay stands
+        for those of all parts.
         """
         return self._share * super().lag_s()
 
@@ -351,14 +351,11 @@ class Part:
     def steps(self) -> list[dict[str, Any]]:
         return [line for line in self._metrics.lines if line["kind"] == "step"]
 
-    def until(self, what: Callable[[], bool]) -> None:
-        """Run until the condition holds. Raises ExperimentError where the run ends
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Run until the condition holds. Raises ExperimentError if the run ends
         before.
         """
-        while not what():
-            if self.world.over is not None:
-                raise ExperimentError(f"the run ended early: {self.world.over}")
-            self.world.step()
+        run_until(self.world, condition)
 
     def until_step(self, step: int) -> None:
         """Run until the step begins."""
@@ -369,10 +366,7 @@ class Part:
         self.until(lambda: self.world.clock.now >= at)
 
     def finish(self) -> None:
-        while self.world.over is None:
-            self.world.step()
-        if self.world.over:
-            raise ExperimentError(f"the run ended early: {self.world.over}")
+        run_to_end(self.world)
 
 
 def staleness_shares(concurrency: int, *, quick: bool) -> dict[int, float]:

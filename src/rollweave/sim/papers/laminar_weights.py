@@ -11,7 +11,7 @@ from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
 from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost
 from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import Setup, Watched
+from rollweave.sim.papers.cluster import Setup, Watched, run_until
 from rollweave.sim.papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
 from rollweave.sim.papers.rows import Row
 from rollweave.sim.world import Costs
@@ -103,7 +103,7 @@ def broadcast(size: str, *, relays: int, lost: bool = False) -> tuple[float, flo
     if not lost:
         return seconds, 0.0
     run, at = watched()
-    run.until(lambda: run.world.clock.now >= at + seconds / 2)
+    run_until(run.world, lambda: run.world.clock.now >= at + seconds / 2)
     middle, struck = f"r{(relays + 1) // 2}", run.world.clock.now
     run.world.relays.lose(middle, "the machine failed")
     return seconds, run.until_broadcast(without=middle) - (struck - at)

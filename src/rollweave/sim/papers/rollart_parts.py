@@ -111,9 +111,9 @@ def fig12(quick: bool) -> list[Row]:
         name: [first_step(setup, seed=seed) for seed in range(steps)]
         for name, setup in runs.items()
     }
-    firsts = {name: [each.steps[0] for each in found] for name, found in outcomes.items()}
-    times = {name: [float(first["at"]) for first in found] for name, found in firsts.items()}
-    seconds = {name: statistics.fmean(found) for name, found in times.items()}
+    firsts = {name: [run.steps[0] for run in same] for name, same in outcomes.items()}
+    times = {name: [float(step["at"]) for step in same] for name, same in firsts.items()}
+    seconds = {name: statistics.fmean(ends) for name, ends in times.items()}
     judging = [_judging_s(seed, groups=groups, members=members) for seed in range(steps)]
     used = statistics.fmean(
         judging_s / (JUDGES * call_s)
@@ -225,8 +225,8 @@ class Stored(TrainerCost):
 
 
 class Updates(Struct, frozen=True, kw_only=True):
-    """Seconds of one version, as means: the push, the pull until the last engine has it,
-    and for how long an engine stopped.
+    """Seconds of one version, as means: the push, the pull until the last engine has
+    it, and for how long an engine stopped.
     """
 
     push_s: float
