@@ -11,7 +11,13 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models
 
-from rollweave.rollout.teacher import PROBED_TOKENS, Teacher, TeacherError, check_teacher
+from rollweave.rollout.teacher import (
+    MAX_UNREADABLE,
+    PROBED_TOKENS,
+    Teacher,
+    TeacherError,
+    check_teacher,
+)
 from rollweave.schema.config.sections import TeacherConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence
@@ -92,6 +98,12 @@ async def server() -> AsyncIterator[FakeServer]:
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield fake
     await runner.cleanup()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry without long pauses."""
+    monkeypatch.setattr("rollweave.rollout.teacher.FIRST_RETRY_S", 0.01)
 
 
 def sequence() -> TokenSequence:
@@ -215,20 +227,32 @@ def _positive(answer: Any) -> Any:
             lambda _: web.Response(text='{"choices": [{"prompt_logprobs": [NaN]}]}'),
             "cannot be read",
         ),
-        (lambda _: web.Response(status=400, text="too long"), "status 400 of /v1/comp.*: too long"),
     ],
 )
-async def test_a_wrong_answer_is_an_error_at_once(
+@pytest.mark.usefixtures("quick")
+async def test_a_wrong_answer_is_asked_for_again_and_then_an_error(
     server: FakeServer, spoil: Callable[[Any], Any], error: str
 ) -> None:
-    server.spoil = spoil
+    server.spoil = lambda answer: spoil(answer) if len(server.requests) != 3 else answer
     teacher = teacher_of(server)
+    (taught,) = await teacher.teach((sequence(),))
+    assert taught.teacher
     with pytest.raises(TeacherError, match=error):
+        await teacher.teach((sequence(),))
+    await teacher.close()
+    assert len(server.requests) == 3 + MAX_UNREADABLE
+
+
+async def test_a_refusal_is_an_error_at_once(server: FakeServer) -> None:
+    server.spoil = lambda _: web.Response(status=400, text="too long")
+    teacher = teacher_of(server)
+    with pytest.raises(TeacherError, match=r"status 400 of /v1/comp.*: too long"):
         await teacher.teach((sequence(),))
     await teacher.close()
     assert len(server.requests) == 1
 
 
+@pytest.mark.usefixtures("quick")
 async def test_an_answer_has_a_maximum_length(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +268,7 @@ async def test_an_answer_has_a_maximum_length(
     "entries",
     [None, [], [[None, 0, None]], [[None, at, None] for at in range(10)]],
 )
+@pytest.mark.usefixtures("quick")
 async def test_a_wrong_answer_of_sglang(server: FakeServer, entries: Any) -> None:
     server.spoil = lambda _: {"meta_info": {"input_token_logprobs": entries}}
     teacher = teacher_of(server, dialect="sglang")

@@ -1,9 +1,9 @@
 """The teacher of on-policy distillation: a model behind HTTP that tells how likely each
 token of the student's trajectories is.
 
-Invariants: a log-prob belongs to exactly the token that was sent; what cannot be read is
-an error, never a number; a call ends within `timeout_s`, with its retries. Retrying is
-harmless, because scoring changes nothing at the server.
+Invariants: a log-prob belongs to exactly the token that was sent; what cannot be read
+is asked for again and then an error, never a number; a call ends within `timeout_s`,
+with its retries. Retrying is harmless, because scoring changes nothing at the server.
 """
 
 import asyncio
@@ -28,10 +28,17 @@ from rollweave.schema.rollouts import TeacherWait
 from rollweave.schema.work import TokenSequence
 
 CONNECTIONS = 64
-"""Maximum number of requests of one process that are under way; others wait for them."""
+"""Maximum number of requests of one process that are under way; others wait for
+them.
+"""
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 8.0
 """Seconds before the first retry, doubled each time, up to the maximum."""
+
+MAX_UNREADABLE = 3
+"""Maximum number of answers to one call that cannot be read. One may be a fault of a
+proxy or of a server that restarts; the trajectory would be sampled again for it.
+"""
 
 PROBED_TOKENS, PROBE_TOKENS = 512, 64
 """Number of tokens of the vocabulary that are compared, and that one request has."""
@@ -51,6 +58,10 @@ class TeacherError(RollweaveError):
 
 class _RetryableError(Exception):
     """The teacher could not be reached, or was too busy."""
+
+
+class _RefusedError(ResponseError):
+    """The server refuses the request, and would do so again."""
 
 
 class _TokenLogprob(msgspec.Struct, frozen=True):
@@ -132,18 +143,24 @@ class Teacher:
         return msgspec.structs.replace(sequence, teacher=tuple(teacher))
 
     async def scored(self, tokens: Sequence[int], *, texts: bool = False) -> list[Scored]:
-        """Return the log-prob of each token, 0 for the first, and with `texts` its text.
+        """Return the log-prob of each token, 0 for the first, and with `texts` its
+        text.
 
         Raises TeacherError.
         """
         with self._waiting():
-            pause_s = FIRST_RETRY_S
+            pause_s, unreadable = FIRST_RETRY_S, 0
             try:
                 async with asyncio.timeout(self._config.timeout_s):
                     while True:
                         try:
                             return await self._ask(tokens, texts=texts)
                         except _RetryableError as error:
+                            self._trouble = str(error)
+                        except ResponseError as error:
+                            unreadable += 1
+                            if isinstance(error, _RefusedError) or unreadable == MAX_UNREADABLE:
+                                raise
                             self._trouble = str(error)
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, MAX_RETRY_S)
@@ -226,7 +243,7 @@ class Teacher:
             models = parse(await self._exchange("GET", "/v1/models", None), _Models).data
             if len(models) != 1:
                 names = ", ".join(model.id for model in models) or "none"
-                raise ResponseError(f"teacher.model must name one of its models ({names})")
+                raise _RefusedError(f"teacher.model must name one of its models ({names})")
             self._model = models[0].id
         body = {
             "model": self._model,
@@ -257,7 +274,7 @@ class Teacher:
         text = f"status {response.status} of {path}: {detail}"
         if response.status == 429 or response.status >= 500:
             raise _RetryableError(text)
-        raise ResponseError(text)
+        raise _RefusedError(text)
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -280,10 +297,10 @@ def _of_completion(answer: _Completion, tokens: Sequence[int]) -> list[Scored]:
         raise ResponseError(f"it gave {len(entries)} log-probs for {len(tokens)} tokens")
     scored: list[Scored] = [(0.0, None)]
     for place, (token, entry) in enumerate(zip(tokens[1:], entries[1:], strict=True), start=1):
-        found = (entry or {}).get(str(token))
-        if found is None:
+        own = (entry or {}).get(str(token))
+        if own is None:
             raise ResponseError(f"its answer has no log-prob of token {place}, whose id is {token}")
-        scored.append((_finite(found.logprob, place), found.decoded_token))
+        scored.append((_finite(own.logprob, place), own.decoded_token))
     return scored
 
 
