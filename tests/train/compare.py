@@ -1,6 +1,6 @@
-"""Compares a fused function with its plain definition."""
+"""Compares a fused function with its plain definition, and tensors by their names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -40,6 +40,25 @@ def assert_equal(
                 atol=tolerance,
                 rtol=tolerance,
             )
+
+
+def assert_all_close(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    *,
+    atol: float = 1e-4,
+    rtol: float = 1e-3,
+) -> None:
+    """Assert the same names, and close values of each."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            tensor,
+            atol=atol,
+            rtol=rtol,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def randn(seed: int, *shape: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from rollweave.schema.training import Publish, Published, StopTrainer, TrainFailed, TrainOn
 from rollweave.schema.weights import WeightManifest
-from rollweave.train.distributed import full_tensor
+from rollweave.train.distributed import is_sharded
 from rollweave.train.trainer import Trainer
 from rollweave.weights.memory import PayloadDigest
 from rollweave.weights.publication import bytes_of, read_tensors
@@ -43,7 +43,9 @@ class Rank:
 
     def expected(self) -> dict[str, torch.Tensor]:
         return {
-            name: full_tensor(parameter).to(torch.bfloat16)
+            name: (parameter.full_tensor() if is_sharded(parameter) else parameter).to(
+                torch.bfloat16
+            )
             for name, parameter in self.trainer._model.named_parameters()
         }
 

@@ -32,7 +32,7 @@ from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from tests.train.asking import published, trained
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.rank_worker import run
-from tests.train.test_distributed import run_ranks
+from tests.train.ranks import run_ranks
 
 # peft reads it
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -14,11 +14,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks.architectures import read
 from rollweave.schema.errors import TrainerError
 from rollweave.train.model import Attention, Model, Reference, load_model
 from rollweave.train.packing import Example, pack
 from tests.train.builders import CPU, make_examples, make_model
+from tests.train.oracle import loss_of, oracle
 
 SMALL = {
     "vocab_size": 100,
@@ -70,33 +70,6 @@ def checkpoint_dir(
             torch.nn.init.normal_(parameter, 0.9, 0.3)
     model.save_pretrained(path)
     return path
-
-
-def oracle(
-    path: Path, examples: list[Example], temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return log-probs, entropies, and the gradient of their weighted sum, one sequence
-    at a time.
-    """
-    model = read(path)
-    chosen, entropies = [], []
-    for example in examples:
-        logits = model(input_ids=example.tokens[None]).logits[0] / temperature
-        logprobs = logits[example.targets - 1].log_softmax(-1)
-        chosen.append(logprobs.gather(1, example.tokens[example.targets][:, None]).squeeze(1))
-        entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-    divergence, entropy = torch.cat(chosen), torch.cat(entropies)
-    loss_of(divergence, entropy).backward()  # type: ignore[no-untyped-call]
-    return (
-        divergence.detach(),
-        entropy.detach(),
-        {name: p.grad for name, p in model.named_parameters()},
-    )
-
-
-def loss_of(chosen: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    weights = torch.linspace(-1, 1, len(chosen))
-    return (chosen * weights).sum() + 0.1 * (entropy * weights.flip(0)).sum()
 
 
 def compare(model: Model, path: Path, examples: list[Example], temperature: float = 1.0) -> None:

@@ -20,7 +20,7 @@ from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_model import TransformersModel, load_transformers_model
 from tests.train.builders import CPU, make_batch, make_examples
-from tests.train.test_model import loss_of
+from tests.train.oracle import loss_of
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 
@@ -47,8 +47,8 @@ def routed(examples: list[Example], *, seed: int = 0) -> list[Example]:
 def forced(
     path: Path, examples: list[Example]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Return the log-probs of the labels and the gradients of transformers' own model, one
-    sequence at a time, with a router that takes the routes token by token.
+    """Return the log-probs of the labels and the gradients of transformers' own model,
+    one sequence at a time, with a router that takes the routes token by token.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     chosen_logprobs, entropies = [], []
@@ -259,7 +259,9 @@ class Engine:
 
 
 def test_replay_narrows_the_gap_of_routers_that_choose_otherwise(tmp_path: Path) -> None:
-    """The trainer's routers differ a little from the engine's, as from another kernel."""
+    """The trainer's routers differ a little from the engine's, as from another
+    kernel.
+    """
     path = build("qwen3_moe", tmp_path / "m")
     batch = with_sequences(make_batch(), Engine(path))
     gaps = {}

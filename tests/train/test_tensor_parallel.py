@@ -25,8 +25,9 @@ from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_model import examine
 from tests.train.asking import published
 from tests.train.builders import make_batch, make_config
+from tests.train.compare import assert_all_close
 from tests.train.rank_worker import CASE, run
-from tests.train.test_distributed import run_ranks
+from tests.train.ranks import run_ranks
 
 SPLITS = [None, Split(0), Split(1), Split(1, blocks=2)]
 
@@ -42,7 +43,9 @@ def rank_of(number: int, *, data: int, tensor: int) -> RankGroup:
     split=st.sampled_from(SPLITS),
 )
 def test_each_row_is_published_once(each: int, data: int, tensor: int, split: Split | None) -> None:
-    """And saved by ranks that have it, together with the other columns of their group."""
+    """And saved by ranks that have it, together with the other columns of their
+    group.
+    """
     count = each * tensor
     published_by = [0] * count
     for number in range(data * tensor):
@@ -118,20 +121,10 @@ def test_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> 
     run_ranks(count, "rank_worker", out, path, "decoupled", "2", checkpoint)
     for rank in range(count):
         of_rank = load_file(out / f"rank{rank}.safetensors")
-        assert of_rank.keys() == alone.keys()
-        for key, tensor in alone.items():
-            torch.testing.assert_close(
-                of_rank[key],
-                tensor,
-                atol=1e-4,
-                rtol=1e-3,
-                msg=lambda text, key=key: f"{key}: {text}",
-            )
+        assert_all_close(of_rank, alone)
     exported = load_file(out / "c" / "hf" / "model.safetensors")
     expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
-    assert exported.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(exported[key], tensor, atol=1e-4, rtol=1e-3)
+    assert_all_close(exported, expected)
     trainer = Trainer(make_config(**CASE), path, tmp_path / "again")  # type: ignore[arg-type]
     assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
     assert isinstance(trainer.handle(TrainOn(batch=make_batch(2, step=2, size=2))), Trained)

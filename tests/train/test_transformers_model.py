@@ -1,5 +1,5 @@
-"""Models of transformers, trained on packed rows, equal transformers' own forward pass on
-each sequence alone; their weights are those of a checkpoint at each place.
+"""Models of transformers, trained on packed rows, equal transformers' own forward pass
+on each sequence alone; their weights are those of a checkpoint at each place.
 """
 
 import json
@@ -26,9 +26,10 @@ from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
 from tests.train.asking import published
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
+from tests.train.compare import assert_all_close
+from tests.train.oracle import loss_of, oracle
 from tests.train.rank_worker import run
-from tests.train.test_distributed import run_ranks
-from tests.train.test_model import loss_of, oracle
+from tests.train.ranks import run_ranks
 
 FAST = ("qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl")
 
@@ -70,8 +71,8 @@ def test_a_packed_batch_equals_its_sequences_alone(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", each_architecture())
 def test_a_trained_model_is_the_same_checkpoint_everywhere(tmp_path: Path, name: str) -> None:
-    """Published, exported and restored, it has the tensors of the checkpoint that it was
-    read from, and transformers reads the export.
+    """Published, exported and restored, it has the tensors of the checkpoint that it
+    was read from, and transformers reads the export.
     """
     path = build(name, tmp_path / name)
     trainer = Trainer(make_config(), path, tmp_path / "run")
@@ -306,14 +307,10 @@ def test_ranks_match_one(tmp_path: Path, name: str) -> None:
     run_ranks(3, "rank_worker", tmp_path / "three", path, "decoupled")
     for rank in range(3):
         of_rank = load_file(tmp_path / "three" / f"rank{rank}.safetensors")
-        assert of_rank.keys() == alone.keys()
-        for key, tensor in alone.items():
-            torch.testing.assert_close(of_rank[key], tensor, atol=1e-4, rtol=1e-3, msg=key)
+        assert_all_close(of_rank, alone)
     exported = load_file(tmp_path / "three" / "c" / "hf" / "model.safetensors")
     expected = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
-    assert exported.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(exported[key], tensor, atol=1e-4, rtol=1e-3)
+    assert_all_close(exported, expected)
 
 
 class TestViews:

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import AlgorithmConfig
-from rollweave.schema.training import Publish, Published, Trained, TrainOn
+from rollweave.schema.training import Trained, TrainOn
 from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages
 from rollweave.train.losses import IS_CAP
 from rollweave.train.trainer import Trainer
-from rollweave.weights.publication import read_tensors
+from tests.train.asking import published
 from tests.train.builders import make_batch, make_config, make_model
+from tests.train.compare import assert_all_close
 
 TEMPERATURE = 0.8
 BUDGET = 1024  # of the trajectories of `builders`
@@ -228,23 +229,13 @@ def test_training_equals_the_slow_trainer(
     trainer = Trainer(config, model_dir, tmp_path)
     for batch in batches:
         assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
-    reply = trainer.handle(Publish(version=2, weights_id=2))
-    assert isinstance(reply, Published)
-    trained = read_tensors(reply.manifest)
-    expected = slow_training(model_dir, batches, config)
-    assert trained.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            trained[name],
-            tensor,
-            atol=1e-4,
-            rtol=1e-3,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    assert_all_close(published(trainer, 2), slow_training(model_dir, batches, config))
 
 
 def test_corrections_agree_on_policy(model_dir: Path, tmp_path: Path) -> None:
-    """If the behavior policy is the one that is trained, all corrections equal bypass."""
+    """If the behavior policy is the one that is trained, all corrections equal
+    bypass.
+    """
     batch = sampled_by(model_dir, make_batch(3), noise=0.0)
     results = []
     for correction in ("bypass", "decoupled", "tis", "icepop", "sequence_mask", "reject"):

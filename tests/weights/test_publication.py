@@ -1,4 +1,6 @@
-"""A published version is read bitwise; a damaged, truncated or missing one is refused."""
+"""A published version is read bitwise; a damaged, truncated or missing one is
+refused.
+"""
 
 import itertools
 import os
@@ -27,6 +29,7 @@ from rollweave.weights.publication import (
     read_tensors,
 )
 from tests.support.forking import Forked
+from tests.support.mounts import can_mount
 from tests.support.properties import examples
 
 ROOT = Path(__file__).parents[2]
@@ -312,15 +315,6 @@ def test_opens_only_the_intended_draft(tmp_path: Path, memfd: bool) -> None:
 # Lack of memory.
 
 
-def can_mount() -> bool:
-    """Return whether this user may mount a tmpfs in its own namespace."""
-    try:
-        mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
-        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
-
-
 def without_room(*arguments: str, namespace: bool) -> str:
     command = [
         *(["unshare", "-Urm"] if namespace else []),
@@ -380,7 +374,9 @@ for version in range(40):
 
 
 def test_two_processes_publish_at_once_in_one_directory(tmp_path: Path) -> None:
-    """Each also removes leftovers repeatedly, but never files that the other one holds."""
+    """Each also removes leftovers repeatedly, but never files that the other one
+    holds.
+    """
     both = [Forked([sys.executable, "-c", MANY, str(tmp_path), str(own)]) for own in (100, 200)]
     assert [child.wait() for child in both] == [0, 0]
     assert not list(tmp_path.iterdir())

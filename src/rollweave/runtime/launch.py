@@ -139,7 +139,7 @@ class _Start:
                 tasks,
                 relays=self._config.weights.relays,
                 user=user_files.of_run(self._config, self._declared.images),
-                say=self._progress.phase,
+                on_status=self._progress.phase,
             )
             try:
                 await cluster.gather()
@@ -275,7 +275,7 @@ class _Start:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         slots, ranks, unbound = bind_all(config, slots, hosts)
-        workers, more = bind_workers(config, hosts, slots)
+        workers, more = bind_workers(config, hosts, slots, ranks)
         if unbound or more:
             raise ConfigError("\n".join(f"{one.process}: {one.reason}" for one in unbound + more))
         if problem := crowded(config, [(one.host, one.devices) for one in ranks if one.devices]):
@@ -370,8 +370,8 @@ def machine_of(config: RunConfig, *, relays: int, inproc: bool) -> tuple[HostSlo
 
 
 def torn(journal: RunJournal, store: TrajectoryStore) -> list[Warn]:
-    """Return warnings of records that a killed controller left incomplete, and that were
-    cut off.
+    """Return warnings of records that a killed controller left incomplete, and that
+    were cut off.
     """
     sizes = (("journal", journal.torn), ("trajectories", store.torn))
     return [

@@ -1,5 +1,5 @@
-"""Start the processes of a run on its hosts: the engines, the trainer, rollout workers and
-the predictor of lengths.
+"""Start the processes of a run on its hosts: the engines, the trainer, rollout workers
+and the predictor of lengths.
 
 Only this module decides what runs in which process, with which environment. Relays are
 started by `runtime/links/relay.py`.
@@ -8,13 +8,11 @@ started by `runtime/links/relay.py`.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
-from rollweave.engine.vllm.attached import holder_name, server_token
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.trainer import (
@@ -26,6 +24,7 @@ from rollweave.runtime.links.trainer import (
 from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.recover import model_dir
 from rollweave.runtime.roles.group import WorkerPlace
+from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.supervisors.predictor import OpenPredictor
 from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
@@ -34,18 +33,17 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import (
     BLOCK_TOKENS,
     TRAINER_THREADS,
-    EngineConfig,
     ModeName,
 )
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
-from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.schema.serving import EngineSpec
 
 BACKSTOP = 2.0
-"""Ratio of our own time limits on a silent child to the core's: the core acts first, and
-gives its own reason.
+"""Ratio of our own time limits on a silent child to the core's: the core acts first,
+and gives its own reason.
 """
 
 
@@ -86,7 +84,8 @@ class Processes:
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._hosts = hosts
         self._programs, self._on_ready = programs, on_ready
-        # placement by length rank, allocation and repacking need the measured cost of steps
+        # placement by length rank, allocation and consolidation need the measured cost
+        # of steps
         self._profiles = (
             scheduling(config.rollout, config.ablation).by_rank
             or config.allocation is not None
@@ -126,18 +125,7 @@ class Processes:
             cuda_graphs="cuda_graphs" not in self._config.ablation.without,
             lora_scale=None if self._config.lora is None else self._config.lora.scale,
             routes=self._config.algorithm.routing_replay,
-            server=ServerSpec(
-                kind=kind,
-                python=engines.python,
-                args=engines.args,
-                scaled_logprobs=self._config.scales_logprobs,
-                degree=slot.degree,
-                start_s=watchdog.start_s,
-                control_s=watchdog.weights_s / 2,
-                **self._attached(engines),
-            )
-            if kind is not None
-            else None,
+            server=server_spec(self._config, engines, degree=slot.degree, directory=self._run.path),
         )
         if self._inproc and kind is None:
             # torch stays out of a controller that does not need it
@@ -164,17 +152,6 @@ class Processes:
         return EngineClient(
             name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s
         )
-
-    def _attached(self, engines: EngineConfig) -> dict[str, Any]:
-        """Return the settings of a server of another owner; none for one of ours."""
-        if not engines.address:
-            return {}
-        return {
-            "addresses": engines.address,
-            "token": server_token(engines.token_env, engines.token_file),
-            "holder": holder_name(self._run.path),
-            "context": self._config.max_tokens,
-        }
 
     def trainer(self, epoch: int, fresh: bool, ranks: Sequence[RankSlot]) -> TrainerBackend:
         """Start a trainer with these ranks. If it is `fresh`, it is not restored, and

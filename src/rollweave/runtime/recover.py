@@ -60,7 +60,9 @@ class Beginning:
     identity: Identity
     missing: tuple[TrajectoryId, ...] = ()
     doubts: tuple[Warn, ...] = ()
-    """Warnings of what is missing or was changed in the directory, without preventing the run."""
+    """Warnings of what is missing or was changed in the directory, which does not
+    prevent the run.
+    """
     events: int = 0
     differing: int = 0
     changes: tuple[str, ...] = ()
@@ -305,6 +307,7 @@ def _must_know_checkpoints(run: RunDir, state: State) -> None:
     checkpoint before the checkpoint exists.
     """
     checkpoints = Checkpoints(run.checkpoints)
+    checkpoints.return_replaced()
     there = checkpoints.steps()
     # The state of an earlier version did not record requests.
     of_earlier_version = (

@@ -1,4 +1,4 @@
-"""The base of all values: frozen, closed to unknown fields.
+"""The base of all values (frozen, closed to unknown fields), their ids, and seeds.
 
 Subclasses repeat `frozen` and `kw_only` for msgspec and mypy.
 """
@@ -6,6 +6,7 @@ Subclasses repeat `frozen` and `kw_only` for msgspec and mypy.
 from typing import NewType
 
 import msgspec
+import xxhash
 
 TaskId = NewType("TaskId", str)
 GroupId = NewType("GroupId", str)
@@ -19,3 +20,9 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class TaggedStruct(Struct, frozen=True, kw_only=True, tag=True):
     """A value that travels in a union; its encoding carries the class name."""
+
+
+def mix(*parts: object) -> int:
+    """Return a seed of 63 bits that depends on every part."""
+    text = "\x1f".join(map(str, parts))
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1

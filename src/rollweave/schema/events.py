@@ -18,9 +18,9 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
     """An engine that the world starts. `degree` is its parallel degree: CPU threads, or
     GPUs that share every layer.
 
-    `group` is the index of its group of engines in the configuration, from 0. It runs on
-    `devices` of host number `host`, or on the CPU there. `pool` is the pool through which
-    it got this place: its group's, or a fallback of that; empty without one.
+    `group` is the index of its group of engines in the configuration, from 0. It runs
+    on `devices` of host number `host`, or on the CPU there. `pool` is the pool through
+    which it got this place: its group's, or a fallback of that; empty without one.
     """
 
     id: EngineId
@@ -142,8 +142,8 @@ class EnvReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AttemptDelayed(TaggedStruct, frozen=True, kw_only=True):
-    """The attempt still waits for what is not its own, such as an image: the limit of its
-    stage begins anew.
+    """The attempt still waits for what is not its own, such as an image: the limit of
+    its stage begins anew.
     """
 
     trajectory_id: TrajectoryId
@@ -218,6 +218,12 @@ class TurnProgress(Struct, frozen=True, kw_only=True):
     output_tokens: int
 
 
+TURN_REPORT_INTERVAL_S = 2.0
+"""Seconds between two `TurnsProgressed`: several for each migration plan, which Laminar
+makes every 5 s.
+"""
+
+
 class TurnsProgressed(TaggedStruct, frozen=True, kw_only=True):
     """A periodic report on long turns, sent only where unfinished turns are kept."""
 
@@ -260,8 +266,8 @@ class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class PredictionReady(TaggedStruct, frozen=True, kw_only=True):
-    """The predictor expects the attempt to sample about `remaining_tokens` more tokens, as
-    seen before turn `turn`.
+    """The predictor expects the attempt to sample about `remaining_tokens` more tokens,
+    as seen before turn `turn`.
     """
 
     trajectory_id: TrajectoryId
@@ -391,8 +397,8 @@ class EngineLost(TaggedStruct, frozen=True, kw_only=True):
 
 
 class HostJoined(TaggedStruct, frozen=True, kw_only=True):
-    """A host has joined during the run. No number is used twice in a world, not even for
-    a host that was lost and joins again.
+    """A host has joined during the run. No number is used twice in a world, not even
+    for a host that was lost and joins again.
     """
 
     host: HostSlot

@@ -145,7 +145,8 @@ class TransformersModel(nn.Module):
             ) from error
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                # transformers recomputes layers in training only; no layer has a dropout
+                # transformers recomputes layers in training only; no layer has a
+                # dropout
                 module.training = True
 
     @contextlib.contextmanager
@@ -319,9 +320,9 @@ def load_transformers_model(
 
 
 def examine(path: Path, *, tensor_parallel: int = 1) -> tuple[StoredTensors, list[str], int | None]:
-    """Return how a checkpoint stores the model that the trainer would train, its tensors
-    that text does not use, and the number of experts whose choice can be replayed, without
-    reading its weights.
+    """Return how a checkpoint stores the model that the trainer would train, its
+    tensors that text does not use, and the number of experts whose choice can be
+    replayed, without reading its weights.
 
     Raises `TrainerError`, which names the unsupported part, and ConfigError for a model
     whose layers `tensor_parallel` ranks cannot divide.
@@ -433,8 +434,8 @@ class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _stored(causal: "PreTrainedModel", sizes: Mapping[str, Sequence[int]]) -> StoredTensors:
-    """Return how the checkpoint with tensors of these `sizes` stores a model on the meta
-    device.
+    """Return how the checkpoint with tensors of these `sizes` stores a model on the
+    meta device.
 
     transformers' own conversion from a model's tensors to a checkpoint's is followed
     without data. Raises `WeightsError` for a checkpoint that has other tensors.
@@ -442,7 +443,8 @@ def _stored(causal: "PreTrainedModel", sizes: Mapping[str, Sequence[int]]) -> St
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     constants = _persistent_buffers(causal)
-    # as transformers writes it; as it was written in former times; as the modules are named
+    # as transformers writes it; as it was written in former times; as the modules are
+    # named
     conversions = [None, get_model_conversion_mapping(causal), []]
     attempts = [_converted(causal, conversion, constants) for conversion in conversions]
     complete = (
@@ -497,7 +499,9 @@ def _check(
     stored: StoredTensors,
     sizes: Mapping[str, Sequence[int]],
 ) -> None:
-    """Raise `WeightsError` unless the checkpoint has the model's tensors, and no other."""
+    """Raise `WeightsError` unless the checkpoint has the model's tensors, and no
+    other.
+    """
     expected = {*stored.views, *stored.constants}
     tied = set(causal.all_tied_weights_keys) | {
         target for target in causal.all_tied_weights_keys.values() if isinstance(target, str)
@@ -559,7 +563,7 @@ def _shared_parameters(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [(found[0], found[1:]) for found in places.values() if len(found) > 1]
+    return [(same[0], same[1:]) for same in places.values() if len(same) > 1]
 
 
 def _layers(causal: "PreTrainedModel") -> list[nn.Module]:

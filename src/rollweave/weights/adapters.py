@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA) of a base model: the layers that have one, and the weights
 that base and adapters give together.
 
-An adapter of a linear layer with weights W [out, in] is a pair of matrices, A [rank, in]
-and B [out, rank]; the layer computes with W + scale · B A. Tensors have peft's names:
-`<layer>.lora_A.weight` and `<layer>.lora_B.weight`. Invariant: sums start from the base's
-own weights each time, so that no error accumulates from version to version.
+An adapter of a linear layer with weights W [out, in] is a pair of matrices, A [rank,
+in] and B [out, rank]; the layer computes with W + scale · B A. Tensors have peft's
+names: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`. Invariant: sums start from
+the base's own weights each time, so that no error accumulates from version to version.
 
 This module does not import torch where only names are needed.
 """
@@ -90,11 +90,11 @@ def adapter_sizes(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, i
     """Return the shapes of the adapters' tensors by name. Raises ConfigError for a
     target that the model lacks.
     """
-    tensors, found = shape.tensors(), dict[str, tuple[int, int]]()
+    tensors, sizes = shape.tensors(), dict[str, tuple[int, int]]()
     for layer in targeted_layers(linear_layers(shape), lora.targets):
         out, columns = tensors[f"{layer}.weight"]
-        found |= {layer + A: (lora.rank, columns), layer + B: (out, lora.rank)}
-    return found
+        sizes |= {layer + A: (lora.rank, columns), layer + B: (out, lora.rank)}
+    return sizes
 
 
 def merged(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import WeightPart
+from rollweave.schema.weights import WeightManifest, WeightPart
 
 T = TypeVar("T")
 
@@ -222,3 +222,22 @@ class Ranges:
     def touches(self, start: int, stop: int) -> bool:
         """Return whether any of `[start, stop)` is in the set."""
         return start < stop and self.missing(start, stop) != [(start, stop)]
+
+
+def read_version(manifest: WeightManifest, location: str) -> mmap.mmap | bytearray:
+    """Return the payload of a version, as `read_payload` does, after checking its
+    digest.
+
+    `location` is that of the manifest or another name of it. Raises `WeightsError`.
+    """
+    where = f"weights version {manifest.version} at {manifest.location}"
+    buffer = read_payload(location, manifest.nbytes, where=where)
+    content = PayloadDigest(manifest.parts)
+    with memoryview(buffer) as view:
+        for start in range(0, len(view), READ_CHUNK):
+            content.update(view[start : start + READ_CHUNK])
+    if content.hexdigest() != manifest.digest:
+        raise WeightsError(
+            f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
+        )
+    return buffer

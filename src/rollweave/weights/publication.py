@@ -24,7 +24,7 @@ import xxhash
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import TensorMeta, WeightManifest, WeightPart
-from rollweave.weights.memory import READ_CHUNK, PayloadDigest, read_payload, seal
+from rollweave.weights.memory import READ_CHUNK, read_version, seal
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes: a cache line, and a multiple of every element size."""
@@ -33,7 +33,9 @@ MEMFD = hasattr(os, "memfd_create")
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> tuple[TensorMeta, ...]:
-    """Lay tensors (name, dtype, shape) out in a payload: one after the other, aligned."""
+    """Lay tensors (name, dtype, shape) out in a payload: one after the other,
+    aligned.
+    """
     metas: list[TensorMeta] = []
     end = 0
     for name, dtype, sizes in tensors:
@@ -373,11 +375,34 @@ def publish(
 
     Raises `WeightsError` if there is not enough memory.
     """
-    metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    return publish_each(
+        lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()),
+        (tensor.detach().to("cpu") for tensor in tensors.values()),
+        version=version,
+        weights_id=weights_id,
+        directory=directory,
+        memfd=memfd,
+    )
+
+
+def publish_each(
+    metas: tuple[TensorMeta, ...],
+    tensors: Iterable[torch.Tensor],
+    *,
+    version: int,
+    weights_id: int,
+    directory: Path,
+    memfd: bool = MEMFD,
+) -> Publication:
+    """Copy tensors on the CPU, each valid until the next, into one payload of this
+    layout.
+
+    Raises `WeightsError` if there is not enough memory, and what the iteration raises.
+    """
     draft = Draft(metas, version=version, weights_id=weights_id, directory=directory, memfd=memfd)
     try:
-        for meta, tensor in zip(metas, tensors.values(), strict=True):
-            draft.writer.write(meta.offset, bytes_of(tensor.detach().to("cpu")))
+        for meta, tensor in zip(metas, tensors, strict=True):
+            draft.writer.write(meta.offset, bytes_of(tensor))
     except OSError as error:
         draft.abandon()
         raise draft.error(error) from error
@@ -405,16 +430,7 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """
     dtypes = [_checked_dtype(meta, manifest.nbytes) for meta in manifest.tensors]
     _check_layout(manifest)
-    where = f"weights version {manifest.version} at {manifest.location}"
-    buffer = read_payload(manifest.location, manifest.nbytes, where=where)
-    content = PayloadDigest(manifest.parts)
-    with memoryview(buffer) as view:
-        for start in range(0, len(view), READ_CHUNK):
-            content.update(view[start : start + READ_CHUNK])
-    if content.hexdigest() != manifest.digest:
-        raise WeightsError(
-            f"{where}: digest {content.hexdigest()}, the manifest says {manifest.digest}"
-        )
+    buffer = read_version(manifest, manifest.location)
     tensors = {}
     for meta, dtype in zip(manifest.tensors, dtypes, strict=True):
         if meta.nbytes == 0:
@@ -428,7 +444,9 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
 
 
 def _locked_file(path: Path) -> int:
-    """Create a file that this process locks for as long as it is open. Raises OSError."""
+    """Create a file that this process locks for as long as it is open. Raises
+    OSError.
+    """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

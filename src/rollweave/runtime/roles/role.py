@@ -34,8 +34,8 @@ class WorkerResources(Struct, frozen=True, kw_only=True):
     host.
 
     `hardware` is a resource that the agent of the host names (`--resource`), or whole
-    words of the name of its GPUs. If hosts with it have no free GPUs, those with the hardware
-    in `fallback` are used, in this order.
+    words of the name of its GPUs. If hosts with it have no free GPUs, those with the
+    hardware in `fallback` are used, in this order.
     """
 
     workers: int = 1
@@ -150,14 +150,16 @@ class Role:
                 self.run,
                 tasks,
                 user=of_worker(self._spec.reference),
-                say=_say,
+                on_status=_print_status,
             )
             try:
                 await hosts.gather()
                 workers = self._started(hosts)
                 clock = asyncio.get_running_loop().time
                 tasks.spawn(
-                    name_long_waits(workers.waits, clock=clock, report=lambda _, line: _say(line)),
+                    name_long_waits(
+                        workers.waits, clock=clock, report=lambda _, line: _print_status(line)
+                    ),
                     "name long waits",
                 )
                 try:
@@ -231,7 +233,7 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
             process=f"{spec.name} rank {rank}",
             devices=one.devices,
             pools=one.pools,
-            group=spec.name if one.devices else "",  # without GPUs, ranks are spread by cores
+            group=spec.name if one.devices else "",  # ranks without GPUs are spread
         )
         for rank, one in enumerate(spec.workers)
     ]
@@ -277,5 +279,5 @@ def _parts(
         yield [value[place] for value in args], {name: kwargs[name][place] for name in kwargs}
 
 
-def _say(line: str) -> None:
+def _print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -93,12 +93,12 @@ def hw_mapping(hw_affinity: Mapping[str, str]) -> Callable[[F], F]:
 
 def declarations(worker: type) -> dict[str, Declaration]:
     """Return the registered methods of a class."""
-    found: dict[str, Declaration] = {}
+    declared: dict[str, Declaration] = {}
     for name in dir(worker):
         declaration = getattr(inspect.getattr_static(worker, name), _DECLARATION, None)
         if isinstance(declaration, Declaration):
-            found[name] = declaration
-    return found
+            declared[name] = declaration
+    return declared
 
 
 def _declared(method: F, **changes: Any) -> F:
@@ -143,7 +143,9 @@ class Worker:
     _ranks: Ranks | None = None
 
     def close(self) -> None:
-        """Release what the worker holds; called once before its process ends in order."""
+        """Release what the worker holds; called once before its process ends in
+        order.
+        """
 
     def join_ranks(self, device: str | None = None) -> "RankGroup":
         """Join the other workers in a process group of `torch.distributed`.
