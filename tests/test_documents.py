@@ -40,7 +40,9 @@ def test_papers_name_modules_that_exist() -> None:
 
 
 def test_every_cited_paper_is_listed() -> None:
-    """A name that is followed by a section, figure, table or algorithm is a citation."""
+    """A name that is followed by a section, figure, table or algorithm is a
+    citation.
+    """
     listed = (ROOT / "docs/papers.md").read_text()
     cited = set()
     for path in ROOT.glob("src/rollweave/**/*.py"):
@@ -48,6 +50,12 @@ def test_every_cited_paper_is_listed() -> None:
         cited |= set(re.findall(r"\b([A-Z][A-Za-z]+)(?: Agent)?\s+(?:§|Alg\.|Fig\.|App\.)", text))
     assert cited >= {"RollArt", "Heddle", "Laminar", "ROSE"}
     assert [name for name in sorted(cited) if name not in listed] == []
+
+
+def test_the_number_of_settings_is_the_decided_one() -> None:
+    """One more is a decision, to be defended in this record."""
+    text = (ROOT / "docs/decisions/0011-settings.md").read_text()
+    assert f"there are {len(settings_of(RunConfig))}" in text
 
 
 def test_the_glossary_is_short_and_in_order() -> None:
@@ -242,7 +250,9 @@ def test_modules_that_are_named_exist(path: Path) -> None:
 
 
 NO_SETTINGS = ("run.checkpoint_s", "sandbox.ended")
-"""Inline code that looks like a setting: one of an earlier version, and an attribute."""
+"""Inline code that looks like a setting: one of an earlier version, and an
+attribute.
+"""
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

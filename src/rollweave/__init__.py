@@ -1,9 +1,10 @@
 """Rollweave trains LLM agents with reinforcement learning, each trajectory at its own
 pace.
 
-The names of `__all__` are the public interface; every other name may change between
-versions. They are imported on first use, so that `import rollweave` is fast and loads
-neither torch nor numpy.
+The public interface is the names of `__all__`, and what the pages in docs/ import from
+`rollweave.sandbox`, `rollweave.service.adapters` and `rollweave.weights.delta`; every
+other name may change between versions. The names of `__all__` are imported on first
+use, so that `import rollweave` is fast and loads neither torch nor numpy.
 """
 
 import importlib
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         Score,
         Split,
         Step,
-        mix,
         new_task,
         payload_of,
     )
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
     from rollweave.runtime.roles.worker import Worker, hw_mapping, register
     from rollweave.sandbox.base import SandboxSpec
     from rollweave.sandbox.tools import Bash, IPython
+    from rollweave.schema.base import mix
     from rollweave.schema.chat import Message
     from rollweave.schema.config.root import RunConfig
     from rollweave.schema.errors import ConfigError, RollweaveError
     from rollweave.schema.roles import WorkerError, WorkerLostError
     from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
-    from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
+    from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
     from rollweave.schema.work import (
         Decoding,
         SegmentKind,
@@ -73,6 +74,7 @@ __all__ = [
     "DapoRule",
     "Decoding",
     "EngineRequest",
+    "EngineSpec",
     "Env",
     "Episode",
     "Gateway",
@@ -134,7 +136,6 @@ _NAMES_OF = {
         "Score",
         "Split",
         "Step",
-        "mix",
         "new_task",
         "payload_of",
     ),
@@ -150,12 +151,13 @@ _NAMES_OF = {
     "runtime.roles.worker": ("Worker", "hw_mapping", "register"),
     "sandbox.base": ("SandboxSpec",),
     "sandbox.tools": ("Bash", "IPython"),
+    "schema.base": ("mix",),
     "schema.chat": ("Message",),
     "schema.config.root": ("RunConfig",),
     "schema.errors": ("ConfigError", "RollweaveError"),
     "schema.roles": ("WorkerError", "WorkerLostError"),
     "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
-    "schema.serving": ("GenerateRequest", "GenerateResult", "Sampling"),
+    "schema.serving": ("EngineSpec", "GenerateRequest", "GenerateResult", "Sampling"),
     "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),
     "service.batches": ("DapoBatches", "DapoRollouts"),
     "service.client": ("RolloutClient", "Rollouts"),

@@ -21,7 +21,7 @@ FIGURES = {
 
 def test_every_figure_is_positive() -> None:
     said: list[str] = []
-    result = measure([TINY], device="cpu", say=said.append)
+    result = measure([TINY], device="cpu", progress=said.append)
     assert set(result.figures) == FIGURES
     assert all(isinstance(value, float | int) and value > 0 for value in result.figures.values())
     assert result.figures["weights_bytes_tiny"] == 328_576
@@ -38,7 +38,7 @@ def test_a_part_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu, "_peaks", fail)
     for name in ("attention", "train", "kv", "memory", "shared"):
         monkeypatch.setattr(gpu._Subject, name, fail)
-    result = measure([TINY], device="cpu", say=lambda _: None)
+    result = measure([TINY], device="cpu", progress=lambda _: None)
     assert set(result.figures) == FIGURES
     missing = {name for name, value in result.figures.items() if value is None}
     shares = {"decode_bandwidth_share_tiny", "prefill_flops_share_tiny"}

@@ -16,7 +16,8 @@ from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import GroupRef, TrainStep
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import StepTrained, TimerFired
-from rollweave.schema.work import Segment, SegmentKind, TokenSequence
+from rollweave.schema.work import SegmentKind
+from tests.support.sequences import one_token_each
 
 SMALL = dataclasses.replace(
     QUICK,
@@ -89,16 +90,8 @@ def test_only_sampled_tokens_have_a_version() -> None:
         (SegmentKind.OBSERVATION, -1),
         (SegmentKind.OUTPUT, 4),
     ]
-    assert versions_of([sequence(*kinds)]) == {4}
-    assert versions_of([sequence(*kinds), sequence((SegmentKind.OUTPUT, 5))]) == {4, 5}
-
-
-def sequence(*kinds: tuple[SegmentKind, int]) -> TokenSequence:
-    segments = tuple(
-        Segment(start=at, end=at + 1, kind=kind, version=version)
-        for at, (kind, version) in enumerate(kinds)
-    )
-    return TokenSequence(tokens=(0,) * len(kinds), segments=segments, logprobs=(0.0,) * len(kinds))
+    assert versions_of([one_token_each(*kinds)]) == {4}
+    assert versions_of([one_token_each(*kinds), one_token_each((SegmentKind.OUTPUT, 5))]) == {4, 5}
 
 
 def test_lost_and_falsely_trained_trajectories_are_unaccounted_for() -> None:

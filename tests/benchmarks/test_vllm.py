@@ -30,8 +30,8 @@ from rollweave.schema.config.loading import load
 from rollweave.schema.events import EngineLost, EngineSuspended, WeightsLoaded
 from rollweave.schema.serving import VersionSpan
 from rollweave.schema.work import SegmentKind
-from tests.benchmarks.test_soak import sequence
 from tests.record.report.synthetic import write_run
+from tests.support.sequences import one_token_each
 
 
 def spans(*ends: tuple[int, int, int]) -> list[VersionSpan]:
@@ -75,10 +75,11 @@ def test_a_phase_is_the_median_of_its_updates() -> None:
 
 def test_versions_that_decrease_are_counted() -> None:
     output = SegmentKind.OUTPUT
-    right = sequence((output, 1), (SegmentKind.OBSERVATION, -1), (output, 1), (output, 2))
+    right = one_token_each((output, 1), (SegmentKind.OBSERVATION, -1), (output, 1), (output, 2))
     assert backwards([right, right]) == 0
     assert (
-        backwards([right, sequence((output, 3), (SegmentKind.OBSERVATION, -1), (output, 2))]) == 1
+        backwards([right, one_token_each((output, 3), (SegmentKind.OBSERVATION, -1), (output, 2))])
+        == 1
     )
 
 

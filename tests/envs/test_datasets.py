@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
 from rollweave.envs.gym import Gym
 from rollweave.envs.jsonl import Jsonl
 from rollweave.envs.reasoning import INSTRUCTION, answer_in
 from rollweave.envs.records import records
 from rollweave.envs.tasks import TaskSource
+from rollweave.schema.config.sections import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Purpose, Task
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.io.wire import LENGTH, Decoder, FrameDecoder, decoder_of, encode, frame
+from rollweave.io.wire import LENGTH, FrameDecoder, decoder_of, encode, frame
 from rollweave.schema.errors import WireError
 from rollweave.schema.serving import (
     Abort,
@@ -41,17 +41,18 @@ def test_any_split_delivers_the_same_structs(
 ) -> None:
     stream = framed(sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
-    decoder: Decoder[EngineCommand] = Decoder(EngineCommand)
+    frames, decode = FrameDecoder(), decoder_of(EngineCommand)
     received: list[EngineCommand] = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        received += decoder.feed(stream[start:end])
+        received += map(decode, frames.feed(stream[start:end]))
     assert received == sent
 
 
 def test_byte_by_byte() -> None:
     sent: list[EngineCommand] = [Suspend(), Abort(id="x"), Resume()]
-    decoder: Decoder[EngineCommand] = Decoder(EngineCommand)
-    assert [noun for byte in framed(sent) for noun in decoder.feed(bytes([byte]))] == sent
+    frames, decode = FrameDecoder(), decoder_of(EngineCommand)
+    payloads = [payload for byte in framed(sent) for payload in frames.feed(bytes([byte]))]
+    assert [decode(payload) for payload in payloads] == sent
 
 
 def test_a_length_over_the_limit_is_refused_at_once_and_ever_after() -> None:
@@ -73,9 +74,9 @@ def test_frames_before_a_bad_length_are_still_delivered() -> None:
 @settings(max_examples=examples(100))
 @given(st.binary(max_size=60))
 def test_invalid_bytes_raise_only_wire_errors(garbage: bytes) -> None:
-    decoder: Decoder[EngineCommand] = Decoder(EngineCommand, limit=1000)
+    frames, decode = FrameDecoder(limit=1000), decoder_of(EngineCommand)
     try:
-        nouns = decoder.feed(garbage)
+        nouns = [decode(payload) for payload in frames.feed(garbage)]
     except WireError:
         return
     assert all(isinstance(noun, EngineCommand) for noun in nouns)

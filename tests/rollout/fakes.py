@@ -354,7 +354,9 @@ class Harness:
     @property
     def active_attempts(self) -> int:
         """The attempts under way, for the controller or for the worker."""
-        return max(self.pipeline.active_attempts, self.worker.active_attempts)
+        return max(
+            len(part._attempts) + len(part._evaluations) for part in (self.pipeline, self.worker)
+        )
 
     async def until(self, kind: type[Event], after: int = 0) -> Event:
         """Wait for the first event of this kind, from position `after` on."""

@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollweave.envs.base import Episode, Observation, Options, Score, Split, Step, mix, new_task
+from rollweave.envs.base import Episode, Observation, Options, Score, Split, Step, new_task
+from rollweave.schema.base import mix
 from rollweave.schema.work import Task
 
 
@@ -54,8 +55,8 @@ class Wanderer(Game):
 
 
 class Located(Game):
-    """A game that leaves a file `<what>-<process id>` in `where` whenever its code runs,
-    and whose first step waits for the file `open` there.
+    """A game that leaves a file `<what>-<process id>` in `where` whenever its code
+    runs, and whose first step waits for the file `open` there.
     """
 
     def __init__(self, *, where: str, turns: int = 2) -> None:

@@ -1,4 +1,6 @@
-"""Whole runs whose sandboxes have images: built, fetched from another host, and failed."""
+"""Whole runs whose sandboxes have images: built, fetched from another host, and
+failed.
+"""
 
 import json
 import os
@@ -14,9 +16,9 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, Blame, StopReason
-from tests.runtime.hosts.test_cluster import Agents, agents, secret
 from tests.runtime.whole import lines, make_config, replay, run, run_dir
 from tests.sandbox.sandboxes import image, needs
+from tests.support.host_agents import Agents, agents, secret
 
 __all__ = ["agents", "secret"]  # fixtures
 

@@ -26,8 +26,8 @@ from tests.worlds.referee import Referee
 
 STEPS = 12
 HOLD = 14
-"""Number of scored trajectories before a step ends: two are in the step, and twelve of at
-most eight groups complete four.
+"""Number of scored trajectories before a step ends: two are in the step, and twelve of
+at most eight groups complete four.
 """
 
 
@@ -106,7 +106,7 @@ def test_nonfinite_log_probs_end_the_run(tmp_path: Path) -> None:
     fault(config, "nan-measure-2")
     summary = run(config)
     assert summary.error.startswith("step 2: no number; batch of groups g")
-    assert summary.error.endswith("last good checkpoint: step 2")
+    assert "last good checkpoint: step 2" in summary.error  # it may still be written
     assert summary.account.balanced
     assert_no_processes(config)
     assert run(config, resume=True).steps == STEPS

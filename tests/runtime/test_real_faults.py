@@ -401,7 +401,7 @@ def test_a_nonfinite_loss_names_its_batch(tmp_path: Path) -> None:
         (error,) = life.errors
     assert "step 3: loss " in error
     assert "batch of groups g" in error
-    assert error.endswith("last good checkpoint: step 3")
+    assert "last good checkpoint: step 3" in error  # it may still be written
     assert (summary(mad)["steps"], summary(mad)["watchdog"]) == (3, {})
     sane = longer(config, 5)
     check_totals(sane, run_to_end(sane, resume=True))

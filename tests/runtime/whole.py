@@ -2,6 +2,7 @@
 program that runs a controller: `python -m tests.runtime.whole CONFIG [resume]`.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -125,7 +126,9 @@ def pids(config: RunConfig) -> list[tuple[int, int]]:
 
 
 def assert_no_processes(config: RunConfig) -> None:
-    """Check that no child of any life is left. The kernel takes a moment to end them."""
+    """Check that no child of any life is left. The kernel takes a moment to end
+    them.
+    """
     deadline, left = time.monotonic() + 30, pids(config)
     assert left
     while left and time.monotonic() < deadline:
@@ -151,8 +154,8 @@ def write(config: RunConfig) -> Path:
 
 def assert_trained_once(config: RunConfig, *, count: int | None = None) -> None:
     """Check that every step of the surviving lineage trained a whole batch, and that no
-    trajectory is in two of them. There must be `count` steps, by default those that were
-    configured.
+    trajectory is in two of them. There must be `count` steps, by default those that
+    were configured.
     """
     steps, expected = trained(config), config.run.steps if count is None else count
     assert sorted(steps) == list(range(expected))
@@ -188,3 +191,15 @@ if __name__ == "__main__":
             {"steps": summary.steps, "interrupted": summary.interrupted, "error": summary.error}
         )
     )
+
+
+def reached(config: RunConfig, step: int) -> bool:
+    """Return whether the run has trained this step."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return len(lines(config, "step")) > step
+    return False
+
+
+def events(config: RunConfig, *kinds: type) -> list[Any]:
+    replayed = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
+    return [event for _, event, _ in replayed if isinstance(event, kinds)]

@@ -27,6 +27,7 @@ from rollweave.service.batches import (
 from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
 from tests.service.api import call, wait_until
 from tests.service.serving import Program, service_config, serving
+from tests.support.accounts import balances
 
 GOOD, SAME = [0.0, 1.0], [1.0, 1.0]
 
@@ -75,14 +76,14 @@ async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -
                         assert len(sequence.tokens) == len(sequence.logprobs)
                 assert not used & set(names(batch))
                 used |= set(names(batch))
-                assert batches.account.balances()
+                assert balances(batches.account)
             assert all(int(name[1:]) % 2 == 0 for name in used)
             assert (batches.account.used, batches.account.filtered > 0, batches.account.failed) == (
                 12,
                 True,
                 0,
             )
-        assert (batches.account.carried, batches.account.balances()) == (0, True)
+        assert (batches.account.carried, balances(batches.account)) == (0, True)
         await wait_until(service.address, "/health", is_idle)
 
 
@@ -289,7 +290,7 @@ async def test_closing_leaves_nothing_running_at_any_time(tmp_path: Path, pauses
             with pytest.raises(DapoError, match="closed"):
                 await waiting
             await wait_until(service.address, "/health", is_idle)
-            assert (batches.account.carried, batches.account.balances()) == (0, True)
+            assert (batches.account.carried, balances(batches.account)) == (0, True)
 
 
 def test_batches_without_an_event_loop(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_batches_without_an_event_loop(tmp_path: Path) -> None:
         with DapoRollouts(service.address, endless("m", SAME, GOOD), RULE) as batches:
             for version in range(3):
                 assert len(batches.next(version=version).groups) == 2
-            assert batches.account.balances()
+            assert balances(batches.account)
         assert batches.account.carried == 0
 
 
@@ -335,4 +336,4 @@ async def test_an_invalid_task_ends_a_pending_next(tmp_path: Path) -> None:
         ):
             with pytest.raises(TypeError, match="tasks must be of RolloutRequest"):
                 await batches.next(version=0)
-            assert batches.account.balances()
+            assert balances(batches.account)

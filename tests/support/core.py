@@ -1,5 +1,6 @@
 """Configurations of the core, and helpers that drive a random world."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rollweave.core.core import Core
@@ -85,6 +86,21 @@ def restart_controller(world: World) -> None:
             world.join(name)
         for name in world.relay_epoch:
             world.join_relay(name)
+
+
+def run_with_lost_controllers(world: World, kills: Sequence[int]) -> None:
+    """Run to the end. The controller is lost after each of these numbers of events."""
+    world.start()
+    for kill in kills:
+        for _ in range(kill):
+            if world.finish is None:
+                world.step()
+        restart_controller(world)
+    while world.finish is None:
+        assert world.handled < 50_000, "no end"
+        world.step()
+    assert world.finish.error == "" or "checkpoint" in world.finish.error
+    assert world.core.account().balanced
 
 
 def until(world: World, kind: type[c.Command]) -> c.Command:

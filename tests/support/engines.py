@@ -1,5 +1,6 @@
 """A tiny checkpoint, the real engine loop, and the environment of engine processes."""
 
+import asyncio
 import json
 import os
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.vllm_server import VARIABLE
-from rollweave.engine.clients.inproc import MakeLoop
-from rollweave.schema.serving import ServerSpec
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import MakeLoop, in_thread
+from rollweave.schema.serving import EngineSpec, ServerSpec
+from rollweave.schema.weights import WeightManifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +92,16 @@ def tiny_checkpoint(directory: Path, *, seed: int = 0, **changes: object) -> Pat
     return directory
 
 
+def engine_in_thread(
+    spec: EngineSpec, *, name: str = "engine e0", start_s: float = 60.0, reply_s: float = 60.0
+) -> EngineClient:
+    """Start an embedded engine in a thread of this process, whose model is there."""
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    present.set_result(None)
+    link = in_thread(spec, real_loop(), model_ready=present)
+    return EngineClient(name, link, start_s=start_s, reply_s=reply_s)
+
+
 def real_loop() -> MakeLoop:
     from rollweave.engine.loop import EngineLoop
 
@@ -100,3 +113,15 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": f"{ROOT}:{':'.join(path for path in sys.path if path)}",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def manifest(version: int, digest: str = "good") -> WeightManifest:
+    """Return a version without tensors."""
+    return WeightManifest(
+        version=version,
+        weights_id=version,
+        location="/nowhere",
+        tensors=(),
+        nbytes=0,
+        digest=digest,
+    )

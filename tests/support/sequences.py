@@ -19,3 +19,14 @@ def sequence(parts: list[tuple[SegmentKind, int]]) -> TokenSequence:
     return TokenSequence(
         tokens=tuple(range(100, 100 + at)), segments=tuple(segments), logprobs=tuple(logprobs)
     )
+
+
+def one_token_each(*kinds: tuple[SegmentKind, int]) -> TokenSequence:
+    """Return a sequence of segments with one token each, of these kinds and
+    versions.
+    """
+    segments = tuple(
+        Segment(start=at, end=at + 1, kind=kind, version=version)
+        for at, (kind, version) in enumerate(kinds)
+    )
+    return TokenSequence(tokens=(0,) * len(kinds), segments=segments, logprobs=(0.0,) * len(kinds))

@@ -343,7 +343,8 @@ def host(
         typer.Option(
             "--resource",
             metavar="NAME=COUNT",
-            help="A resource of this host by which a pool may select it. May be repeated.",
+            help="A resource of this host by which a pool may select it, and how many processes "
+            "on CPUs it offers to the pool; any number without =COUNT. May be repeated.",
         ),
     ] = None,
     join_s: Annotated[

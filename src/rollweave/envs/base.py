@@ -36,9 +36,7 @@ import json
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, Self
 
-import xxhash
-
-from rollweave.schema.base import Struct, TaskId
+from rollweave.schema.base import Struct, TaskId, mix
 from rollweave.schema.chat import Message, Role
 from rollweave.schema.work import StopReason, Task
 
@@ -167,12 +165,6 @@ def payload_of(task: Task) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise ValueError(f"task.payload must be a JSON object, got {task.payload[:80]}")
     return payload
-
-
-def mix(*parts: object) -> int:
-    """Return a seed of 63 bits that depends on every part."""
-    text = "\x1f".join(map(str, parts))
-    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def split_of(content: str) -> Split:

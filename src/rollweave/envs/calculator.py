@@ -8,16 +8,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
-from rollweave.envs.base import (
-    Observation,
-    Options,
-    Split,
-    Step,
-    mix,
-    new_task,
-    payload_of,
-    split_of,
-)
+from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of, split_of
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from rollweave.envs.base import mix
 from rollweave.envs.threads import Caller, call_inline
+from rollweave.schema.base import mix
 from rollweave.schema.config.sections import Faults
 from rollweave.schema.work import Task
 

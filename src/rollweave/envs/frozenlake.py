@@ -14,17 +14,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rollweave.envs.base import (
-    Observation,
-    Options,
-    Split,
-    Step,
-    mix,
-    new_task,
-    payload_of,
-    split_of,
-)
+from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of, split_of
 from rollweave.io.extras import from_extra
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task

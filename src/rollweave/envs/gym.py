@@ -8,17 +8,8 @@ import math
 from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
-from rollweave.envs.base import (
-    Env,
-    Episode,
-    Observation,
-    Options,
-    Score,
-    Split,
-    Step,
-    mix,
-    new_task,
-)
+from rollweave.envs.base import Env, Episode, Observation, Options, Score, Split, Step, new_task
+from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
 

@@ -10,7 +10,8 @@ import random
 import re
 from collections.abc import Sequence
 
-from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of
+from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
@@ -94,7 +95,9 @@ class Nim:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Return uniformly random moves: the format of a turn, not which move is good."""
+        """Return uniformly random moves: the format of a turn, not which move is
+        good.
+        """
         task = cls.make_task(
             index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
         )

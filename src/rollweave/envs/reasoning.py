@@ -16,12 +16,12 @@ from rollweave.envs.base import (
     Score,
     Split,
     Step,
-    mix,
     new_task,
     payload_of,
     split_of,
 )
 from rollweave.io.extras import from_extra
+from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Task
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rollweave.envs.base import Split, mix, split_of
+from rollweave.envs.base import Split, split_of
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 

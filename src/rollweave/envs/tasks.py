@@ -15,19 +15,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.core.policy.mixture import next_domain
-from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
+from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task
 from rollweave.envs.boundary import CONVERSION_ERRORS, USER_EXCEPTIONS, GuardedEnv, score_episode
 from rollweave.envs.foreign import describe_error, type_name
 from rollweave.envs.process import EnvProcesses, ProcessEnv, score_in_process
 from rollweave.envs.protocol import EnvSpec
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thread
-from rollweave.schema.base import TaskId
+from rollweave.schema.base import TaskId, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import Faults, TaskConfig
+from rollweave.schema.config.sections import FINAL_TASKS_FROM, Faults, TaskConfig
 from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
 from rollweave.schema.text import valid_tree
 from rollweave.schema.work import Purpose, Task

@@ -9,14 +9,12 @@ sockets.
 
 import struct
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from rollweave.schema.errors import WireError
 from rollweave.schema.packing import packed
-
-T = TypeVar("T")
 
 LENGTH = struct.Struct("<I")
 
@@ -93,20 +91,3 @@ class FrameDecoder:
         if position:
             del buffer[:position]
         return payloads
-
-
-class Decoder(Generic[T]):
-    """Decodes a stream of bytes into structs of one type or union, as `FrameDecoder`
-    and `decoder_of` do together.
-    """
-
-    def __init__(self, kind: Any, limit: int = FRAME_BYTES) -> None:
-        self._frames = FrameDecoder(limit)
-        self._decode: Callable[[bytes], T] = decoder_of(kind)
-
-    def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
-        """Return the structs that `data` completes.
-
-        Raises WireError for an invalid frame or struct.
-        """
-        return [self._decode(payload) for payload in self._frames.feed(data)]

@@ -13,11 +13,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from rollweave.envs.base import Episode, Observation, Score, Step, mix
+from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.codec import ChatError
 from rollweave.rollout.chat.conversation import Conversation
 from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
+from rollweave.schema.base import mix
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollweave.envs.base import Score, mix
+from rollweave.envs.base import Score
 from rollweave.envs.boundary import USER_EXCEPTIONS, checked_score
 from rollweave.envs.foreign import describe_error, running_task, type_name
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
@@ -29,6 +29,7 @@ from rollweave.rollout.driver import DELAY_S, AgentConfig, TurnPort, record_of
 from rollweave.rollout.gateway.requests import ChatRequest, RequestError
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
@@ -289,7 +290,9 @@ class HandlerEpisode:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Stop the stage's clock, because it waits for what does not count as its time."""
+        """Stop the stage's clock, because it waits for what does not count as its
+        time.
+        """
         self._waits += 1
         if self._waits > 1:
             try:
@@ -321,8 +324,8 @@ class HandlerEpisode:
             self.on_delay()
 
     async def _call_hook(self, hook: str, stop: EpisodeStopError) -> Score | None:
-        """Report a failed stage to the handler; return a score if the handler attributes
-        the failure to the agent.
+        """Report a failed stage to the handler; return a score if the handler
+        attributes the failure to the agent.
         """
 
         async def called() -> Any:

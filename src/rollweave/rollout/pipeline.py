@@ -50,7 +50,7 @@ from rollweave.schema.rollouts import (
     RolloutCommand,
     TurnAsked,
 )
-from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
 
 
 class WorkerPort(Protocol):
@@ -107,11 +107,6 @@ class Pipeline:
         self._evaluations: dict[Key, _Attempt] = {}
         self._waiting_limit = waiting_limit
         self._progress = ProgressReporter(post) if keep_partial_turns else None
-
-    @property
-    def active_attempts(self) -> int:
-        """Return the number of attempts that hold resources."""
-        return len(self._attempts) + len(self._evaluations)
 
     def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
         """Return the tokens of the attempt's last turn and its context: what its engine
@@ -265,14 +260,7 @@ class Pipeline:
     def _ended(self, attempt: _Attempt, report: AttemptEnded) -> None:
         """Store the record, then post the event."""
         command, trajectory = attempt.command, report.trajectory
-        self._store.append(
-            Ended(
-                at=self._clock(),
-                purpose=command.purpose,
-                member=command.member,
-                trajectory=trajectory,
-            )
-        )
+        self._append_end(command, trajectory)
         attempt.turns.close()
         del self._attempts[attempt.key]
         self._spans.episode_over(_lane(attempt.key))
@@ -305,8 +293,7 @@ class Pipeline:
             )
         )
 
-    def _append_loss(self, command: StartInit, error: str) -> None:
-        trajectory = record_of(command, StopReason.WORKER_LOST, error)
+    def _append_end(self, command: StartInit, trajectory: Trajectory) -> None:
         self._store.append(
             Ended(
                 at=self._clock(),
@@ -315,6 +302,9 @@ class Pipeline:
                 trajectory=trajectory,
             )
         )
+
+    def _append_loss(self, command: StartInit, error: str) -> None:
+        self._append_end(command, record_of(command, StopReason.WORKER_LOST, error))
         if command.purpose is not Purpose.SERVE:
             self._store.forget((command.trajectory_id,))
 

@@ -12,12 +12,7 @@ from collections.abc import Callable
 
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import StartTurn
-from rollweave.schema.events import Event, TurnProgress, TurnsProgressed
-
-REPORT_INTERVAL_S = 2.0
-"""Seconds between two reports: several for each migration plan, which Laminar makes
-every 5 s.
-"""
+from rollweave.schema.events import TURN_REPORT_INTERVAL_S, Event, TurnProgress, TurnsProgressed
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,18 +44,18 @@ class ProgressReporter:
         else:
             self._turns[command.trajectory_id] = _Turn(command, tokens)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self.report)
+            self._timer = asyncio.get_running_loop().call_later(TURN_REPORT_INTERVAL_S, self.report)
 
     def remove(self, trajectory_id: TrajectoryId) -> None:
         """Stop tracking the trajectory's turn: no engine is sampling it."""
         self._turns.pop(trajectory_id, None)
 
     def report(self) -> None:
-        """Post the progress since the last report; called every `REPORT_INTERVAL_S`
-        while there are turns.
+        """Post the progress since the last report; called every
+        `TURN_REPORT_INTERVAL_S` while there are turns.
         """
         self._timer = (
-            asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self.report)
+            asyncio.get_running_loop().call_later(TURN_REPORT_INTERVAL_S, self.report)
             if self._turns
             else None
         )

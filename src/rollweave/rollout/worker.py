@@ -184,11 +184,6 @@ class RolloutWorker:
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
 
-    @property
-    def active_attempts(self) -> int:
-        """Return the number of attempts that hold resources."""
-        return len(self._attempts) + len(self._evaluations)
-
     def send(self, command: RolloutCommand) -> None:
         """Execute a command."""
         match command:
@@ -245,7 +240,9 @@ class RolloutWorker:
         evaluation.task = self._spawn(self._evaluate(key, evaluation), f"eval {attempt.lane}")
 
     def _cancel(self, command: CancelTrajectory) -> None:
-        """Cancel an attempt; an unknown one has ended, and its end has been reported."""
+        """Cancel an attempt; an unknown one has ended, and its end has been
+        reported.
+        """
         key = (command.trajectory_id, command.attempt)
         active = self._attempts.get(key) or self._evaluations.get(key)
         if active is None:
@@ -390,7 +387,9 @@ class RolloutWorker:
 
 
 NOT_WAITING = "the attempt is not waiting for its reward"
-"""Error of a `StartEval` for an attempt that has ended already, or is no longer kept."""
+"""Error of a `StartEval` for an attempt that has ended already, or is no longer
+kept.
+"""
 
 
 def _bug_text(bug: Exception) -> str:
@@ -413,5 +412,6 @@ async def _close_or_kill(episode: Driver) -> None:
         async with asyncio.timeout(CLOSE_S):
             await episode.close()
     except (Exception, asyncio.CancelledError):
-        # The author's `close` may raise anything; a cancellation has been handled before.
+        # The author's `close` may raise anything; a cancellation has been handled
+        # before.
         episode.kill()

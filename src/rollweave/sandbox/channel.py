@@ -10,7 +10,9 @@ is asked to end it, and its late reply is dropped.
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from rollweave.sandbox.inside.frames import FrameDecoder, FrameError, pack
 from rollweave.schema.base import Struct
@@ -18,9 +20,12 @@ from rollweave.schema.errors import (
     SandboxError,
     SandboxLostError,
     SandboxRefusedError,
+    SandboxSpoiledError,
     SandboxTimeoutError,
 )
 from rollweave.schema.text import valid_tree
+
+T = TypeVar("T")
 
 RECEIVE_BYTES = 1 << 18
 """Maximum number of bytes read from the socket at once."""
@@ -52,6 +57,14 @@ class Reply(Struct, frozen=True, kw_only=True):
 
     header: dict[str, Any]
     body: bytes
+
+
+def fields_of(reply: Reply, kind: type[T]) -> T:
+    """Return the fields of a reply. Raises SandboxSpoiledError for other ones."""
+    try:
+        return msgspec.convert(reply.header, kind)
+    except msgspec.ValidationError as error:
+        raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
 
 
 class Channel:

@@ -76,8 +76,8 @@ def parse(text: str, here: Path) -> Reference:
     """Return the image that `text` names, which is not `HOST`; relative paths start at
     `here`. Raises ConfigError.
     """
-    if found := DIGEST.fullmatch(text):
-        return Reference(text=text, digest=found[1])
+    if match := DIGEST.fullmatch(text):
+        return Reference(text=text, digest=match[1])
     if text.startswith("sha256:"):
         raise ConfigError(f"image must have 64 hexadecimal digits after sha256:, got {text!r}")
     path = Path(os.path.normpath(here / text))

@@ -173,7 +173,9 @@ class Images:
         return digest
 
     def built(self, key: str) -> str:
-        """Return the digest of the image that was built for this key; "" if none was."""
+        """Return the digest of the image that was built for this key; "" if none
+        was.
+        """
         record = self._folder / "built" / check_digest(key)
         with contextlib.suppress(FileNotFoundError, ValueError):
             return check_digest(record.read_text())
@@ -235,9 +237,9 @@ class Images:
 
 def _given_digest(recipe: Recipe) -> str:
     """Return the digest that is the recipe's base. Raises ConfigError."""
-    found = DIGEST.fullmatch(recipe.base)
+    match = DIGEST.fullmatch(recipe.base)
     try:
-        return found[1] if found else check_digest(recipe.base)
+        return match[1] if match else check_digest(recipe.base)
     except ValueError:
         raise ConfigError(
             f"base must be a folder or an archive that exists, or sha256:DIGEST, got "
@@ -367,8 +369,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
-    """Read the stream to its end, at most `OUTPUT_BYTES`; also return whether the end came
-    in time.
+    """Read the stream to its end, at most `OUTPUT_BYTES`; also return whether the end
+    came in time.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)

@@ -81,10 +81,10 @@ class Copy:
             if is_whiteout and not self._flatten:
                 os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
             elif stat.S_ISLNK(status.st_mode):
-                says = os.readlink(name, dir_fd=source)
-                if self._only and _leads_out(says, where.count("/")):
+                link_target = os.readlink(name, dir_fd=source)
+                if self._only and _leads_out(link_target, where.count("/")):
                     continue
-                os.symlink(says, name, dir_fd=target)
+                os.symlink(link_target, name, dir_fd=target)
                 os.chown(name, self._owner, self._owner, dir_fd=target, follow_symlinks=False)
             elif stat.S_ISREG(status.st_mode):
                 self._file(source, target, name, where)

@@ -50,7 +50,9 @@ class Root:
     """The contents of a root. Inner paths are absolute, as the sandbox sees them."""
 
     layers: list[str]
-    """Folders below the writes, the newest first; without any, the root begins empty."""
+    """Folders below the writes, the newest first; without any, the root begins
+    empty.
+    """
     binds: list[tuple[str, str]] = field(default_factory=list)
     """Folders of the host, and the paths at which they appear, read-only."""
     links: list[tuple[str, str]] = field(default_factory=list)
@@ -209,10 +211,10 @@ def _populate(root: Root, path: str, owner: int) -> None:
     temporary = ensure_folder(top, "tmp", owner)
     os.fchmod(temporary, 0o1777)
     os.close(temporary)
-    for says, link in root.links:
+    for link_target, link in root.links:
         folder, name = _parent(top, link, owner)
         remove(name, folder)
-        os.symlink(says, name, dir_fd=folder)
+        os.symlink(link_target, name, dir_fd=folder)
         os.close(folder)
     for file, text in root.files.items():
         folder, name = _parent(top, file, owner)

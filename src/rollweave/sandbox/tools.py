@@ -11,13 +11,12 @@ an interpreter in process, a Unix socket.
 
 import asyncio
 import re
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import msgspec
 
-from rollweave.sandbox.channel import Reply
+from rollweave.sandbox.channel import Reply, fields_of
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import SandboxSpoiledError
 from rollweave.schema.text import valid
 
 OUTPUT_BYTES = 30_000
@@ -43,8 +42,6 @@ ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
 )
 """Terminal escapes (ECMA-48): colors, movements, titles."""
-
-T = TypeVar("T")
 
 
 class Caller(Protocol):
@@ -153,7 +150,7 @@ class Bash:
                 slack_s=BASH_SLACK_S,
                 output_limit=output_bytes,
             )
-        fields = _converted(reply, _Bash)
+        fields = fields_of(reply, _Bash)
         return BashResult(
             output=_joined(reply.body, fields),
             exit_code=fields.rc,
@@ -188,7 +185,7 @@ class IPython:
                 slack_s=CELL_SLACK_S,
                 output_limit=output_bytes,
             )
-        fields = _converted(reply, _Cell)
+        fields = fields_of(reply, _Cell)
         error = fields.error
         if error is not None:
             error = CellError(
@@ -252,7 +249,7 @@ class Editor:
 
     async def _text(self, action: str, body: bytes = b"", **args: Any) -> Text:
         reply = await self._sandbox.call(action, body, timeout_s=EDIT_S, **args)
-        return Text(text=reply.body.decode(errors="replace"), lines=_converted(reply, _Lines).lines)
+        return Text(text=reply.body.decode(errors="replace"), lines=fields_of(reply, _Lines).lines)
 
 
 def plain(text: str) -> str:
@@ -260,13 +257,6 @@ def plain(text: str) -> str:
     NULs.
     """
     return ESCAPES.sub("", text).replace("\0", "\ufffd")
-
-
-def _converted(reply: Reply, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(reply.header, kind)
-    except msgspec.ValidationError as error:
-        raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
 
 
 def _joined(body: bytes, fields: _Output) -> str:

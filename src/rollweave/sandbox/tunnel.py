@@ -21,14 +21,14 @@ import logging
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from rollweave.sandbox.base import MIB, Sandbox
-from rollweave.sandbox.channel import Reply
+from rollweave.sandbox.channel import Reply, fields_of
 from rollweave.sandbox.inside.http1 import BODY_BYTES, METHODS
 from rollweave.sandbox.inside.http_proxy import FORWARDED_HEADERS
 from rollweave.schema.errors import (
@@ -102,7 +102,7 @@ async def tunnel(sandbox: Sandbox, url: str) -> AsyncIterator[str]:
         client = _Tunnel(sandbox, http, base)
         serving = asyncio.create_task(client.run(), name="tunnel")
         try:
-            yield f"http://127.0.0.1:{_convert(opened, _Opened).port}{base.raw_path.rstrip('/')}"
+            yield f"http://127.0.0.1:{fields_of(opened, _Opened).port}{base.raw_path.rstrip('/')}"
         finally:
             serving.cancel()
             await asyncio.wait([serving])
@@ -140,7 +140,9 @@ class _Request:
 
 
 class _Tunnel:
-    """One open tunnel, which `run` serves until it is cancelled or the sandbox is gone."""
+    """One open tunnel, which `run` serves until it is cancelled or the sandbox is
+    gone.
+    """
 
     def __init__(self, sandbox: Sandbox, http: aiohttp.ClientSession, base: URL) -> None:
         self._sandbox, self._http, self._base = sandbox, http, base
@@ -174,7 +176,7 @@ class _Tunnel:
             while len(self._tasks) >= 2 * MAX_IN_FLIGHT:  # the sandbox is slow to accept responses
                 await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
             reply = await self.call("tunnel_next", timeout_s=POLL_S)
-            event = _convert(reply, _Event)
+            event = fields_of(reply, _Event)
             for number in event.disconnected:
                 self._cancel(number)
             if event.number and (request := self._part(event, reply.body)) is not None:
@@ -184,7 +186,9 @@ class _Tunnel:
                 task.add_done_callback(functools.partial(self._done, request))
 
     def _cancel(self, number: int) -> None:
-        """Cancel the request of a disconnected program, unless it is answered already."""
+        """Cancel the request of a disconnected program, unless it is answered
+        already.
+        """
         if self._receiving is not None and self._receiving.number == number:
             self._pending_bytes -= len(self._receiving.body)
             self._receiving = None
@@ -303,16 +307,6 @@ class _Tunnel:
                 if not tries:
                     raise
                 await asyncio.sleep(RETRY_S)
-
-
-T = TypeVar("T")
-
-
-def _convert(reply: Reply, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(reply.header, kind)
-    except msgspec.ValidationError as error:
-        raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
 
 
 def _checked(url: str) -> URL:

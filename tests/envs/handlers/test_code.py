@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from rollweave.envs.base import Score, Split, mix, new_task, payload_of, split_of
+from rollweave.envs.base import Score, Split, new_task, payload_of, split_of
 from rollweave.envs.handlers.base import Job, LimitError
 from rollweave.envs.handlers.code import FILE, Code, same_output
 from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, draw_problem
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxLostError
 from rollweave.schema.work import StopReason, Task

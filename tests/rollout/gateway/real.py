@@ -2,7 +2,6 @@
 conversation.
 """
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -15,8 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.loop import EngineLoop
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.base import EngineId
@@ -24,6 +21,7 @@ from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult
 from rollweave.schema.work import TokenSequence
 from tests.engine.models import build, oracle_logprobs, save
 from tests.rollout.chat.chats import SPECIAL_MAP, TOOLS, bpe
+from tests.support.engines import engine_in_thread
 
 CONTEXT = 2048
 
@@ -76,12 +74,8 @@ def teach(directory: Path, sequences: Sequence[TokenSequence], *, steps: int = 4
 
 @contextlib.asynccontextmanager
 async def engine(directory: Path) -> AsyncIterator[EngineClient]:
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    ready.set_result(None)
     spec = EngineSpec(id=EngineId("e0"), model=str(directory), max_slots=8, kv_tokens=8 * CONTEXT)
-    client = EngineClient(
-        "engine e0", in_thread(spec, EngineLoop, model_ready=ready), start_s=60.0, reply_s=60.0
-    )
+    client = engine_in_thread(spec)
     try:
         await client.ready()
         yield client

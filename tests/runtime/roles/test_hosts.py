@@ -1,30 +1,17 @@
 """A cluster of workers on hosts whose agents are processes."""
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollweave import Cluster, ConfigError, WorkerLostError, WorkerResources
-from tests.runtime.hosts.test_cluster import SECRET, Agents, free_port
 from tests.runtime.roles.workers import Adder, Ring
+from tests.support.host_agents import Agents, agents, secret
 from tests.support.processes import alive, parent
 
-
-@pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
-    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
-    running = Agents(free_port())
-    try:
-        yield running
-    finally:
-        for process in running.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+__all__ = ["agents", "secret"]  # fixtures
 
 
 def settings(agents: Agents, hosts: int = 2) -> dict[str, object]:

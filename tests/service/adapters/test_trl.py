@@ -38,6 +38,7 @@ from rollweave.service.client import Rollouts
 from tests.engine.models import build, oracle_logprobs, save
 from tests.rollout.chat.chats import CHATML, SPECIAL_MAP, bpe
 from tests.service.serving import service_config, serving
+from tests.support.accounts import balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TEMPERATURE = 0.8
@@ -194,8 +195,8 @@ def test_a_failed_rollout_has_no_reward_and_no_token_in_the_loss(tmp_path: Path)
 
 
 class PlainAttention:
-    """A plain substitute for those functions of FlashAttention 3 that TRL calls, because
-    FlashAttention needs a GPU.
+    """A plain substitute for those functions of FlashAttention 3 that TRL calls,
+    because FlashAttention needs a GPU.
     """
 
     @staticmethod
@@ -302,7 +303,7 @@ def test_async_grpo_trains_on_the_workers_samples_and_updates_the_engine(
     assert trainer.state.global_step == 3
     assert len(transfer.weights) == 4  # before the first step, and after each
     assert not any(health[stage] for stage in ("queued", "init", "run", "eval"))
-    assert source.account.balances()
+    assert balances(source.account)
     assert all(len(set(group.rewards)) > 1 for batch in source.batches for group in batch.groups)
     model, errors, versions = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32),

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
+from rollweave.envs.base import Options, Score, Split, new_task, payload_of, split_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, draw_problem
 from rollweave.envs.handlers.sandboxes import SandboxHandler
@@ -19,6 +19,7 @@ from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, fenced_blocks, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxError, SandboxLostError, SandboxTimeoutError
 from rollweave.schema.work import Task

@@ -13,9 +13,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollweave.envs.base import mix
 from rollweave.envs.handlers import code_solutions as right
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, mix
 
 Params = dict[str, Any]
 

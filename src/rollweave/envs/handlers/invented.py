@@ -260,10 +260,6 @@ def _planet(rng: random.Random, name: str) -> Planet:
     return Planet(name, _round(rng, 1, 30, 2), day_h, rng.randint(1000, 30_000), rng.randint(0, 30))
 
 
-def _element(rng: random.Random, name: str) -> Element:
-    return Element(name, _round(rng, 12, 290, 1), rng.randint(3, 900), rng.randint(*YEARS))
-
-
 def _about_planet(rng: random.Random, planet: Planet) -> Document:
     facts = [
         f"Bodies fall on {planet.name} with an acceleration of {planet.gravity} m/s².",

@@ -8,12 +8,13 @@ a problem belongs to exactly one split by its text.
 import random
 from collections.abc import Sequence
 
-from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
+from rollweave.envs.base import Options, Score, Split, new_task, split_of
 from rollweave.envs.handlers.answers import equivalent
 from rollweave.envs.handlers.base import Agent
 from rollweave.envs.handlers.math_problems import FAMILIES, LEVELS
 from rollweave.envs.handlers.questions import TOOL_S, QuestionHandler, own_question
 from rollweave.envs.handlers.tools import CallStyle
+from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
+from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, forget
 from rollweave.envs.handlers.toolbox import check_positive
@@ -45,6 +45,7 @@ from rollweave.sandbox.base import (
 )
 from rollweave.sandbox.tools import plain
 from rollweave.sandbox.tunnel import tunnel
+from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
 from rollweave.schema.text import decimal
 from rollweave.schema.work import Task
@@ -91,8 +92,8 @@ class Outcome:
 
 
 class Program(SandboxHandler):
-    """An `AgentHandler` that runs an agent program. Paths in the sandbox may be relative
-    to its home, where the program runs.
+    """An `AgentHandler` that runs an agent program. Paths in the sandbox may be
+    relative to its home, where the program runs.
 
     - `command` is the program and its arguments. On the image `host`, `python` is the
       interpreter that runs Rollweave.
@@ -105,9 +106,9 @@ class Program(SandboxHandler):
       are left out, and so are symbolic links that lead out of the home.
     - `score_files` maps paths to texts, written before the scoring command only: the
       tests, for example.
-    - `tasks` and `held_out` are JSONL files with one task per line. Without `tasks` each
-      task is empty; without `held_out` two eighths of `tasks` are held out. `hidden`
-      lists fields of a task that the program does not see.
+    - `tasks` and `held_out` are JSONL files with one task per line. Without `tasks`
+      each task is empty; without `held_out` two eighths of `tasks` are held out.
+      `hidden` lists fields of a task that the program does not see.
     - `files` maps paths to texts; `folder` is a folder of the host whose files are
       copied into the home; `outputs` lists text files that are read when the program
       has ended.

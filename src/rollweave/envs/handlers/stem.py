@@ -14,7 +14,7 @@ import functools
 import random
 import threading
 
-from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
+from rollweave.envs.base import Options, Score, Split, new_task, payload_of, split_of
 from rollweave.envs.handlers.answers import within_tolerance
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.envs.handlers.corpus import Bm25, documents
@@ -23,6 +23,7 @@ from rollweave.envs.handlers.invented import world
 from rollweave.envs.handlers.questions import TOOL_S, QuestionHandler, own_question
 from rollweave.envs.handlers.search import Search, search_tool, web_search
 from rollweave.envs.handlers.tools import CallStyle
+from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Task
 

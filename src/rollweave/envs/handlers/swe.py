@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
+from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
 from rollweave.envs.handlers.probes import Notes, passed, run_probes
@@ -29,6 +29,7 @@ from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
+from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import SandboxError
 from rollweave.schema.work import Task

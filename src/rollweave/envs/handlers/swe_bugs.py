@@ -14,10 +14,10 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollweave.envs.base import Split, mix, split_of
+from rollweave.envs.base import Split, split_of
 from rollweave.envs.handlers.probes import without_tests
 from rollweave.package import DIRECTORY
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, mix
 
 FOLDER = (
     next(path for path in (DIRECTORY / "assets", DIRECTORY.parents[1] / "assets") if path.is_dir())
@@ -120,7 +120,9 @@ def broken(bug: Bug) -> dict[str, str]:
 
 
 def visible_files(bug: Bug) -> dict[str, str]:
-    """Return the files that the agent sees: the broken ones, and only tests that pass."""
+    """Return the files that the agent sees: the broken ones, and only tests that
+    pass.
+    """
     visible: dict[str, str] = {}
     for path, text in broken(bug).items():
         left = (

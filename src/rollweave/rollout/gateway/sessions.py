@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollweave.envs.base import mix
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest, RequestError
 from rollweave.rollout.gateway.responses import read_turn
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
