@@ -86,7 +86,7 @@ MATRIX = {"cuda": 8192, "cpu": 512}
 SHARD_BYTES = 4 << 30
 """Maximum size of one file of a checkpoint."""
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -142,16 +142,16 @@ CASES = (
 """The shapes of Qwen3 models."""
 
 
-def bench_gpu(*, quick: bool, progress: Say) -> Result:
-    """Return rates of the engine and the trainer, seconds of each way of weights and KV,
-    and what sharing the device costs.
+def bench_gpu(*, quick: bool, progress: Progress) -> Result:
+    """Return rates of the engine and the trainer, seconds of each way of weights and
+    KV, and what sharing the device costs.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = (TINY,) if device == "cpu" else CASES[:1] if quick else (TINY, *CASES)
-    return measure(cases, device=device, say=progress)
+    return measure(cases, device=device, progress=progress)
 
 
-def measure(cases: Sequence[GpuCase], *, device: str, say: Say) -> Result:
+def measure(cases: Sequence[GpuCase], *, device: str, progress: Progress) -> Result:
     """Return all figures of these models on a device."""
     figures: dict[str, Figure] = {}
     conditions: dict[str, Any] = {"device": device, "requests_together": TOGETHER}
@@ -160,11 +160,11 @@ def measure(cases: Sequence[GpuCase], *, device: str, say: Say) -> Result:
         conditions["decode_tokens_per_s"] = "the variants are the same engine on a CPU"
         conditions["train_peak_bytes"] = "with 64 MiB of buffers for publishing"
         conditions["train_peak_bytes_optimizer"] = "moments are in the host's memory anyway"
-    with _part("peaks", PEAKS, "", figures, conditions, say):
+    with _part("peaks", PEAKS, "", figures, conditions, progress):
         figures |= _peaks(device)
     for case in cases:
         conditions[case.name] = {"dtype": case.dtype, **case.config}
-        _measure_case(case, device, figures, conditions, say)
+        _measure_case(case, device, figures, conditions, progress)
     for name in (name for name, value in figures.items() if value is None):
         conditions.setdefault(name, "the device's peak was not measured")
     return Result(bench="gpu", figures=figures, conditions=conditions)
@@ -203,8 +203,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {},
 }
 """Ways of decoding → settings of the engine, each faster than the one before where
-there is a GPU: attention that gathers blocks, a kernel that reads them where they lie, and
-that kernel in CUDA graphs.
+there is a GPU: attention that gathers blocks, a kernel that reads them where they lie,
+and that kernel in CUDA graphs.
 """
 
 REPEATS = 3
@@ -226,12 +226,16 @@ SHARED = ("two_engines_over_one", "beside_trainer_over_alone", "train_beside_eng
 
 
 def _measure_case(
-    case: GpuCase, device: str, figures: dict[str, Figure], conditions: dict[str, Any], say: Say
+    case: GpuCase,
+    device: str,
+    figures: dict[str, Figure],
+    conditions: dict[str, Any],
+    progress: Progress,
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="rollweave-gpu-") as scratch:
         path = Path(scratch, "model")
         at = case.name
-        with _part("checkpoint", (), at, figures, conditions, say):
+        with _part("checkpoint", (), at, figures, conditions, progress):
             write_checkpoint(path, case, device)
         subject = _Subject(case, path, Path(scratch), device)
         peaks = {name: figures.get(name) for name in PEAKS}
@@ -244,7 +248,7 @@ def _measure_case(
             ("sharing", SHARED, subject.shared),
         ]
         for name, keys, work in works:
-            with _part(name, keys, at, figures, conditions, say):
+            with _part(name, keys, at, figures, conditions, progress):
                 figures |= {f"{key}_{at}": value for key, value in work().items()}
 
 
@@ -255,7 +259,7 @@ def _part(
     model: str,
     figures: dict[str, Figure],
     conditions: dict[str, Any],
-    say: Say,
+    progress: Progress,
 ) -> Iterator[None]:
     """Measure one part; if it fails, its figures are missing."""
     started = time.perf_counter()
@@ -267,9 +271,9 @@ def _part(
             full = f"{key}_{model}" if model else key
             if figures.setdefault(full, None) is None:
                 conditions[full] = reason
-        say(f"{model} {name}: {reason}".strip())
+        progress(f"{model} {name}: {reason}".strip())
     else:
-        say(f"{model} {name}: {time.perf_counter() - started:.1f} s".strip())
+        progress(f"{model} {name}: {time.perf_counter() - started:.1f} s".strip())
     finally:
         gc.collect()
         if torch.cuda.is_available():
@@ -407,8 +411,8 @@ class _Subject:
         return figures
 
     def kv(self) -> dict[str, Figure]:
-        """Return the seconds in which a context leaves one engine and reaches another on
-        the same device.
+        """Return the seconds in which a context leaves one engine and reaches another
+        on the same device.
         """
         self._must_fit(self._engine_parts() * 2)
         figures: dict[str, Figure] = {}
@@ -436,7 +440,9 @@ class _Subject:
         return figures
 
     def train(self) -> dict[str, Figure]:
-        """Return the seconds of a step, and of new weights on their way to an engine."""
+        """Return the seconds of a step, and of new weights on their way to an
+        engine.
+        """
         self._must_fit([*self._rank_parts(), *self._engine_parts()])
         with closing(self._trainer()) as trainer, Harness(self._spec) as engine:
             self._step(trainer)  # warm-up

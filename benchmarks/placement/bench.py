@@ -19,15 +19,14 @@ import numpy as np
 
 from benchmarks.contract import Figure, Result
 from benchmarks.placement.heddle_baselines import anneal, place_dp
-from rollweave.core.policy.allocation import Allocation, allocate
-from rollweave.core.policy.interference import CostTable, Sample, simulated_s, tabulate
+from benchmarks.placement.whole_lists import allocate, by_length, place, simulated_s
+from rollweave.core.policy.allocation import Allocation
+from rollweave.core.policy.interference import CostTable, Sample, tabulate
 from rollweave.core.policy.placement import (
     ByTable,
     Placement,
     Problem,
-    by_length,
     in_order,
-    place,
 )
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from rollweave.core.policy.allocation import Allocation, by_budget, to_allocation
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
-    ROUNDING,
     ByTable,
     Moves,
     Placement,
@@ -27,6 +26,11 @@ COOLING, COLDEST = 0.95, 1e-3
 temperature at which annealing ends. The paper's values are not in our copy; these make
 135 iterations, as many as its placements of 0.037 s fit into its 5.0 s (Heddle Table
 2).
+"""
+
+ROUNDING = 1e-9
+"""Bound of the relative error of a quotient, where an inequality must hold for the
+product.
 """
 
 Transition = tuple[Counter[int], Counter[int]]

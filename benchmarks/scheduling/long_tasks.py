@@ -13,7 +13,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of
+from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of
+from rollweave.schema.base import mix
 from rollweave.schema.work import Task
 
 MEDIAN_TURNS = 2.5
@@ -36,7 +37,9 @@ OBSERVATION_WORDS = (" task", " part", " passed", " failed")
 
 
 class LongTask:
-    """An environment with a prompt of 8 to 48 words, and 4 to 16 words in each answer."""
+    """An environment with a prompt of 8 to 48 words, and 4 to 16 words in each
+    answer.
+    """
 
     def __init__(self) -> None:
         self._task_turns = 0.0

@@ -18,11 +18,12 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
-from rollweave.envs.base import Observation, Options, Step, mix, payload_of
+from rollweave.envs.base import Observation, Options, Step, payload_of
 from rollweave.sandbox.base import Sandbox, SandboxSpec
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
 from rollweave.sandbox.tools import Bash
+from rollweave.schema.base import mix
 from rollweave.schema.errors import SandboxError
 from rollweave.schema.work import Task
 

@@ -1,5 +1,5 @@
-"""Bench `vllm`: the fixed lake, learned with two real vLLM servers, beside the same runs
-with embedded engines; the exactness of updates under load; and lost engines.
+"""Bench `vllm`: the fixed lake, learned with two real vLLM servers, beside the same
+runs with embedded engines; the exactness of updates under load; and lost engines.
 
 Both kinds train the same checkpoint, whose heads are as wide as vLLM requires. Runs are
 interleaved: each mode with both kinds, then the next seed. `token_mismatches`,
@@ -22,7 +22,8 @@ from benchmarks.runs import MeasuredRun, conditions_of, example, recorded
 from benchmarks.soak.run_under_test import versions_of
 from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds
 from benchmarks.vllm.faults import Survived, kill_one, stop_one_in_update
-from rollweave.engine.servers.phases import PHASES, read_updates
+from benchmarks.vllm.phases import read_updates
+from rollweave.engine.servers.phases import PHASES
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import JournalEntry
@@ -80,7 +81,9 @@ REFUSED = "which it has not had since the request was sent"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A run of one mode and kind of engine, with what its files say about its updates."""
+    """A run of one mode and kind of engine, with what its files say about its
+    updates.
+    """
 
     run: MeasuredRun
     updates: list[dict[str, float]]
@@ -89,8 +92,8 @@ class Trained:
 
 
 def bench_vllm(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
-    """Return figures by mode and kind of engine (`success_…`, `steps_…`, `wall_s_…`), the
-    ratios of vLLM to embedded, `update_s_…` by phase, and the promises.
+    """Return figures by mode and kind of engine (`success_…`, `steps_…`, `wall_s_…`),
+    the ratios of vLLM to embedded, `update_s_…` by phase, and the promises.
     """
     modes = {name: MODES[name] for name in QUICK_MODES} if quick else MODES
     if (python := interpreter()) is None:
@@ -237,8 +240,8 @@ def figures_of(
     *,
     quick: bool,
 ) -> dict[str, Figure]:
-    """Return the figures of one mode from its runs by kind of engine; `conditions` names
-    the reason for a missing one.
+    """Return the figures of one mode from its runs by kind of engine; `conditions`
+    names the reason for a missing one.
     """
     figures: dict[str, Figure] = {}
     for kind, measured in runs.items():
@@ -274,8 +277,8 @@ def figures_of(
 def promises(
     trained: Sequence[Trained], exact: Exactness, faults: Iterable[Survived]
 ) -> dict[str, Figure]:
-    """Return the figures that must be 0, and the largest difference of log-probs between
-    the trainer, or transformers, and an engine.
+    """Return the figures that must be 0, and the largest difference of log-probs
+    between the trainer, or transformers, and an engine.
     """
     faults = list(faults)
     gaps = [

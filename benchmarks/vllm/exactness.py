@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.soak.run_under_test import source_path
+from benchmarks.vllm.phases import read_updates
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
-from rollweave.engine.servers.phases import PHASES, read_updates
+from rollweave.engine.servers.phases import PHASES
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
     EngineSpec,
