@@ -18,6 +18,7 @@ from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.driver import AgentConfig, MakeEpisode
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.rewards import DomainRewards
 from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
@@ -281,10 +282,11 @@ class Harness:
         make: MakeEpisode | None = None,
         keep_partial_turns: bool = False,
         teach: Teach | None = None,
+        rewards: DomainRewards | None = None,
         **limits: Any,
     ) -> None:
         """Create the pipeline; `make` replaces the scripted episode by another driver,
-        and `teach` asks the teacher.
+        `teach` asks the teacher, and `rewards` are those beside the environment's.
         """
         self.store = store
         self.provider = ScriptedEnvProvider(script or Script())
@@ -315,6 +317,7 @@ class Harness:
             clock=clock,
             waiting_limit=2,
             teacher=lambda _: teach,
+            rewards=lambda _: rewards,
         )
         self.port: WorkerPort = wire if self.wired else self.worker
 

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models
 
+from rollweave.rollout.http_service import MAX_UNREADABLE
 from rollweave.rollout.teacher import (
-    MAX_UNREADABLE,
     PROBED_TOKENS,
     Teacher,
     TeacherError,
@@ -103,7 +103,7 @@ async def server() -> AsyncIterator[FakeServer]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry without long pauses."""
-    monkeypatch.setattr("rollweave.rollout.teacher.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("rollweave.rollout.http_service.FIRST_RETRY_S", 0.01)
 
 
 def sequence() -> TokenSequence:
@@ -164,7 +164,7 @@ async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(server: FakeS
     await teacher.close()
     assert taught.teacher
     assert len(server.requests) == 4
-    assert [wait.url for wait in waits if wait] == [server.url] * 4
+    assert [wait.service for wait in waits if wait] == [f"teacher {server.url}"] * 4
     last = waits[-1]
     assert last is not None
     assert last.what == "1 trajectory waits; status 500 of /v1/completions: loading"
@@ -256,7 +256,7 @@ async def test_a_refusal_is_an_error_at_once(server: FakeServer) -> None:
 async def test_an_answer_has_a_maximum_length(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollweave.rollout.teacher.ANSWER_BYTES", 1000)
+    monkeypatch.setattr("rollweave.rollout.http_service.ANSWER_BYTES", 1000)
     server.spoil = lambda _: web.Response(body=b"{" * 1001)
     teacher = teacher_of(server)
     with pytest.raises(TeacherError, match="/v1/completions gave an answer of more than 1000 by"):

@@ -198,6 +198,17 @@ def serve(
 
 
 @app.command()
+def rescore(run: Run) -> None:
+    """Ask again for the rewards that failed in RUN, and write those that come to its
+    records. RUN must not be running.
+    """
+    with errors_reported():
+        from rollweave.cli.rescore import rescore as work
+
+        work(run)
+
+
+@app.command()
 def simulate(
     config: Annotated[
         Path | None,

@@ -185,6 +185,9 @@ def _show(run: RunDir, reader: TrajectoryReader, name_text: str) -> None:
         f"[bold]{trajectory.stop_reason}[/] (blame: {trajectory.blame}), reward "
         f"[bold]{reward}[/]{success}{cut}"
     )
+    if trajectory.rewards:
+        parts = ", ".join(f"{escape(name)} {value:g}" for name, value in trajectory.rewards.items())
+        out.print(f"components of the reward, unweighted: {parts}")
     if trajectory.error:
         out.print(f"[red]{escape(trajectory.error)}[/]")
 

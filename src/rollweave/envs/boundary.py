@@ -9,6 +9,7 @@ was wrong. The caller's cancellation passes through.
 import asyncio
 import inspect
 import math
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -158,24 +159,34 @@ async def score_episode(
     """Return the reward of an episode: from the class's `score`, otherwise the sum of
     the steps' rewards. Raises RewardError.
     """
-    task = running_task()
-    try:
+
+    async def scored() -> Any:
         reward_fault(faults, seed=seed)
         hook = getattr(resolve(name), "score", None)
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)
-        value = await via(hook, episode, options)
+        return await via(hook, episode, options)
+
+    return checked_score(await reward_from(scored(), "score"), "score", success=episode.success)
+
+
+async def reward_from(call: Awaitable[Any], what: str) -> Any:
+    """Await user code that computes a reward. Raises RewardError, which names `what`
+    raised.
+    """
+    task = running_task()
+    try:
+        return await call
     except asyncio.CancelledError as error:
         if _asked_to_cancel():
             raise
-        raise RewardError(describe_error("score", error)) from error
+        raise RewardError(describe_error(what, error)) from error
     except Interrupted:
         raise
     except USER_EXCEPTIONS as error:
         if _is_closing(error, task):
             raise
-        raise RewardError(describe_error("score", error)) from error
-    return checked_score(value, "score", success=episode.success)
+        raise RewardError(describe_error(what, error)) from error
 
 
 def checked_score(value: Any, method: str, *, success: bool | None) -> Score:

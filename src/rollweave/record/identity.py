@@ -52,6 +52,14 @@ def read_identity(path: Path) -> Identity | None:
         ) from error
 
 
+def run_id(path: Path) -> str:
+    """Return the id in the file at `path`; the name of the run's directory if the user
+    has deleted the file. Raises ConfigError.
+    """
+    identity = read_identity(path)
+    return path.parent.name if identity is None else identity.id
+
+
 def write_identity(path: Path, identity: Identity) -> None:
     """Write the file atomically. Raises DiskError."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(identity), indent=1) + b"\n")

@@ -25,7 +25,7 @@ from rollweave.record.record_file import HEAD, HEADER, RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.packing import packed
-from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
+from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory, Unscored
 
 RECORD = 1
 SEGMENT = RecordFormat(
@@ -59,7 +59,11 @@ class Ended(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Scored(TaggedStruct, frozen=True, kw_only=True):
-    """EVAL of an attempt is over: its reward, or why there is none."""
+    """EVAL of an attempt is over: its reward, or why there is none.
+
+    `rewards` has the components of the reward that are known, unweighted, if there are
+    several; `unscored` is what the missing ones are computed from.
+    """
 
     at: float
     trajectory_id: TrajectoryId
@@ -71,6 +75,8 @@ class Scored(TaggedStruct, frozen=True, kw_only=True):
     eval_s: float
     error: str = ""
     result: str = ""
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    unscored: Unscored | None = None
 
 
 class _EndedTrajectory(msgspec.Struct):
@@ -205,6 +211,7 @@ def _with_score(trajectory: Trajectory, score: Scored | None) -> Trajectory:
         blame=score.blame,
         error=score.error or trajectory.error,
         result=score.result or trajectory.result,
+        rewards=score.rewards,
         timing=msgspec.structs.replace(trajectory.timing, eval_s=score.eval_s),
     )
 
@@ -281,6 +288,13 @@ class TrajectoryStore:
             )
         self._write(packed(record))
         entry.score = record
+
+    def rescore(self, record: Scored) -> None:
+        """Write another score of an attempt, in place of the one that it has. It need
+        not be in the index. Raises `DiskError`.
+        """
+        self._write(packed(record))
+        self._enter([record])
 
     def find(self, ids: Iterable[TrajectoryId]) -> list[StoredAttempt]:
         """Return the place of each trajectory's newest attempt.

@@ -7,6 +7,7 @@ from typing import Protocol
 from rollweave.envs.base import Score
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId, Struct
+from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
@@ -69,6 +70,10 @@ class Driver(Protocol):
     @property
     def result(self) -> str:
         """Further output of the attempt that is stored: JSON, or ""."""
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages so far; for a handler, those of its last answered request."""
 
     @property
     def turns(self) -> int:

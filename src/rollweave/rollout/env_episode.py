@@ -19,6 +19,7 @@ from rollweave.rollout.chat.codec import ChatError
 from rollweave.rollout.chat.conversation import Conversation
 from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
 from rollweave.schema.base import mix
+from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (
@@ -91,6 +92,11 @@ class EnvEpisode:
         self._engine = ""
         self._budget = Budget(command.task.limits, clock)
         self.stop_reason = StopReason.FINISHED
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """Return the messages so far."""
+        return self._conversation.messages if self._conversation is not None else ()
 
     @property
     def turns(self) -> int:

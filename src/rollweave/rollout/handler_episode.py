@@ -97,6 +97,7 @@ class HandlerEpisode:
         self._engine = ""
         self.turns = self.prompt_tokens = 0
         self.plan: tuple[int, ...] = ()
+        self.conversation: tuple[Message, ...] = ()
         self.reward = 0.0
         self.result = ""
         self.stop_reason = StopReason.FINISHED
@@ -172,6 +173,7 @@ class HandlerEpisode:
             await session.wait_closed()
             self._budget.env_s += self._clock() - self._working_since
             self._sequences = gateway.close(session_id).sequences
+            self.conversation = session.conversation
         if self._stop is not None:  # the handler ignored it
             raise self._stop
         if not self._sequences and session.context_error:

@@ -356,6 +356,8 @@ class Pipeline:
                 eval_s=report.eval_s,
                 error=report.error,
                 result=report.result,
+                rewards=report.rewards,
+                unscored=report.unscored,
             )
         )
         purpose = attempt.command.purpose

@@ -1,44 +1,29 @@
 """The teacher of on-policy distillation: a model behind HTTP that tells how likely each
 token of the student's trajectories is.
 
-Invariants: a log-prob belongs to exactly the token that was sent; what cannot be read
-is asked for again and then an error, never a number; a call ends within `timeout_s`,
-with its retries. Retrying is harmless, because scoring changes nothing at the server.
+Invariants: a log-prob belongs to exactly the token that was sent; a call ends as
+`rollout/http_service.py` promises. Retrying is harmless, because scoring changes
+nothing at the server.
 """
 
 import asyncio
-import contextlib
+import functools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import aiohttp
 import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.engine.clients.transport import ANSWER_BYTES, TooLongError, read_bounded
+from rollweave.rollout.http_service import HttpService, RefusedError, ServiceError
 from rollweave.schema.config.sections import TeacherConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.packing import as_json
-from rollweave.schema.rollouts import TeacherWait
+from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.work import TokenSequence
-
-CONNECTIONS = 64
-"""Maximum number of requests of one process that are under way; others wait for
-them.
-"""
-
-FIRST_RETRY_S, MAX_RETRY_S = 0.5, 8.0
-"""Seconds before the first retry, doubled each time, up to the maximum."""
-
-MAX_UNREADABLE = 3
-"""Maximum number of answers to one call that cannot be read. One may be a fault of a
-proxy or of a server that restarts; the trajectory would be sampled again for it.
-"""
 
 PROBED_TOKENS, PROBE_TOKENS = 512, 64
 """Number of tokens of the vocabulary that are compared, and that one request has."""
@@ -48,20 +33,9 @@ DIFFERING = 0.02
 texts of a few tokens, but those of another vocabulary differ nearly everywhere.
 """
 
-ERROR_CHARS = 300
-"""Maximum number of characters of a server's message in an error."""
-
 
 class TeacherError(RollweaveError):
     """The teacher gave no log-probs."""
-
-
-class _RetryableError(Exception):
-    """The teacher could not be reached, or was too busy."""
-
-
-class _RefusedError(ResponseError):
-    """The server refuses the request, and would do so again."""
 
 
 class _TokenLogprob(msgspec.Struct, frozen=True):
@@ -104,23 +78,20 @@ class Teacher:
     """The teacher that `config` describes. `clock` gives the times of `wait`."""
 
     def __init__(self, config: TeacherConfig, *, clock: Callable[[], float]) -> None:
-        self._config, self._clock = config, clock
-        self._session: aiohttp.ClientSession | None = None
-        self._model = config.model
-        self._since: dict[object, float] = {}
-        self._trouble = ""
-
-    def wait(self) -> TeacherWait | None:
-        """Return the wait of the calls under way, since the oldest began."""
-        if not self._since:
-            return None
-        count = len(self._since)
-        what = f"{count} {'trajectory waits' if count == 1 else 'trajectories wait'}"
-        return TeacherWait(
-            url=self._config.url,
-            what=f"{what}; {self._trouble}" if self._trouble else what,
-            since=min(self._since.values()),
+        variable = config.token_env
+        self._config, self._model = config, config.model
+        self._service = HttpService(
+            "teacher",
+            config.url,
+            answer="log-probs",
+            token=os.environ.get(variable, "") if variable is not None else "",
+            timeout_s=config.timeout_s,
+            clock=clock,
         )
+
+    def wait(self) -> ServiceWait | None:
+        """Return the wait of the calls under way, since the oldest began."""
+        return self._service.wait()
 
     async def teach(self, sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
         """Return the sequences with the teacher's log-probs of their output tokens.
@@ -148,30 +119,10 @@ class Teacher:
 
         Raises TeacherError.
         """
-        with self._waiting():
-            pause_s, unreadable = FIRST_RETRY_S, 0
-            try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    while True:
-                        try:
-                            return await self._ask(tokens, texts=texts)
-                        except _RetryableError as error:
-                            self._trouble = str(error)
-                        except ResponseError as error:
-                            unreadable += 1
-                            if isinstance(error, _RefusedError) or unreadable == MAX_UNREADABLE:
-                                raise
-                            self._trouble = str(error)
-                        await asyncio.sleep(pause_s)
-                        pause_s = min(2 * pause_s, MAX_RETRY_S)
-            except TimeoutError:
-                reason = f": {self._trouble}" if self._trouble else ""
-                raise TeacherError(
-                    f"teacher {self._config.url} gave no log-probs within "
-                    f"{self._config.timeout_s:g} s{reason}"
-                ) from None
-            except ResponseError as error:
-                raise TeacherError(f"teacher {self._config.url}: {error}") from error
+        try:
+            return await self._service.call(functools.partial(self._ask, tokens, texts=texts))
+        except ServiceError as error:
+            raise TeacherError(str(error)) from error
 
     async def check_vocabulary(self, tokenizer: Tokenizer) -> int:
         """Compare the texts of tokens of the student's `tokenizer` with those that the
@@ -211,23 +162,10 @@ class Teacher:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        call = object()
-        self._since[call] = self._clock()
-        try:
-            yield
-        finally:
-            del self._since[call]
-            if not self._since:
-                self._trouble = ""
+        await self._service.close()
 
     async def _ask(self, tokens: Sequence[int], *, texts: bool) -> list[Scored]:
-        """Send one request. Raises _RetryableError, ResponseError or TeacherError."""
+        """Send one request. Raises RetryableError or ResponseError."""
         if self._config.dialect == "sglang":
             body: dict[str, Any] = {
                 "input_ids": tokens,
@@ -237,13 +175,13 @@ class Teacher:
             }
             if texts:
                 body["return_text_in_logprobs"] = True
-            answer = parse(await self._exchange("POST", "/generate", body), _Generated)
+            answer = parse(await self._service.exchange("POST", "/generate", body), _Generated)
             return _of_sglang(answer, tokens)
         if not self._model:
-            models = parse(await self._exchange("GET", "/v1/models", None), _Models).data
+            models = parse(await self._service.exchange("GET", "/v1/models"), _Models).data
             if len(models) != 1:
                 names = ", ".join(model.id for model in models) or "none"
-                raise _RefusedError(f"teacher.model must name one of its models ({names})")
+                raise RefusedError(f"teacher.model must name one of its models ({names})")
             self._model = models[0].id
         body = {
             "model": self._model,
@@ -252,40 +190,8 @@ class Teacher:
             "temperature": 0,
             "prompt_logprobs": 0,
         }
-        answer_ = parse(await self._exchange("POST", "/v1/completions", body), _Completion)
+        answer_ = parse(await self._service.exchange("POST", "/v1/completions", body), _Completion)
         return _of_completion(answer_, tokens)
-
-    async def _exchange(self, method: str, path: str, body: object) -> bytes:
-        url = self._config.url + path
-        data = None if body is None else as_json(body)
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        try:
-            async with self._open_session().request(
-                method, url, data=data, headers=headers, allow_redirects=False
-            ) as response:
-                answer = await read_bounded(response, ANSWER_BYTES)
-        except TooLongError as error:
-            raise ResponseError(f"{path} gave {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _RetryableError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
-        if response.status == 200:
-            return answer
-        detail = answer[: 4 * ERROR_CHARS].decode(errors="replace")[:ERROR_CHARS]
-        text = f"status {response.status} of {path}: {detail}"
-        if response.status == 429 or response.status >= 500:
-            raise _RetryableError(text)
-        raise _RefusedError(text)
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            variable = self._config.token_env
-            token = os.environ.get(variable, "") if variable is not None else ""
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers={"Authorization": f"Bearer {token}"} if token else {},
-            )
-        return self._session
 
 
 def _of_completion(answer: _Completion, tokens: Sequence[int]) -> list[Scored]:

@@ -18,6 +18,8 @@ from rollweave.envs.base import Score
 from rollweave.envs.foreign import describe_error
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.driver import DELAY_S, Driver, MakeEpisode, TurnResult, record_of
+from rollweave.rollout.reward_sources import Finished
+from rollweave.rollout.rewards import DomainRewards, MissingRewardsError
 from rollweave.rollout.teacher import Teach, TeacherError
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
@@ -35,7 +37,7 @@ from rollweave.schema.rollouts import (
 )
 from rollweave.schema.serving import Sampling
 from rollweave.schema.text import shortened
-from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence
+from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence, Unscored
 
 CLOSE_S = 5.0
 """Maximum seconds for an environment to close before it is killed. The core waits
@@ -152,13 +154,18 @@ class _Evaluation:
     task: asyncio.Task[None] | None = None
     started: bool = False
     cancelled: StopReason | None = None
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The components of the reward that are known, if there are several."""
+    unscored: Unscored | None = None
+    waited_s: float = 0.0
+    """Seconds that the rewards beside the environment's took."""
 
 
 class RolloutWorker:
     """Runs attempts. `make_episode` builds the driver of each attempt, and `report`
     receives every report. `draw` draws a task; None if this worker is sent no
     `DrawTask`. `teacher` returns what asks the teacher of an attempt, or None if it has
-    none.
+    none, and `rewards` what computes its rewards beside the environment's.
     """
 
     def __init__(
@@ -171,6 +178,7 @@ class RolloutWorker:
         waiting_limit: int,
         draw: Callable[[DrawTask], None] | None = None,
         teacher: Callable[[StartInit], Teach | None] = lambda _: None,
+        rewards: Callable[[StartInit], DomainRewards | None] = lambda _: None,
     ) -> None:
         """Create a worker without attempts.
 
@@ -179,7 +187,7 @@ class RolloutWorker:
         """
         self._make_episode, self._report, self._spawn = make_episode, report, spawn
         self._clock, self._waiting_limit, self._draw = clock, waiting_limit, draw
-        self._teacher = teacher
+        self._teacher, self._rewards = teacher, rewards
         self._attempts: dict[Key, _Attempt] = {}
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
@@ -351,7 +359,7 @@ class RolloutWorker:
         reason, error = StopReason.FINISHED, ""
         try:
             if evaluation.cancelled is None:
-                score = await attempt.episode.score()
+                score = await self._score(evaluation)
         except EpisodeStopError as stop:
             reason, error = stop.reason, str(stop)
         except asyncio.CancelledError:
@@ -363,6 +371,47 @@ class RolloutWorker:
             reason, error = StopReason.REWARD_ERROR, _bug_text(bug)
         attempt.turns.record_span("eval", started, self._clock())
         self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
+
+    async def _score(self, evaluation: _Evaluation) -> Score:
+        """Return the environment's score with the attempt's other rewards. The time
+        that these take is not the environment's.
+
+        Raises `EpisodeStopError`.
+        """
+        attempt = evaluation.attempt
+        command, episode = attempt.command, attempt.episode
+        score = await episode.score()
+        rewards, started = self._rewards(command), self._clock()
+        if rewards is None:
+            return score
+        finished = Finished(
+            trajectory_id=command.trajectory_id,
+            attempt=command.attempt,
+            task=command.task,
+            conversation=episode.conversation,
+            reward=score.reward,
+            success=score.success,
+            stop_reason=episode.stop_reason,
+        )
+        episode.on_delay()
+        delays = asyncio.create_task(_report_delays(episode), name="report delays")
+        try:
+            computed = await rewards.compute(finished, record=attempt.turns.record_span)
+        except MissingRewardsError as error:
+            evaluation.components = error.known
+            evaluation.unscored = Unscored(
+                missing=error.missing,
+                conversation=finished.conversation,
+                reward=score.reward,
+                success=score.success,
+                stop_reason=episode.stop_reason,
+            )
+            raise
+        finally:
+            delays.cancel()
+            evaluation.waited_s = self._clock() - started
+        evaluation.components = computed.components
+        return Score(reward=computed.reward, success=score.success)
 
     def _scored(
         self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
@@ -379,9 +428,11 @@ class RolloutWorker:
                 reward=score.reward if score is not None else None,
                 success=score.success if score is not None else None,
                 stop_reason=episode.stop_reason if score is not None else reason,
-                eval_s=episode.eval_s,
+                eval_s=episode.eval_s + evaluation.waited_s,
                 error=error,
                 result=episode.result,
+                rewards=evaluation.components,
+                unscored=evaluation.unscored if evaluation.cancelled is None else None,
             )
         )
 

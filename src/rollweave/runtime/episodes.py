@@ -19,13 +19,14 @@ from rollweave.rollout.driver import AgentConfig, Driver
 from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.handler_episode import HandlerEpisode
+from rollweave.rollout.rewards import DomainRewards, Rewards
 from rollweave.rollout.teacher import Teach, Teacher
 from rollweave.runtime.images import Images
 from rollweave.runtime.pump import RunClock
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import ImageWait
-from rollweave.schema.rollouts import TeacherWait
+from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import Decoding, Purpose
 
@@ -38,10 +39,11 @@ class Episodes:
         source: TaskSource,
         clock: RunClock,
         *,
+        run_id: str,
         images: Images | None = None,
     ) -> None:
         """`images` are those of this process; by default, of a run on this host
-        alone.
+        alone. Raises ConfigError for a reward whose function or token is missing.
         """
         self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
         self._images = images or Images(config.sandbox, clock=clock.now)
@@ -52,6 +54,7 @@ class Episodes:
         self._taught = {name for name in self._tasks if config.distills(name)}
         teacher = config.teacher
         self._teacher = None if teacher is None else Teacher(teacher, clock=clock.now)
+        self._rewards = Rewards(config, run_id, threads=source.threads, clock=clock.now)
 
     def make(self, command: StartInit) -> Driver:
         name = command.task.tag
@@ -83,9 +86,16 @@ class Episodes:
         taught = command.purpose is Purpose.TRAIN and command.task.tag in self._taught
         return self._teacher.teach if taught and self._teacher is not None else None
 
-    def teacher_wait(self) -> TeacherWait | None:
-        """Return the wait of this process for the teacher."""
-        return None if self._teacher is None else self._teacher.wait()
+    def rewards(self, command: StartInit) -> DomainRewards | None:
+        """Return what computes the rewards of the attempt beside its environment's;
+        None if its domain has none.
+        """
+        return self._rewards.of(command.task.tag)
+
+    def service_waits(self) -> tuple[ServiceWait, ...]:
+        """Return the waits of this process for services: the teacher and rewards."""
+        teacher = None if self._teacher is None else self._teacher.wait()
+        return (*(() if teacher is None else (teacher,)), *self._rewards.waits())
 
     async def close(self) -> None:
         """Close what attempts shared, and the environments' processes, after the last
@@ -94,6 +104,7 @@ class Episodes:
         await self._source.close()
         if self._teacher is not None:
             await self._teacher.close()
+        await self._rewards.close()
         if "_listener" in self.__dict__:
             await self._listener.close()
         await self._sandboxes.close()

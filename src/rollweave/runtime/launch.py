@@ -198,7 +198,13 @@ class _Start:
             stack.enter_context(
                 watched(show=self._show, warn=metrics.warned, trace=trace, clock=clock.now)
             )
-            episodes = Episodes(config, model_dir(config, run), self._source, clock)
+            episodes = Episodes(
+                config,
+                model_dir(config, run),
+                self._source,
+                clock,
+                run_id=beginning.identity.id,
+            )
             first = self._first(beginning, cluster)
             world = self._world(
                 cluster.hosts, beginning, clock, journal, store, metrics, trace, episodes
@@ -320,7 +326,8 @@ class _Start:
             make_worker=processes.worker,
             image_waits=episodes.image_waits,
             teacher=episodes.teacher,
-            teacher_wait=episodes.teacher_wait,
+            rewards=episodes.rewards,
+            service_waits=episodes.service_waits,
         )
         return World(
             wiring,

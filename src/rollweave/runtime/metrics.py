@@ -217,9 +217,11 @@ def _outcome(
     parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]], defining: Collection[str]
 ) -> dict[str, Any]:
     """Return reward and success of the trained trajectories by task domain, success
-    only for domains whose environments define it.
+    only for domains whose environments define it, and the components of the reward
+    only for domains that have several.
     """
     rewards: dict[str, list[float]] = {}
+    components: dict[str, dict[str, list[float]]] = {}
     successes: dict[str, list[bool]] = {}
     tokens = turns = 0
     for _, batch, _ in parts:
@@ -227,12 +229,19 @@ def _outcome(
             for trajectory in group.trajectories:
                 reward = trajectory.reward or 0.0
                 rewards.setdefault(group.env, []).append(reward)
+                for name, value in trajectory.rewards.items():
+                    components.setdefault(group.env, {}).setdefault(name, []).append(value)
                 successes.setdefault(group.env, []).append(bool(trajectory.success))
                 tokens += sum(len(sequence.tokens) for sequence in trajectory.sequences)
                 turns += sum(len(sequence.turns) for sequence in trajectory.sequences)
     count = sum(map(len, rewards.values()))
+    several = {
+        domain: {name: sum(values) / len(values) for name, values in named.items()}
+        for domain, named in components.items()
+    }
     return {
         "reward": {name: sum(values) / len(values) for name, values in rewards.items()},
+        **({"rewards": several} if several else {}),
         "success": {
             name: sum(values) / len(values)
             for name, values in successes.items()

@@ -13,6 +13,7 @@ from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
+from rollweave.record.identity import run_id
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.trainer import (
@@ -192,6 +193,7 @@ class Processes:
         shared = {"host": host.name, "address": host.address} if is_cluster else {}
         spec = WorkerSpec(
             id=worker_id,
+            run_id=run_id(self._run.identity),
             config=self._config.model_dump_json(),
             model_dir=str(self.model_dir),
             logs=str(self._run.logs / worker_id),

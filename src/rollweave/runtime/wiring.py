@@ -13,6 +13,7 @@ from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.rewards import DomainRewards
 from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.runtime.effects import Handlers, Timer, rollout_handlers
@@ -26,7 +27,7 @@ from rollweave.schema.commands import Command, StartInit, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.images import ImageWait
-from rollweave.schema.rollouts import TeacherWait
+from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.serving import LoadCheckpoint
 
 WAITING_PER_SLOT = 8
@@ -58,8 +59,12 @@ class Wiring:
     """Returns the images that the attempts in this process wait for."""
     teacher: Callable[[StartInit], Teach | None] = lambda _: None
     """Returns what asks the teacher of an attempt in this process, if it has one."""
-    teacher_wait: Callable[[], TeacherWait | None] = lambda: None
-    """Returns the wait of this process for the teacher."""
+    rewards: Callable[[StartInit], DomainRewards | None] = lambda _: None
+    """Returns what computes the rewards of an attempt beside its environment's, if its
+    domain has any.
+    """
+    service_waits: Callable[[], tuple[ServiceWait, ...]] = tuple
+    """Returns the waits of this process for services."""
 
 
 class RolloutRuntime:
@@ -123,6 +128,7 @@ class RolloutRuntime:
             clock=clock,
             waiting_limit=limit,
             teacher=wiring.teacher,
+            rewards=wiring.rewards,
         )
         self._timer = Timer(clock, self.pump.post)
         self.error: str | None = None
@@ -137,7 +143,7 @@ class RolloutRuntime:
         )
 
     def waits(self) -> list[Wait]:
-        """Return what attempts wait for: images, and the teacher."""
+        """Return what attempts wait for: images and services."""
         config, hosts = self._wiring.config, self._wiring.hosts
 
         def host_name(number: int) -> str:
@@ -148,12 +154,11 @@ class RolloutRuntime:
             Wait(component=f"image {wait.image}", what=wait.what, since=wait.since)
             for wait in self._wiring.image_waits()
         ]
-        teacher = self._wiring.teacher_wait()
-        if teacher is not None:
-            here.append(
-                Wait(component=f"teacher {teacher.url}", what=teacher.what, since=teacher.since)
-            )
-        return [*here, *self.workers.image_waits(host_name), *self.workers.teacher_waits()]
+        here += [
+            Wait(component=wait.service, what=wait.what, since=wait.since)
+            for wait in self._wiring.service_waits()
+        ]
+        return [*here, *self.workers.image_waits(host_name), *self.workers.service_waits()]
 
     def finish(self, error: str) -> None:
         """Let the pump return: the core has finished the run."""

@@ -79,6 +79,26 @@ def parse_address(text: str, *, field: str = "address") -> str:
     )
 
 
+def parse_url(text: str, *, field: str = "url") -> str:
+    """Return a URL with its scheme, host and port in normal form; path and query stay
+    as they are.
+
+    Raises ValueError if it is invalid, or has user info or a fragment.
+    """
+    try:
+        parts = urllib.parse.urlsplit(text)
+    except ValueError:
+        raise ValueError(f"{field} must be an http or https URL, got {_shown(text)}") from None
+    address = parse_address(f"{parts.scheme}://{parts.netloc}", field=field)
+    rest = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    if "#" in text or not (rest.isascii() and rest.isprintable()) or " " in rest:
+        raise ValueError(
+            f"{field} must be an http or https URL in printable ASCII, without a fragment, got "
+            f"one of {_shown(text)}"
+        )
+    return address + rest
+
+
 def host_of(address: str) -> str:
     """Return the host of an address, without brackets."""
     return urllib.parse.urlsplit(address).hostname or ""

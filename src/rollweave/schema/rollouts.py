@@ -6,6 +6,8 @@ reports the progress and the end of its attempts; the controller stores tokens b
 posts the event that refers to them.
 """
 
+import msgspec
+
 from rollweave.schema.base import EngineId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.commands import (
     CancelTrajectory,
@@ -17,7 +19,7 @@ from rollweave.schema.commands import (
 from rollweave.schema.events import AttemptDelayed, DrawFailed, EnvReady, GroupSubmitted
 from rollweave.schema.images import GrantImage, ImageReport, ImageWait
 from rollweave.schema.serving import GenerateResult, Sampling
-from rollweave.schema.work import StopReason, Trajectory
+from rollweave.schema.work import StopReason, Trajectory, Unscored
 
 BEAT_S = 0.5
 """Seconds between two heartbeats of a worker's event loop."""
@@ -26,15 +28,16 @@ BEAT_S = 0.5
 class WorkerSpec(Struct, frozen=True, kw_only=True):
     """The specification of a worker process.
 
-    `config` is the run's configuration as JSON. `logs` is the folder for the output of
-    its environments' processes. `waiting_limit` bounds the attempts that are kept for
-    an evaluation that may never come. The worker serves images to other hosts at
-    `address`, as `host`, if that is given.
+    `config` is the run's configuration as JSON, and `run_id` its id. `logs` is the
+    folder for the output of its environments' processes. `waiting_limit` bounds the
+    attempts that are kept for an evaluation that may never come. The worker serves
+    images to other hosts at `address`, as `host`, if that is given.
     """
 
     id: str
     host: str = ""
     address: str = ""
+    run_id: str = ""
     config: str
     model_dir: str
     logs: str
@@ -78,21 +81,23 @@ class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
     now: float
 
 
-class TeacherWait(Struct, frozen=True, kw_only=True):
-    """Attempts wait for the teacher at `url` since `since`, on the worker's clock."""
+class ServiceWait(Struct, frozen=True, kw_only=True):
+    """Attempts wait for a service behind HTTP, such as the teacher, since `since`, on
+    the worker's clock.
+    """
 
-    url: str
+    service: str
     what: str
     since: float
 
 
 class WorkerBeat(TaggedStruct, frozen=True, kw_only=True):
     """Sent every `BEAT_S` seconds by the event loop of the worker, with the images that
-    it waits for, and its wait for the teacher.
+    it waits for, and its waits for services.
     """
 
     images: tuple[ImageWait, ...] = ()
-    teacher: TeacherWait | None = None
+    services: tuple[ServiceWait, ...] = ()
 
 
 class WorkerWarned(TaggedStruct, frozen=True, kw_only=True):
@@ -137,7 +142,9 @@ class AttemptEnded(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AttemptScored(TaggedStruct, frozen=True, kw_only=True):
-    """EVAL is over. Without a `reward`, `stop_reason` and `error` say why."""
+    """EVAL is over. Without a `reward`, `stop_reason` and `error` say why. `rewards`
+    and `unscored` are as in `record/store.Scored`.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -147,6 +154,8 @@ class AttemptScored(TaggedStruct, frozen=True, kw_only=True):
     eval_s: float
     error: str = ""
     result: str = ""
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    unscored: Unscored | None = None
 
 
 class PhaseEnded(TaggedStruct, frozen=True, kw_only=True):

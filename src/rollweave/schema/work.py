@@ -5,7 +5,10 @@ of training (`Batch`).
 import enum
 import math
 
+import msgspec
+
 from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
+from rollweave.schema.chat import Message
 
 
 class StopReason(enum.StrEnum):
@@ -19,6 +22,7 @@ class StopReason(enum.StrEnum):
     ENV_HANG = "env_hang"  # the environment did not answer within its limit
     REWARD_ERROR = "reward_error"
     REWARD_HANG = "reward_hang"
+    REWARD_UNAVAILABLE = "reward_unavailable"  # a reward's URL or judge gave none
     TEACHER_ERROR = "teacher_error"  # the teacher gave no log-probs
     ENGINE_FAILURE = "engine_failure"  # a turn failed more often than the retry policy allows
     STALE = "stale"  # aborted by the staleness bound
@@ -51,6 +55,7 @@ BLAME_OF: dict[StopReason, Blame] = {
     StopReason.ENV_HANG: Blame.ENVIRONMENT,
     StopReason.REWARD_ERROR: Blame.ENVIRONMENT,
     StopReason.REWARD_HANG: Blame.ENVIRONMENT,
+    StopReason.REWARD_UNAVAILABLE: Blame.INFRASTRUCTURE,
     StopReason.TEACHER_ERROR: Blame.INFRASTRUCTURE,
     StopReason.ENGINE_FAILURE: Blame.INFRASTRUCTURE,
     StopReason.STALE: Blame.INFRASTRUCTURE,
@@ -304,8 +309,9 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     """The outcome of one attempt at a task. `reward` is None if the stop reason leaves
     nothing to score.
 
-    `result` holds what else the handler returns, as JSON (`envs/handlers/base.py`), or
-    "".
+    `rewards` has the components of the reward, unweighted and by name, if the task
+    domain has several. `result` holds what else the handler returns, as JSON
+    (`envs/handlers/base.py`), or "".
     """
 
     id: TrajectoryId
@@ -322,6 +328,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     error: str = ""
     result: str = ""
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
@@ -330,6 +337,20 @@ class Trajectory(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"trajectory.reward must be None after {self.stop_reason}, got {self.reward}"
             )
+
+
+class Unscored(Struct, frozen=True, kw_only=True):
+    """An attempt of which some rewards failed, with what they are computed from.
+
+    `missing` names them. `reward` is that of the environment, and `stop_reason` says
+    why the rollout ended.
+    """
+
+    missing: tuple[str, ...]
+    conversation: tuple[Message, ...]
+    reward: float
+    success: bool | None
+    stop_reason: StopReason
 
 
 class ScoredGroup(Struct, frozen=True, kw_only=True):

@@ -243,7 +243,13 @@ class _Launch:
                 watched(show=observer.on_warning, warn=service.warned, trace=trace, clock=clock.now)
             )
             on_service(service)
-            episodes = Episodes(config, model_dir(config, run), self._source, clock)
+            episodes = Episodes(
+                config,
+                model_dir(config, run),
+                self._source,
+                clock,
+                run_id=beginning.identity.id,
+            )
             world = self._world(beginning.core, clock, journal, store, trace, service, episodes)
             try:
                 await self._serve(world, service, beginning, observer)
@@ -297,6 +303,8 @@ class _Launch:
             make_engine=make_engine,
             make_episode=episodes.make,
             make_worker=processes.worker,
+            rewards=episodes.rewards,
+            service_waits=episodes.service_waits,
         )
         return ServiceWorld(wiring, sink=service, open_predictor=processes.predictor())
 

@@ -116,6 +116,7 @@ FAILED_STAGE: Mapping[str, str] = {
     StopReason.ENGINE_FAILURE: "run",
     StopReason.REWARD_ERROR: "eval",
     StopReason.REWARD_HANG: "eval",
+    StopReason.REWARD_UNAVAILABLE: "eval",
     StopReason.TIME_BUDGET: "timeout",
     StopReason.WORLD_LOST: "run",
     StopReason.WORKER_LOST: "run",

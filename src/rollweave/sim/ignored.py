@@ -39,7 +39,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
 all others.
 """
 
-IGNORED_TASK = ("options", "isolation", "time_s", "algorithm")
+IGNORED_TASK = ("options", "isolation", "time_s", "algorithm", "env_weight")
 IGNORED_ENGINE = ("deterministic",)
 
 
@@ -54,6 +54,7 @@ def ignored(config: RunConfig) -> list[str]:
         ]
     names += ["ablation.without"] if "cuda_graphs" in config.ablation.without else []
     names += ["lora"] if config.lora is not None else []
+    names += ["rewards"] if config.rewards else []
     injected = config.injected
     names += [f"faults.{field}" for field in _changed(injected, tuple(type(injected).model_fields))]
     for index, task in enumerate(config.tasks):

@@ -27,7 +27,9 @@ from rollweave.sim.families import FAMILIES, Family, LogNormal
 Stage = Literal["", "init", "run", "eval"]
 
 ENV_FAILURES = frozenset({StopReason.ENV_ERROR, StopReason.ENV_HANG})
-REWARD_FAILURES = frozenset({StopReason.REWARD_ERROR, StopReason.REWARD_HANG})
+REWARD_FAILURES = frozenset(
+    {StopReason.REWARD_ERROR, StopReason.REWARD_HANG, StopReason.REWARD_UNAVAILABLE}
+)
 
 
 class TurnPlan(Struct, frozen=True, kw_only=True):

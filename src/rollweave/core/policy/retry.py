@@ -12,6 +12,7 @@ RETRYABLE = frozenset(
         StopReason.ENV_HANG,
         StopReason.REWARD_ERROR,
         StopReason.REWARD_HANG,
+        StopReason.REWARD_UNAVAILABLE,
         StopReason.TEACHER_ERROR,
         StopReason.ENGINE_FAILURE,
         StopReason.WORLD_LOST,

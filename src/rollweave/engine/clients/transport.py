@@ -204,7 +204,9 @@ class Transport:
                 method, self._url + path, data=body, headers=headers, allow_redirects=False
             ) as response:
                 if response.status in BUSY:
-                    raise BusyError(response.status, _seconds(response.headers.get("Retry-After")))
+                    raise BusyError(
+                        response.status, retry_after_s(response.headers.get("Retry-After"))
+                    )
                 answer = await self._read_body(response, path)
         except (aiohttp.ClientError, OSError) as error:
             await self.confirm_health()
@@ -327,7 +329,7 @@ class _Resolver(ThreadedResolver):
         return results
 
 
-def _seconds(retry_after: str | None) -> float | None:
+def retry_after_s(retry_after: str | None) -> float | None:
     """Parse a Retry-After in seconds; None if it is absent or a date, which would need
     the server's clock.
     """

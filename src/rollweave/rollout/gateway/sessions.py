@@ -101,6 +101,8 @@ class Session:
         """The error of the last prompt that did not fit into the context."""
         self.token = secrets.token_urlsafe(32)
         self.recorder = SessionRecorder(codec)
+        self.conversation: tuple[Message, ...] = ()
+        """The messages of the last answered request, and its answer."""
         self.closed = False
         self._codec, self._tools, self._generate = codec, tools, generate
         self._sampling, self._pinned = sampling, pinned
@@ -331,6 +333,7 @@ class Session:
             stop_tokens=chat.stop_token_ids,
         )
         self.recorder.answer(turn.call, result, turn.message)
+        self.conversation = (*chat.messages, turn.message)
         self._sampled_tokens += len(result.tokens)
 
     def _cancel(self, turn: Turn) -> None:

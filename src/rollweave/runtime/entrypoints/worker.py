@@ -43,7 +43,9 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     exchange = RemoteExchange(report, host=spec.host, address=spec.address)
     images = Images(config.sandbox, clock=clock.now, exchange=exchange)
     source = TaskSource(config, logs=Path(spec.logs))
-    episodes = Episodes(config, Path(spec.model_dir), source, clock, images=images)
+    episodes = Episodes(
+        config, Path(spec.model_dir), source, clock, run_id=spec.run_id, images=images
+    )
 
     def warn(component: str, message: str) -> None:
         report(WorkerWarned(component=f"{spec.id} {component}", message=message))
@@ -75,11 +77,13 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
                     waiting_limit=spec.waiting_limit,
                     draw=TaskDrawer(source.draw, tasks=tasks, post=report).draw,
                     teacher=episodes.teacher,
+                    rewards=episodes.rewards,
                 )
                 parent.listen(on_frame)
                 report(WorkerReady(now=clock.now()))
                 while not stopped.is_set():
-                    report(WorkerBeat(images=images.waits(), teacher=episodes.teacher_wait()))
+                    beat = WorkerBeat(images=images.waits(), services=episodes.service_waits())
+                    report(beat)
                     try:
                         async with asyncio.timeout(BEAT_S):
                             await stopped.wait()

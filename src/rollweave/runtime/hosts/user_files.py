@@ -68,13 +68,20 @@ def of_run(config: RunConfig, images: Iterable[str] = ()) -> UserFiles:
     return UserFiles(
         modules=tuple(
             module
-            for number, task in enumerate(config.tasks)
-            for setting, value, reference in _references(f"tasks.{number}", task)
+            for setting, value, reference in [
+                *(
+                    named
+                    for number, task in enumerate(config.tasks)
+                    for named in _references(f"tasks.{number}", task)
+                ),
+                *_functions(config),
+            ]
             for module in _module(setting, value, reference)
         ),
         paths=(
             *(path for task in config.tasks for path in _named(task)),
             *(_of_images(images) if config.workers.count else ()),
+            *_rubrics(config),
         ),
     )
 
@@ -160,6 +167,20 @@ def _references(section: str, task: TaskConfig) -> Iterator[tuple[str, str, str]
     for name, value in task.options.items():
         if isinstance(value, str) and REFERENCE.fullmatch(value):
             yield f"{section}.options.{name}", value, value
+
+
+def _functions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the user's functions that compute rewards."""
+    for number, reward in enumerate(config.rewards if config.workers.count else ()):
+        if reward.function is not None:
+            yield f"rewards.{number}.function", reward.function, reward.function
+
+
+def _rubrics(config: RunConfig) -> Iterator[str]:
+    """Yield the files of judges."""
+    for reward in config.rewards if config.workers.count else ():
+        if reward.judge is not None and reward.judge.has_file:
+            yield from filter(_is_below, [reward.judge.rubric])
 
 
 def _module(setting: str, value: str, reference: str) -> Iterator[UserModule]:

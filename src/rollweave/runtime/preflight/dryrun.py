@@ -15,6 +15,7 @@ from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
+from rollweave.rollout.budget import EpisodeStopError
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
@@ -45,6 +46,10 @@ from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
 """Name of the checks for settings without effect, which a real run shows as well."""
+
+
+REWARD_S = 30.0
+"""Maximum seconds for the first reward of a URL or judge, which may have to start."""
 
 
 class Examination(Struct, frozen=True, kw_only=True):
@@ -93,6 +98,7 @@ def plan(
         *_cpu(config, hosts),
         *_servers(config, elsewhere=hosts is not None),
         *_restrictions(config, domains),
+        *_rewards(config, elsewhere=hosts is not None),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
         *_predictor(config),
@@ -106,12 +112,14 @@ def plan(
 def _users_code(
     config: RunConfig, *, deep: bool
 ) -> tuple[Sequence[Check], list[Domain], list[Check]]:
-    """Check the functions of `[buffer]` and the task domains: in another process if the
-    run has rollout workers, whose controller runs no environment.
+    """Check the functions of `[buffer]` and `[[rewards]]`, and the task domains: in
+    another process if the run has rollout workers, whose controller runs no
+    environment.
     """
     rules: Sequence[Check] = ()
     if config.workers.count:
-        rules = examiner.examine_rules(config) if named(config) else ()
+        functions = named(config) or any(one.function is not None for one in config.rewards)
+        rules = examiner.examine_rules(config) if functions else ()
         examined = [(one.domain, one.checks) for one in examiner.examine_domains(config, deep=deep)]
     else:
         with contextlib.chdir("."):  # the user's code may change the directory
@@ -292,6 +300,31 @@ def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Chec
                 f"must have no allowed_words with {names[0]}, which cannot restrict a turn to "
                 f"certain tokens, got {words:.100}",
             )
+
+
+def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
+    """Ask each URL and judge for a reward. A run that is planned for other hosts asks
+    none.
+    """
+    asked = [(n, one) for n, one in enumerate(config.rewards) if one.function is None]
+    if elsewhere or not asked:
+        return
+    # most runs need no HTTP client
+    from rollweave.rollout.reward_sources import check_reward
+
+    for number, reward in asked:
+        where = f"rewards.{number}"
+        domain = reward.tasks[0] if reward.tasks else config.tasks[0].name
+        try:
+            value = check_reward(reward, domain=domain, limit_s=REWARD_S)
+        except ConfigError as error:
+            field, _, rule = str(error).partition(" ")
+            yield fail(f"{where}.{field}", rule)
+        except EpisodeStopError as error:
+            yield fail(f"{where}.{reward.kind}", str(error))
+        else:
+            url = reward.url if reward.judge is None else reward.judge.url
+            yield ok(f"{where}.{reward.kind}", f"{reward.name}: {url} answers, with {value:g}")
 
 
 def _predictor(config: RunConfig) -> Iterator[Check]:

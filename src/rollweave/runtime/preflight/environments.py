@@ -3,6 +3,7 @@ time.
 """
 
 import asyncio
+import functools
 import inspect
 import queue
 import random
@@ -20,7 +21,9 @@ from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.rules import named, rule
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
+from rollweave.rollout.reward_sources import reference_in, reward_function
 from rollweave.runtime.images import Images
 from rollweave.runtime.preflight.checks import Check, fail, failures, ok
 from rollweave.runtime.preflight.images import examine_images
@@ -101,6 +104,7 @@ def examine_domain(
             transcripts, check = _transcripts(kind, task, where)
             checks.append(check)
         drawn = _draw(config, task)
+        _check_references(config, drawn)
         prompts = _prompts(kind, task)
         first: tuple[Message, ...] = ()
         tools: tuple[str, ...] = ()
@@ -132,7 +136,7 @@ def examine_domain(
 
 
 def examine_rules(config: RunConfig) -> Iterator[Check]:
-    """Check the functions that `[buffer]` names."""
+    """Check the functions that `[buffer]` and `[[rewards]]` name."""
     for setting, name in named(config):
         try:
             rule(name)
@@ -140,6 +144,18 @@ def examine_rules(config: RunConfig) -> Iterator[Check]:
             yield fail(setting, str(error))
         else:
             yield ok(setting, f"function {name}")
+    for number, reward in enumerate(config.rewards):
+        if reward.function is None:
+            continue
+        setting, name = f"rewards.{number}.function", reward.function
+        try:
+            _guarded(
+                functools.partial(reward_function, name), PATIENCE_S, f"{name} must be imported"
+            )
+        except (ConfigError, BrokenError) as error:
+            yield fail(setting, str(error))
+        else:
+            yield ok(setting, f"{reward.name}: function {name}")
 
 
 def declared_by(config: RunConfig) -> Declared:
@@ -232,6 +248,17 @@ def _draw(config: RunConfig, task: TaskConfig) -> Task:
         return source.draw(task.name, 0, Purpose.TRAIN)
 
     return _guarded(draw, PATIENCE_S, "a task must be drawn")
+
+
+def _check_references(config: RunConfig, drawn: Task) -> None:
+    """Check that the task has the reference answers that judges are shown."""
+    for reward in config.rewards_of(drawn.tag):
+        key = reward.judge.reference if reward.judge is not None else None
+        if key is not None:
+            try:
+                reference_in(drawn, key)
+            except EpisodeStopError as error:
+                raise BrokenError(str(error)) from error
 
 
 def _only(config: RunConfig, task: TaskConfig) -> RunConfig:

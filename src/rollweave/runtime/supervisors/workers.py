@@ -30,7 +30,7 @@ from rollweave.schema.events import (
 from rollweave.schema.images import AskImage, HoldImage, ImageWait, MissImage
 from rollweave.schema.rollouts import (
     PhaseEnded,
-    TeacherWait,
+    ServiceWait,
     WorkerBeat,
     WorkerReady,
     WorkerReport,
@@ -50,8 +50,8 @@ class WorkerProcess(Supervised[WorkerLink]):
     """Run time at which its clock was 0; None until it is ready."""
     images: tuple[ImageWait, ...] = ()
     """The images that it waits for, by its own clock."""
-    teacher: TeacherWait | None = None
-    """Its wait for the teacher, by its own clock."""
+    services: tuple[ServiceWait, ...] = ()
+    """Its waits for services, by its own clock."""
 
     @property
     def key(self) -> str:
@@ -123,16 +123,16 @@ class WorkerSupervisor:
             )
         return list(first.values())
 
-    def teacher_waits(self) -> list[Wait]:
-        """Return the wait of each worker for the teacher."""
+    def service_waits(self) -> list[Wait]:
+        """Return the waits of each worker for services."""
         return [
             Wait(
-                component=f"teacher {wait.url} of worker {worker.name}",
+                component=f"{wait.service} of worker {worker.name}",
                 what=wait.what,
                 since=wait.since + (worker.offset_s or 0.0),
             )
             for worker in self._workers
-            if (wait := worker.teacher) is not None
+            for wait in worker.services
         ]
 
     def draw(self, command: DrawTask) -> None:
@@ -182,8 +182,8 @@ class WorkerSupervisor:
                     self._send_grants(self._images.on_held(worker.key, report))
             case MissImage():
                 self._send_grants(self._images.on_missed(worker.key, report))
-            case WorkerBeat(images=images, teacher=teacher):
-                worker.images, worker.teacher = images, teacher
+            case WorkerBeat(images=images, services=services):
+                worker.images, worker.services = images, services
             case WorkerReady():
                 pass
             case PhaseEnded(start=start, end=end):

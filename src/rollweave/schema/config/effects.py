@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import (
-    OF_CRITIC,
+    OF_TURNS,
     PARTITIONS,
     POLICIES,
     ModeName,
@@ -25,9 +25,6 @@ WINDOWED = (ModeName.PARTIAL, ModeName.BOUNDED)
 STEPWISE = (ModeName.SYNC, ModeName.ONE_STEP)
 """Modes that launch groups for a step, of which some may be spare."""
 
-DISCOUNTED = OF_CRITIC | {"gigpo", "gigpo_no_std"}
-"""Estimators that discount the rewards of turns."""
-
 Rule = Callable[[RunConfig], str | None]
 """Returns why a setting has no effect; None if it has one."""
 
@@ -40,7 +37,7 @@ def _predicts(config: RunConfig) -> bool:
 
 
 def _discounts(task: TaskConfig, config: RunConfig) -> bool:
-    return config.algorithm_of(task.name).advantage in DISCOUNTED
+    return config.algorithm_of(task.name).advantage in OF_TURNS
 
 
 def _unless(has_effect: Callable[[RunConfig], object], why: str) -> Rule:
@@ -121,6 +118,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, object]]:
             yield key, why, getattr(section, field)
     if len(config.tasks) == 1 and is_changed(config.tasks[0], "weight"):
         yield "tasks.0.weight", "with one task domain", config.tasks[0].weight
+    for number, task in enumerate(config.tasks):
+        if is_changed(task, "env_weight") and not config.rewards_of(task.name):
+            yield f"tasks.{number}.env_weight", "without [[rewards]] for it", task.env_weight
     yield from _idle_algorithms(config)
     relayed = config.weights.relays or config.cluster is not None
     if "deltas" in config.ablation.without and not relayed:

@@ -14,6 +14,7 @@ from rollweave.schema.config.sections import (
     GROUPLESS,
     HEAD_DIM,
     OF_CRITIC,
+    OF_TURNS,
     PARTITIONS,
     POLICIES,
     RATES,
@@ -33,6 +34,7 @@ from rollweave.schema.config.sections import (
     ModeName,
     NotNegative,
     PoolConfig,
+    RewardConfig,
     RolloutConfig,
     RunSection,
     SandboxConfig,
@@ -68,6 +70,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig | None = None
     teacher: TeacherConfig | None = None
+    rewards: tuple[RewardConfig, ...] = ()
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig | None = None
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
@@ -236,6 +239,7 @@ class RunConfig(Section):
                 which = f"{advantage} with a reward_weight" if rewarded else advantage
                 raise ValueError(f"{section}.group_size must be at least 2 for {which}, got {size}")
         self._check_teacher()
+        self._check_rewards()
         self._check_kl_direction()
         if self.trainer.tensor_parallel > 1:
             self._check_tensor_parallel(self.trainer.tensor_parallel)
@@ -292,6 +296,55 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.dynamic_sampling must be false with algorithm.advantage distill, which "
                 "also learns from groups of equal rewards, got true"
+            )
+
+    def rewards_of(self, name: str) -> tuple[RewardConfig, ...]:
+        """Return the rewards of task domain `name` beside that of its environment."""
+        return tuple(one for one in self.rewards if not one.tasks or name in one.tasks)
+
+    def _check_rewards(self) -> None:
+        """Check that rewards have distinct names and domains that exist, and that they
+        can be computed where they are declared to be.
+        """
+        names, domains = [one.name for one in self.rewards], [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise ValueError(f"rewards must have distinct names, got {names}")
+        place = "workers" if self.workers.count else "inline"
+        for number, reward in enumerate(self.rewards):
+            field = f"rewards.{number}"
+            for domain in reward.tasks:
+                if domain not in domains:
+                    raise ValueError(
+                        f"{field}.tasks must be among the task domains {domains}, got "
+                        f"{domain!r}{did_you_mean(domain, domains)}"
+                    )
+            if reward.function is not None and reward.run not in (None, place):
+                raise ValueError(
+                    f"{field}.run must be {place} with {self.workers.count} rollout workers "
+                    f"(workers.count), got {reward.run}"
+                )
+            if self.cluster is not None and self.workers.count:
+                self._check_token_on_hosts(field, reward)
+        for number, task in enumerate(self.tasks):
+            advantage = self.algorithm_of(task.name).advantage
+            if task.env_weight != 1 and advantage in OF_TURNS:
+                raise ValueError(
+                    f"tasks.{number}.env_weight must be 1 with advantage {advantage}, which takes "
+                    f"each turn's reward from the environment, got {task.env_weight:g}"
+                )
+
+    def _check_token_on_hosts(self, field: str, reward: RewardConfig) -> None:
+        """Check that rollout workers on other hosts have a reward's token."""
+        if reward.token_file is not None:
+            raise ValueError(
+                f"{field}.token_file must be left out with [cluster] and rollout workers, whose "
+                f"hosts lack the file (use token_env and cluster.env), got {reward.token_file!r}"
+            )
+        given = self.cluster.env if self.cluster is not None else ()
+        if reward.token_env is not None and reward.token_env not in given:
+            raise ValueError(
+                f"{field}.token_env must be among cluster.env, which rollout workers on other "
+                f"hosts get, got {reward.token_env}"
             )
 
     def _check_address(self, number: int, group: EngineConfig) -> None:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rollweave.schema.address import Hosts, parse_address
+from rollweave.schema.address import Hosts, parse_address, parse_url
 from rollweave.schema.serving import ServerName
 from rollweave.schema.weights import TransportName
 from rollweave.schema.work import Limits
@@ -32,6 +32,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 EVAL_EPISODES = 1_000_000
@@ -161,6 +162,9 @@ with a reward_weight.
 OF_CRITIC: frozenset[Estimator] = frozenset({"gae", "gae_turn"})
 """Estimators that need a critic."""
 
+OF_TURNS: frozenset[Estimator] = OF_CRITIC | {"gigpo", "gigpo_no_std"}
+"""Estimators that take the rewards of single turns."""
+
 Aggregate = Literal["token_mean", "sequence_mean", "budget"]
 Correction = Literal["bypass", "decoupled", "tis", "icepop", "sequence_mask", "reject"]
 Overlong = Literal["train", "drop", "punish"]
@@ -246,6 +250,10 @@ class TaskConfig(Section):
         "them serves, those of its fallbacks, and then any engine. Any engine if unset.",
     )
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
+    env_weight: NotNegative = Field(
+        1.0,
+        description="Weight of the reward of its environment or handler beside [[rewards]].",
+    )
     group_size: PositiveInt | None = Field(
         None, description="Trajectories in a group of this domain; rollout.group_size if unset."
     )
@@ -712,6 +720,134 @@ class TeacherConfig(Section):
     @classmethod
     def _is_address(cls, url: str) -> str:
         return parse_address(url, field="teacher.url")
+
+
+RUBRIC_FILES = (".md", ".txt")
+"""Ends of a rubric that is the path of a file."""
+
+
+class JudgeConfig(Section):
+    """A model that grades trajectories, behind any endpoint with OpenAI's chat
+    completions.
+    """
+
+    url: str = Field(description="Base URL of its API, such as https://HOST/v1.")
+    model: str = Field(min_length=1, description="Its name at the endpoint.")
+    rubric: str = Field(
+        min_length=1,
+        description="What it grades by: text, or the path of a file that ends in .md or .txt.",
+    )
+    reference: str | None = Field(
+        None,
+        description="Key of the task's payload under which its reference answer is, which the "
+        "judge is shown, too.",
+    )
+    scale: tuple[Finite, Finite] = Field(
+        (0.0, 1.0), description="Lowest and highest grade; the grade is the reward."
+    )
+    request: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More fields of the request, such as max_tokens or reasoning_effort.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        return parse_url(url, field="rewards.judge.url").rstrip("/")
+
+    @property
+    def has_file(self) -> bool:
+        """True if the rubric is the path of a file, not text."""
+        return self.rubric.endswith(RUBRIC_FILES) and "\n" not in self.rubric
+
+    @model_validator(mode="after")
+    def _is_a_scale(self) -> Self:
+        if not self.scale[0] < self.scale[1]:
+            raise ValueError(
+                f"rewards.judge.scale must have a lower end below the upper one, got "
+                f"{list(self.scale)}"
+            )
+        return self
+
+
+ENV_REWARD = "env"
+"""Name of the reward of the environment or handler among the components of a
+reward.
+"""
+
+
+class RewardConfig(Section):
+    """A reward beside that of the environment: a function of the user's own, a URL, or
+    a judge (`docs/REWARDS.md`).
+    """
+
+    name: Annotated[
+        str, matching(r"[A-Za-z0-9_][A-Za-z0-9_-]*", "consist of letters, digits, _ and -")
+    ] = Field(description="Its name in metrics, traces and errors.", max_length=100)
+    weight: Finite = Field(1.0, description="Its weight in the sum of all rewards.")
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
+        (), description="Task domains to which it applies; all if empty."
+    )
+    run: Literal["inline", "workers", "serverless"] | None = Field(
+        None,
+        description="Declaration of where it is computed, which is checked: inline, by the "
+        "controller; workers, by rollout workers; serverless, behind its URL. If unset, a function "
+        "runs where the run evaluates its attempts.",
+    )
+    function: str | None = Field(
+        None, description="The user's function, package.module:name (docs/REWARDS.md)."
+    )
+    url: str | None = Field(
+        None, description="URL of an HTTP function that takes JSON and answers with the reward."
+    )
+    judge: JudgeConfig | None = None
+    token_env: Variable | None = Field(
+        None, description="Environment variable with the bearer token of the URL or judge."
+    )
+    token_file: str | None = Field(
+        None, description="File with the bearer token of the URL or judge."
+    )
+    timeout_s: Positive = Field(
+        120.0,
+        description="Maximum seconds for one reward, with all retries; then the attempt has no "
+        "reward.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        return None if url is None else parse_url(url, field="rewards.url")
+
+    @property
+    def kind(self) -> Literal["function", "url", "judge"]:
+        """What computes it."""
+        if self.function is not None:
+            return "function"
+        return "url" if self.url is not None else "judge"
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        where = f"rewards ({self.name})"
+        kinds = [kind for kind in ("function", "url", "judge") if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"{where} must have exactly one of function, url and judge, got "
+                f"{' and '.join(kinds) or 'none'}"
+            )
+        if self.name == ENV_REWARD:
+            raise ValueError(
+                f"rewards.name must not be {ENV_REWARD}, the name of the environment's own "
+                f"reward, got {self.name!r}"
+            )
+        tokens = [name for name in ("token_env", "token_file") if getattr(self, name) is not None]
+        if self.function is not None and tokens:
+            raise ValueError(f"{where}.{tokens[0]} must be left out with a function, got one")
+        if len(tokens) > 1:
+            raise ValueError(f"{where} must have one of token_env and token_file, got both")
+        if self.run is not None and (self.run == "serverless") is (self.function is not None):
+            rule = "inline or workers" if self.function is not None else "serverless"
+            raise ValueError(f"{where}.run must be {rule} with a {kinds[0]}, got {self.run}")
+        return self
 
 
 class WarmupConfig(Section):

@@ -1,0 +1,142 @@
+"""`rollweave rescore`: asks again for the rewards that failed for good in a run, and
+writes those that come to its records.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from rollweave.cli.console import FAILED, err, out
+from rollweave.cli.runs import find_run
+from rollweave.envs.threads import EnvThreads
+from rollweave.record.identity import run_id
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import Scored, StoredAttempt, TrajectoryReader, TrajectoryStore
+from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.reward_sources import Finished
+from rollweave.rollout.rewards import MissingRewardsError, Rewards
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
+
+
+def rescore(name: str) -> None:
+    """Ask again for the missing rewards of run `name`, and write those that come.
+
+    Raises ConfigError, and typer.Exit if a reward failed again.
+    """
+    run = find_run(name)
+    if not run.config.exists() or not run.trajectories.is_dir():
+        raise ConfigError(f"{run.path} must hold a run with trajectories, got none")
+    config = load(run.config)
+    if not config.rewards:
+        raise ConfigError(f"{run.config} must have [[rewards]] to rescore, got none")
+    path = run.path.resolve()
+    section = config.run.model_copy(update={"dir": str(path.parent), "name": path.name})
+    with RunDir.claim(config.model_copy(update={"run": section}), resume=True) as claimed:
+        reader = TrajectoryReader(claimed.trajectories)
+        unscored = unscored_attempts(reader.entries)
+        loaded = [(entry, reader.load(entry)) for entry in unscored]
+        rewards = Rewards(
+            config, run_id(claimed.identity), threads=EnvThreads(), clock=time.monotonic
+        )
+        errors = asyncio.run(_rescore_all(config, claimed.trajectories, rewards, loaded))
+    scored = len(unscored) - errors.total()
+    out.print(f"{scored} of {len(unscored)} missing rewards were computed and written")
+    for error, count in errors.most_common():
+        times = f" ({count} times)" if count > 1 else ""
+        err.print(f"[red]{escape(error)}[/]{times}", soft_wrap=True)
+    if errors:
+        raise typer.Exit(FAILED)
+
+
+def unscored_attempts(entries: Iterable[StoredAttempt]) -> list[StoredAttempt]:
+    """Return the newest attempt with missing rewards of each trajectory of which no
+    attempt has a reward.
+    """
+    newest: dict[TrajectoryId, StoredAttempt] = {}
+    scored: set[TrajectoryId] = set()
+    for entry in entries:
+        if entry.score is None:
+            continue
+        if entry.score.reward is not None:
+            scored.add(entry.trajectory_id)
+        elif entry.score.unscored is not None:
+            newest[entry.trajectory_id] = entry
+    return [entry for name, entry in newest.items() if name not in scored]
+
+
+async def _rescore_all(
+    config: RunConfig,
+    directory: Path,
+    rewards: Rewards,
+    attempts: Iterable[tuple[StoredAttempt, Trajectory]],
+) -> Counter[str]:
+    """Write the scores that come, as they come; return the errors of the others."""
+    errors: Counter[str] = Counter()
+    slots = asyncio.Semaphore(config.rollout.max_running)
+    with TrajectoryStore(directory) as store:
+
+        async def one(entry: StoredAttempt, trajectory: Trajectory) -> None:
+            async with slots:
+                try:
+                    store.rescore(await _rescored(rewards, entry, trajectory))
+                except EpisodeStopError as error:
+                    errors[str(error)] += 1
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for entry, trajectory in attempts:
+                    tasks.create_task(one(entry, trajectory), name=f"rescore {trajectory.id}")
+        finally:
+            await rewards.close()
+            store.sync()
+    return errors
+
+
+async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajectory) -> Scored:
+    """Return the new score of an attempt. Raises EpisodeStopError."""
+    score = entry.score
+    assert score is not None, "only attempts that were evaluated lack rewards"
+    unscored = score.unscored
+    assert unscored is not None, "it says what the rewards are computed from"
+    domain = rewards.of(trajectory.task.tag)
+    if domain is None:
+        raise MissingRewardsError(
+            StopReason.REWARD_ERROR,
+            f"task domain {trajectory.task.tag!r} has no [[rewards]] any longer",
+            known={},
+            missing=unscored.missing,
+        )
+    began = time.monotonic()
+    computed = await domain.compute(
+        Finished(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            task=trajectory.task,
+            conversation=unscored.conversation,
+            reward=unscored.reward,
+            success=unscored.success,
+            stop_reason=unscored.stop_reason,
+        ),
+        known=score.rewards,
+    )
+    return Scored(
+        at=score.at,
+        trajectory_id=trajectory.id,
+        attempt=trajectory.attempt,
+        reward=computed.reward,
+        success=unscored.success,
+        stop_reason=unscored.stop_reason,
+        blame=BLAME_OF[unscored.stop_reason],
+        eval_s=score.eval_s + time.monotonic() - began,
+        result=score.result,
+        rewards=computed.components,
+    )

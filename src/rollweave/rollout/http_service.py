@@ -1,0 +1,213 @@
+"""Calls of a service behind HTTP that attempts depend on: the teacher, the URL of a
+reward, or a judge.
+
+Invariants: a call ends within `timeout_s`, with its retries; a request and an answer
+have limits of size; what cannot be read is asked for again and then an error, never a
+value. A request may be sent again after a connection broke, so the service must answer
+a repeated one like the first.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TypeVar
+
+import aiohttp
+
+from rollweave.engine.clients.responses import ResponseError
+from rollweave.engine.clients.transport import (
+    ANSWER_BYTES,
+    TooLongError,
+    read_bounded,
+    retry_after_s,
+)
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.packing import as_json
+from rollweave.schema.rollouts import ServiceWait
+
+T = TypeVar("T")
+
+CONNECTIONS = 64
+"""Maximum number of requests of one process that are under way; others wait for
+them.
+"""
+
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 8.0
+"""Seconds before the first retry, doubled each time, up to the maximum. Each pause is
+multiplied by a random factor of `JITTER`.
+"""
+
+JITTER = 0.5, 1.5
+"""Range of that factor, so that calls that failed together are not repeated
+together.
+"""
+
+MAX_UNREADABLE = 3
+"""Maximum number of answers to one call that cannot be read. One may be a fault of a
+proxy or of a server that restarts; the trajectory would be sampled again for it.
+"""
+
+ERROR_CHARS = 300
+"""Maximum number of characters of a server's message in an error."""
+
+
+class ServiceError(RollweaveError):
+    """The service gave no usable answer."""
+
+
+class RetryableError(Exception):
+    """The service could not be reached, or was too busy. `after_s` is the pause that it
+    asks for, if it names one.
+    """
+
+    def __init__(self, text: str, after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.after_s = after_s
+
+
+class RefusedError(ResponseError):
+    """The service refuses the request, and would do so again."""
+
+
+class HttpService:
+    """The service `name` at `url`, which is asked for `answer`: "the teacher", for
+    "log-probs". `token` is its bearer token, or "". `clock` gives the times of `wait`.
+
+    A request has at most `payload_bytes` bytes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        answer: str,
+        token: str,
+        timeout_s: float,
+        clock: Callable[[], float],
+        payload_bytes: int | None = None,
+    ) -> None:
+        self._name, self._url, self._answer, self._token = name, url, answer, token
+        self._timeout_s, self._clock, self._payload_bytes = timeout_s, clock, payload_bytes
+        self._session: aiohttp.ClientSession | None = None
+        self._since: dict[object, float] = {}
+        self._trouble = ""
+
+    def wait(self) -> ServiceWait | None:
+        """Return the wait of the calls under way, since the oldest began."""
+        if not self._since:
+            return None
+        count = len(self._since)
+        what = f"{count} {'trajectory waits' if count == 1 else 'trajectories wait'}"
+        return ServiceWait(
+            service=f"{self._name} {self._url}",
+            what=f"{what}; {self._trouble}" if self._trouble else what,
+            since=min(self._since.values()),
+        )
+
+    async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what `ask` returns, which makes one or several exchanges. It is
+        repeated while it raises RetryableError, and a few times if it raises
+        ResponseError.
+
+        Raises ServiceError.
+        """
+        with self._waiting():
+            pause_s, unreadable = FIRST_RETRY_S, 0
+            trouble = ""
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    while True:
+                        after_s: float | None = None
+                        try:
+                            return await ask()
+                        except RetryableError as error:
+                            trouble, after_s = str(error), error.after_s
+                        except ResponseError as error:
+                            unreadable += 1
+                            if isinstance(error, RefusedError) or unreadable == MAX_UNREADABLE:
+                                raise
+                            trouble = str(error)
+                        self._trouble = trouble
+                        asked_s = min(after_s or 0.0, MAX_RETRY_S)
+                        await asyncio.sleep(max(asked_s, pause_s * random.uniform(*JITTER)))
+                        pause_s = min(2 * pause_s, MAX_RETRY_S)
+            except TimeoutError:
+                reason = f": {trouble}" if trouble else ""
+                raise ServiceError(
+                    f"{self._name} {self._url} gave no {self._answer} within "
+                    f"{self._timeout_s:g} s{reason}"
+                ) from None
+            except ResponseError as error:
+                raise ServiceError(f"{self._name} {self._url}: {error}") from error
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Send one request to `path`, which follows the URL, and return the body of the
+        answer. `body` is sent as JSON unless it is None.
+
+        Raises RetryableError, or ResponseError if another request would not help.
+        """
+        data = None if body is None else as_json(body)
+        size, limit = len(data or b""), self._payload_bytes
+        if limit is not None and size > limit:
+            raise RefusedError(f"a request must have at most {limit} bytes, got {size}")
+        typed = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            async with self._open_session().request(
+                method,
+                self._url + path,
+                data=data,
+                headers={**typed, **(headers or {})},
+                allow_redirects=False,
+            ) as response:
+                answer = await read_bounded(response, ANSWER_BYTES)
+        except TooLongError as error:
+            raise ResponseError(f"{_shown(path)}gave {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise RetryableError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+        if response.status == 200:
+            return answer
+        detail = answer[: 4 * ERROR_CHARS].decode(errors="replace")[:ERROR_CHARS]
+        where = f" of {path}" if path else ""
+        text = f"status {response.status}{where}: {detail}"
+        if response.status in (409, 429) or response.status >= 500:
+            raise RetryableError(text, retry_after_s(response.headers.get("Retry-After")))
+        raise RefusedError(text)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        call = object()
+        self._since[call] = self._clock()
+        try:
+            yield
+        finally:
+            del self._since[call]
+            if not self._since:
+                self._trouble = ""
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            )
+        return self._session
+
+
+def _shown(path: str) -> str:
+    return f"{path} " if path else ""

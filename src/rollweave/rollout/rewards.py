@@ -1,0 +1,159 @@
+"""The rewards of a run beside those of its environments, and their weighted sum.
+
+Those of an attempt are computed in EVAL, in the process that runs it, all at once.
+Invariants: one attempt's wait delays no other; a reward that fails leaves an error with
+a reason, and what was computed of the others.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+
+from rollweave.envs.boundary import LARGEST_REWARD
+from rollweave.envs.threads import EnvThreads
+from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.reward_sources import Finished, Source, source_of
+from rollweave.schema.base import Struct
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ENV_REWARD
+from rollweave.schema.rollouts import ServiceWait
+from rollweave.schema.work import StopReason
+
+Record = Callable[[str, float, float], None]
+"""Records a span of the trace: its name, its start and its end."""
+
+
+class Computed(Struct, frozen=True, kw_only=True):
+    """The reward of an attempt: the weighted sum of `components`, which are unweighted
+    and have names.
+    """
+
+    reward: float
+    components: dict[str, float]
+
+
+class MissingRewardsError(EpisodeStopError):
+    """Some rewards failed: those that are `missing`; `known` has the others."""
+
+    def __init__(
+        self, reason: StopReason, message: str, *, known: dict[str, float], missing: tuple[str, ...]
+    ) -> None:
+        super().__init__(reason, message)
+        self.known, self.missing = known, missing
+
+
+class DomainRewards:
+    """The rewards of a task domain, with their weights, and the weight of its
+    environment's.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[float, Source]],
+        *,
+        env_weight: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sources, self._env_weight, self._clock = sources, env_weight, clock
+
+    async def compute(
+        self,
+        finished: Finished,
+        *,
+        known: Mapping[str, float] | None = None,
+        record: Record | None = None,
+    ) -> Computed:
+        """Return the reward; what is `known` of its components is not computed again.
+        `record` receives a span for each that is computed.
+
+        Raises MissingRewardsError.
+        """
+        components = {ENV_REWARD: finished.reward, **(known or {})}
+        asked = [name for name in self._sources if name not in components]
+        results = await asyncio.gather(
+            *(self._one(name, finished, record) for name in asked), return_exceptions=True
+        )
+        failed: dict[str, EpisodeStopError] = {}
+        for name, result in zip(asked, results, strict=True):
+            if isinstance(result, EpisodeStopError):
+                failed[name] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                components[name] = result
+        if not failed:
+            return self._sum(components)
+        reasons = [error.reason for error in failed.values()]
+        unavailable = StopReason.REWARD_UNAVAILABLE in reasons
+        raise MissingRewardsError(
+            StopReason.REWARD_UNAVAILABLE if unavailable else reasons[0],
+            "; ".join(map(str, failed.values())),
+            known=components,
+            missing=tuple(failed),
+        )
+
+    async def _one(self, name: str, finished: Finished, record: Record | None) -> float:
+        started = self._clock()
+        try:
+            return await self._sources[name][1].reward(finished)
+        finally:
+            if record is not None:
+                record(f"reward {name}", started, self._clock())
+
+    def _sum(self, components: dict[str, float]) -> Computed:
+        weights = {name: weight for name, (weight, _) in self._sources.items()}
+        weights[ENV_REWARD] = self._env_weight
+        reward = math.fsum(weights[name] * components[name] for name in weights)
+        if not abs(reward) <= LARGEST_REWARD:
+            raise MissingRewardsError(
+                StopReason.REWARD_ERROR,
+                f"the weighted sum of rewards must be at most {LARGEST_REWARD:g}, got {reward:g}",
+                known=components,
+                missing=(),
+            )
+        return Computed(reward=reward, components=components)
+
+
+class Rewards:
+    """The rewards of a run, in one of its processes. `run_id` tells its requests from
+    those of other runs, and `threads` are those of its environments.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        *,
+        threads: EnvThreads,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises ConfigError for a token or rubric that cannot be read."""
+        self._sources = {
+            one.name: source_of(one, run_id=run_id, threads=threads, clock=clock)
+            for one in config.rewards
+        }
+        self._domains = {
+            task.name: DomainRewards(
+                {one.name: (one.weight, self._sources[one.name]) for one in rewards},
+                env_weight=task.env_weight,
+                clock=clock,
+            )
+            for task in config.tasks
+            if (rewards := config.rewards_of(task.name))
+        }
+
+    def of(self, domain: str) -> DomainRewards | None:
+        """Return the rewards of a task domain; None if its environment's is the only
+        one.
+        """
+        return self._domains.get(domain)
+
+    def waits(self) -> tuple[ServiceWait, ...]:
+        """Return the waits for services."""
+        waits = (source.wait() for source in self._sources.values())
+        return tuple(wait for wait in waits if wait is not None)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for source in self._sources.values():
+            await source.close()
