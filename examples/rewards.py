@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rollweave.schema.chat import Message
-from rollweave.schema.work import Task
+from rollweave import Message, Task
 
 PORT = 8931
 

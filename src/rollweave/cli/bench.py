@@ -40,6 +40,7 @@ BENCHES = {
     "placement": "placement.bench:bench_placement",
     "scheduling": "scheduling.bench:bench_scheduling",
     "service": "service.bench:bench_service",
+    "rewards": "rewards.bench:bench_rewards",
     "workers": "workers.bench:bench_workers",
     "dapo": "dapo.bench:bench_dapo",
     "tools": "tools:bench_tools",

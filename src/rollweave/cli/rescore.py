@@ -16,11 +16,16 @@ from rollweave.cli.runs import find_run
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.identity import run_id
 from rollweave.record.rundir import RunDir
-from rollweave.record.store import Scored, StoredAttempt, TrajectoryReader, TrajectoryStore
+from rollweave.record.store import (
+    Scored,
+    StoredAttempt,
+    TrajectoryReader,
+    TrajectoryStore,
+    unscored_attempts,
+)
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.reward_sources import Finished
 from rollweave.rollout.rewards import MissingRewardsError, Rewards
-from rollweave.schema.base import TrajectoryId
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -55,22 +60,6 @@ def rescore(name: str) -> None:
         err.print(f"[red]{escape(error)}[/]{times}", soft_wrap=True)
     if errors:
         raise typer.Exit(FAILED)
-
-
-def unscored_attempts(entries: Iterable[StoredAttempt]) -> list[StoredAttempt]:
-    """Return the newest attempt with missing rewards of each trajectory of which no
-    attempt has a reward.
-    """
-    newest: dict[TrajectoryId, StoredAttempt] = {}
-    scored: set[TrajectoryId] = set()
-    for entry in entries:
-        if entry.score is None:
-            continue
-        if entry.score.reward is not None:
-            scored.add(entry.trajectory_id)
-        elif entry.score.unscored is not None:
-            newest[entry.trajectory_id] = entry
-    return [entry for name, entry in newest.items() if name not in scored]
 
 
 async def _rescore_all(

@@ -112,6 +112,22 @@ class StoredAttempt:
     score: Scored | None = None
 
 
+def unscored_attempts(entries: Iterable[StoredAttempt]) -> list[StoredAttempt]:
+    """Return the newest attempt with missing rewards of each trajectory of which no
+    attempt has a reward.
+    """
+    newest: dict[TrajectoryId, StoredAttempt] = {}
+    scored: set[TrajectoryId] = set()
+    for entry in entries:
+        if entry.score is None:
+            continue
+        if entry.score.reward is not None:
+            scored.add(entry.trajectory_id)
+        elif entry.score.unscored is not None:
+            newest[entry.trajectory_id] = entry
+    return [entry for name, entry in newest.items() if name not in scored]
+
+
 def stored_bytes(directory: Path) -> int:
     """Count the bytes of records in a store, even if it cannot be opened."""
     return sum(

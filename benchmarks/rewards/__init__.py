@@ -1,0 +1,1 @@
+"""Bench `rewards`: where rewards beside the environment's run, and what is lost."""
