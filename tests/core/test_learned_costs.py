@@ -89,9 +89,9 @@ def test_every_turn_teaches_what_happened_during_it(
 ) -> None:
     learned, add = list[TurnTime](), TurnTimes.add
 
-    def added(times: TurnTimes, turn: TurnTime) -> bool:
+    def added(times: TurnTimes, turn: TurnTime, **options: Any) -> bool:
         learned.append(turn)
-        return add(times, turn)
+        return add(times, turn, **options)
 
     monkeypatch.setattr(TurnTimes, "add", added)
     world = Recorder(

@@ -26,7 +26,13 @@ BINDING = {"pinned", "partition"}
 HOSTS = (HostSlot(number=0, pools=("compute",)), HostSlot(number=1, pools=("bandwidth",)))
 
 
-def pooled(mode: str = "bounded", *, placement: str = "affinity", **sections: Any) -> RunConfig:
+def pooled(
+    mode: str = "bounded",
+    *,
+    placement: str = "affinity",
+    affinity: str = "declared",
+    **sections: Any,
+) -> RunConfig:
     """A run with two engines of each pool, and domains that prefer either or
     neither.
     """
@@ -38,6 +44,7 @@ def pooled(mode: str = "bounded", *, placement: str = "affinity", **sections: An
     ).model_dump(exclude={"allocation"}, exclude_unset=True)
     for task, pool in zip(plain["tasks"], ("compute", "bandwidth", None), strict=True):
         task["pool"] = pool
+    plain["rollout"]["affinity"] = affinity
     group = {"count": 2, "max_slots": 3}
     return RunConfig.model_validate(
         {
@@ -89,7 +96,7 @@ class PooledWorld(World):
         if isinstance(command, c.StartTurn):
             trajectory = self.core.state.trajectories[command.trajectory_id]
             domain = self.core.state.groups[trajectory.group_id].name
-            allowed = allowed_engines(self.config, self.core.state, domain)
+            allowed = allowed_engines(self.config, self.core.state, domain, trajectory.pool)
             # A trajectory may keep an engine that once stood in for its pool's.
             if not BINDING & {*self.config.ablation.policies}:
                 assert command.engine_id in allowed, f"{command} of {domain}, not on {allowed}"
@@ -108,8 +115,9 @@ class PooledWorld(World):
             return
         free = {load.id for load in self.core._run.fleet.loads.values() if load.active < load.slots}
         for trajectory_id in state.turns.queue:
-            domain = state.groups[state.trajectories[trajectory_id].group_id].name
-            allowed = allowed_engines(self.config, state, domain)
+            trajectory = state.trajectories[trajectory_id]
+            domain = state.groups[trajectory.group_id].name
+            allowed = allowed_engines(self.config, state, domain, trajectory.pool)
             assert not free & {*allowed}, f"a turn of {domain} waits, and {free} are free"
 
     def check_retry(self, command: c.StartTurn) -> None:
@@ -120,11 +128,14 @@ class PooledWorld(World):
         )
 
 
-def allowed_engines(config: RunConfig, state: State, domain: str) -> list[str]:
-    """The engines that may take a turn of this domain, by the rule in plain words."""
+def allowed_engines(config: RunConfig, state: State, domain: str, learned: str = "") -> list[str]:
+    """The engines that may take a turn of this domain, or of an attempt that was given
+    the pool `learned`, by the rule in plain words.
+    """
     able = [one for one in state.engines.values() if not one.draining and one.version >= 0]
     (task,) = [task for task in config.tasks if task.name == domain]
-    pools = [task.pool, *config.pools[task.pool].fallback] if task.pool is not None else []
+    first = learned or task.pool
+    pools = [first, *config.pools[first].fallback] if first is not None else []
     for pool in pools:
         of_pool = [engine.id for engine in able if engine.pool == pool]
         if of_pool:
@@ -138,12 +149,19 @@ def allowed_engines(config: RunConfig, state: State, domain: str) -> list[str]:
     mode=st.sampled_from(["sync", "one_step", "stream", "partial", "bounded"]),
     placement=st.sampled_from(PLACEMENTS),
     failure=st.sampled_from([0.0, 0.03]),
+    affinity=st.sampled_from(["declared", "learned"]),
 )
 def test_turns_run_in_the_pool_of_their_domain_and_a_replay_decides_the_same(
-    seed: int, mode: str, placement: str, failure: float
+    seed: int, mode: str, placement: str, failure: float, affinity: str
 ) -> None:
     """The controller is lost once on the way."""
-    run_config = pooled(mode, placement=placement, watchdog={"restarts": 1000})
+    run_config = pooled(
+        mode,
+        placement=placement,
+        watchdog={"restarts": 1000},
+        affinity=affinity,
+        steps=12 if affinity == "learned" else 4,
+    )
     world = PooledWorld(run_config, seed, failure=failure)
     world.start()
     for _ in range(seed % 300):

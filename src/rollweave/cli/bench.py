@@ -37,6 +37,7 @@ BENCHES = {
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
     "faults": "sim.faults:bench_faults",
+    "affinity": "affinity.bench:bench_affinity",
     "placement": "placement.bench:bench_placement",
     "scheduling": "scheduling.bench:bench_scheduling",
     "service": "service.bench:bench_service",

@@ -36,6 +36,7 @@ def check(run: Run) -> None:
     _check_groups(run)
     _check_bounds(run)
     _check_affinity(run)
+    _check_shares(run)
     _check_service(run)
     _check_weights(run)
     _check_devices(run)
@@ -189,6 +190,20 @@ def _check_affinity(run: Run) -> None:
                 f"{trajectory} is assigned to {assigned}"
             )
             assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned
+
+
+def _check_shares(run: Run) -> None:
+    """Assert that domains whose pools are learned are divided whole, that a pinned one
+    is not, and that an attempt was given a pool with engines.
+    """
+    affinity, pools = run.state.affinity, {group.pool for group in run.config.engines}
+    for name, shares in (*affinity.shares.items(), *affinity.trial.items()):
+        assert abs(sum(shares.values()) - 1) < 1e-9, f"{name}: {shares}"
+        assert min(shares.values()) >= 0, f"{name}: {shares}"
+        assert pools >= shares.keys(), f"{name}: {shares}"
+        assert not run.tasks[name].pin, f"{name} is pinned, and has {shares}"
+    for trajectory in run.state.trajectories.values():
+        assert not trajectory.pool or (run.learns_affinity and trajectory.pool in pools), trajectory
 
 
 def _check_weights(run: Run) -> None:

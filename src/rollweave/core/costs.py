@@ -18,7 +18,13 @@ import msgspec
 
 from rollweave.core.policy.interference import tabulate
 from rollweave.core.policy.placement import ByTable, Groups
-from rollweave.core.policy.turn_times import TurnTime, TurnTimes, step_times
+from rollweave.core.policy.turn_times import (
+    KEPT,
+    KEPT_OF_DOMAINS,
+    TurnTime,
+    TurnTimes,
+    step_times,
+)
 from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Measured, Turn, Use
@@ -153,15 +159,17 @@ def charge(run: Run, engine: Engine) -> Use:
     return engine.use
 
 
-def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> None:
-    """Learn from a finished turn what the steps of an unmeasured engine cost. The
-    engine has just been charged for it.
+def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTime | None:
+    """Learn from a finished turn what the steps of an unmeasured engine cost, or what
+    its domain costs in its pool. The engine has just been charged for it. Return the
+    turn's time if it is comparable with those of others.
 
     Left out are turns that have begun elsewhere, whose tokens may be of another engine,
     and those during which the engine did not serve, because it loaded weights.
     """
-    if engine.measured or not run.compares_engines:
-        return
+    unmeasured = run.compares_engines and not engine.measured
+    if not (unmeasured or run.learns_affinity):
+        return None
     computed = max(0, turn.context_tokens - event.cached_tokens)
     use = engine.use = msgspec.structs.replace(
         engine.use, prompt_tokens=engine.use.prompt_tokens + computed
@@ -169,21 +177,21 @@ def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> None:
     before, elapsed = turn.use_before, run.now - turn.since
     seconds, turn_s = elapsed - event.queue_s, use.turn_s - before.turn_s
     if turn.dispatch or turn.since < engine.since or min(seconds, turn_s) <= 0:
-        return
+        return None
     hardware, degree = kind_of(run, engine)
     times = run.state.turn_times.setdefault(hardware, {}).setdefault(degree, TurnTimes())
-    due = times.add(
-        TurnTime(
-            seconds=seconds,
-            output_tokens=max(1, event.output_tokens),
-            prompt_tokens=use.prompt_tokens - before.prompt_tokens,
-            batch=min(max(1.0, turn_s / elapsed), float(max(1, engine.max_slots))),
-            # contexts grow during turns, which are half done on average
-            context=(use.context_s - before.context_s) / turn_s + event.output_tokens / 2,
-        )
+    time = TurnTime(
+        seconds=seconds,
+        output_tokens=max(1, event.output_tokens),
+        prompt_tokens=use.prompt_tokens - before.prompt_tokens,
+        batch=min(max(1.0, turn_s / elapsed), float(max(1, engine.max_slots))),
+        # contexts grow during turns, which are half done on average
+        context=(use.context_s - before.context_s) / turn_s + event.output_tokens / 2,
     )
-    if due:
+    most = KEPT_OF_DOMAINS if run.learns_affinity else KEPT
+    if times.add(time, most=most) and unmeasured:
         _estimate(run, engine, times)
+    return time
 
 
 def _estimate(run: Run, engine: Engine, times: TurnTimes) -> None:

@@ -137,6 +137,8 @@ class Run:
         self.queue_pools: tuple[str, ...] = ("",)
         if not self.scheduling.assigns:
             owned = [pools[0] for pools in self._pools.values() if pools]
+            if config.rollout.affinity == "learned":
+                owned += [group.pool for group in config.engines if group.pool is not None]
             self.queue_pools = tuple(dict.fromkeys(["", *owned]))
         # A streamed step trains mini-batch by mini-batch as groups complete; any other
         # takes its batch whole.
@@ -164,6 +166,8 @@ class Run:
         """Return the pools whose engines should run the trajectory's turns, the
         preferred one first; none if any engine may.
         """
+        if trajectory.pool:
+            return self.config.pools_of(trajectory.pool)
         return self._pools.get(self.state.groups[trajectory.group_id].name, ())
 
     def preferred_pool(self, trajectory: Trajectory) -> str:
@@ -193,6 +197,11 @@ class Run:
     def compares_engines(self) -> bool:
         """True if a policy compares what work costs on engines."""
         return self.scheduling.assigns or self.config.allocation is not None
+
+    @property
+    def learns_affinity(self) -> bool:
+        """True if task domains move to the pools that serve them best."""
+        return self.config.rollout.affinity == "learned" and not self.state.serving
 
     @property
     def pacing(self) -> Pacing:

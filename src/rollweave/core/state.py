@@ -10,7 +10,8 @@ import enum
 import msgspec
 
 from rollweave.core.counters import Counters, Idle
-from rollweave.core.policy.turn_times import TurnTimes
+from rollweave.core.policy.profile import DomainProfile, TokenCosts, Worked
+from rollweave.core.policy.turn_times import Fit, TurnTimes
 from rollweave.core.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.events import StepTime
@@ -104,6 +105,7 @@ class Trajectory(msgspec.Struct):
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # that ran the last turn
+    pool: str = ""  # pool that its domain's shares gave this attempt (core/affinity); "" for none
     assigned_engine: EngineId | None = (
         None  # the engine for which its turns wait (core/policy/scheduling)
     )
@@ -502,6 +504,21 @@ class Allocation(msgspec.Struct):
     planned_at: int = 0  # step of the last plan
 
 
+class Affinity(msgspec.Struct):
+    """The pools of the task domains, as they are learned (owner: `core/affinity`)."""
+
+    profiles: dict[str, DomainProfile] = {}  # by task domain
+    # task domain → pool → its share of the trajectories; none before the first change
+    shares: dict[str, dict[str, float]] = {}
+    trial: dict[str, dict[str, float]] = {}  # shares until the next plan, instead of these
+    given: dict[str, dict[str, int]] = {}  # trajectories that were given to pools since
+    fits: dict[str, dict[int, Fit]] = {}  # prices, by class of engines and degree
+    worked: dict[str, dict[int, Worked]] = {}  # by the same
+    # task domain → pool → the cost of its tokens there, as of the last plan
+    token_costs: dict[str, dict[str, TokenCosts]] = {}
+    planned_at: int = 0  # step of the last plan
+
+
 class Chain(msgspec.Struct):
     """The chain of relays that broadcasts weights (owner: `core/relays`)."""
 
@@ -608,6 +625,7 @@ class State(msgspec.Struct):
     membership: Membership = msgspec.field(default_factory=Membership)
     hosts: Hosts = msgspec.field(default_factory=Hosts)
     allocation: Allocation = msgspec.field(default_factory=Allocation)
+    affinity: Affinity = msgspec.field(default_factory=Affinity)
     chain: Chain = msgspec.field(default_factory=Chain)
     publication: Publication = msgspec.field(default_factory=Publication)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)

@@ -8,6 +8,7 @@ damaged. A version is published once its step is complete.
 """
 
 from rollweave.core import (
+    affinity,
     allocation,
     bindings,
     consolidation,
@@ -228,6 +229,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
         if run.scheduling.predicts:
             run.emit(FitPredictor(step=event.step))
         allocation.plan(run)
+        affinity.plan(run)
         _publish(run)
 
 

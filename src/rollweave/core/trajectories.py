@@ -6,7 +6,7 @@ world reports that the stage is over. A cancelled attempt keeps its slot while i
 closes, so what the world holds never exceeds the pools.
 """
 
-from rollweave.core import attempts, lengths, migration
+from rollweave.core import affinity, attempts, lengths, migration
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.staleness import staleness
@@ -153,6 +153,7 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     trajectory.turns_requested = 0
     trajectory.stop = None
     trajectory.engine = trajectory.assigned_engine = None
+    trajectory.pool = ""
     trajectory.weights_id = -1
     lengths.begin_attempt(run, trajectory)
     attempts.move(run, trajectory, Stage.QUEUED)
@@ -201,6 +202,7 @@ def start_inits(run: Run) -> None:
             elif group.purpose is Purpose.EVAL:
                 state.counters.eval_started += 1
         attempts.enter_worker(run, trajectory, worker)
+        trajectory.pool = affinity.pool_of_attempt(run, trajectory)
         move(run, trajectory, Stage.INIT)
         run.emit(
             StartInit(

@@ -7,6 +7,7 @@ engines.
 """
 
 from rollweave.core import (
+    affinity,
     attempts,
     costs,
     dispatching,
@@ -62,7 +63,8 @@ def on_done(run: Run, event: TurnDone) -> None:
     if len(engine.active) > engine.max_slots:
         engine.oversubscribed_at = run.now
     attempts.vacate(run, engine, trajectory, turn)
-    costs.learn_turn(run, engine, turn, event)
+    time = costs.learn_turn(run, engine, turn, event)
+    affinity.learn_turn(run, trajectory, engine, turn, event, time)
     run.dirty_queues += [None, engine.id]
     engine.consecutive_timeouts = 0
     if run.state.serving:

@@ -24,6 +24,7 @@ class CounterSnapshot:
         weights: dict[str, float],
         inherent: dict[int, int],
         cut: dict[str, int],
+        affinity: dict[str, Any],
     ) -> None:
         self.at, self.counts, self.stops, self.idle, self.scheduling = (
             at,
@@ -33,6 +34,7 @@ class CounterSnapshot:
             scheduling,
         )
         self.weights, self.inherent, self.cut = weights, inherent, cut
+        self.affinity = affinity
 
     @classmethod
     def of(cls, state: State, at: float) -> "CounterSnapshot":
@@ -60,6 +62,7 @@ class CounterSnapshot:
             msgspec.structs.asdict(counters.weights),
             dict(counters.inherent),
             dict(counters.cut_turns),
+            _affinity(state),
         )
 
     def since(self, before: "CounterSnapshot") -> dict[str, Any]:
@@ -82,6 +85,7 @@ class CounterSnapshot:
                 name: round(value - before.scheduling[name], 4)
                 for name, value in self.scheduling.items()
             },
+            **({"affinity": self.affinity} if self.affinity else {}),
             "weights": {
                 name: round(value - before.weights[name], 4) for name, value in self.weights.items()
             },
@@ -95,3 +99,25 @@ class CounterSnapshot:
                 for component, causes in self.idle.items()
             },
         }
+
+
+def _affinity(state: State) -> dict[str, Any]:
+    """Return, by task domain, its shares of the pools, if they are learned, and the
+    seconds of a token in each, with the standard deviation of their errors.
+    """
+    affinity = state.affinity
+    return {
+        name: {
+            "shares": {
+                pool: round(share, 4) for pool, share in affinity.shares.get(name, {}).items()
+            },
+            "seconds": {
+                pool: {
+                    kind: [float(f"{one.seconds:.4g}"), float(f"{one.error_s:.2g}")]
+                    for kind, one in (("prompt", costs.prompt), ("output", costs.output))
+                }
+                for pool, costs in by_pool.items()
+            },
+        }
+        for name, by_pool in affinity.token_costs.items()
+    }

@@ -19,7 +19,9 @@ from rollweave.core.policy.turn_times import (
     TurnTime,
     TurnTimes,
     estimate,
+    fit,
     non_negative_ridge,
+    renewed,
     step_times,
 )
 from rollweave.core.policy.work import rate
@@ -195,3 +197,52 @@ def test_a_step_always_takes_time() -> None:
     ]
     assert estimate(turns).step_s(1, 1) > 0
     assert turn_times.LEAST_SHARE > 0
+
+
+def mixed_turns(prices: Prices, *, prompts: bool, seed: int = 1) -> list[TurnTime]:
+    """Turns with an error of two percent, with prompts or without."""
+    random_ = random.Random(seed)
+    made = []
+    for _ in range(200):
+        one = turn(random_, prices, error=0.02)
+        if not prompts:
+            without = one.seconds - one.prompt_tokens * prices.prompt_s
+            one = TurnTime(
+                seconds=without,
+                output_tokens=one.output_tokens,
+                prompt_tokens=0,
+                batch=one.batch,
+                context=one.context,
+            )
+        made.append(one)
+    return made
+
+
+TRUE = Prices(fixed_s=1.0, sequence_s=0.05, context_s=1e-5, prompt_s=0.01)
+
+
+def test_a_fit_says_what_the_turns_do_not_determine() -> None:
+    both, without = (fit(mixed_turns(TRUE, prompts=prompts)) for prompts in (True, False))
+    error = both.covariance[3][3] ** 0.5
+    assert abs(both.prices.prompt_s - TRUE.prompt_s) < 4 * error
+    assert error < 0.1 * TRUE.prompt_s
+    assert without.covariance[3][3] ** 0.5 > 10 * error
+    assert without.covariance[0][0] ** 0.5 < 0.1 * TRUE.fixed_s
+
+
+def test_prices_that_newer_turns_do_not_show_are_kept() -> None:
+    former = known = fit(mixed_turns(TRUE, prompts=True))
+    for seed in range(5):
+        known = renewed(known, fit(mixed_turns(TRUE, prompts=False, seed=seed)))
+    assert known.prices.prompt_s == pytest.approx(TRUE.prompt_s, rel=0.2)
+    assert known.covariance[3][3] > former.covariance[3][3], "less certain with time"
+    assert known.covariance[0][0] < former.covariance[0][0], "seen again"
+
+
+def test_prices_follow_engines_that_become_slower() -> None:
+    slow = Prices(fixed_s=3.0, sequence_s=0.15, context_s=3e-5, prompt_s=0.03)
+    known = fit(mixed_turns(TRUE, prompts=True))
+    for seed in range(40):
+        known = renewed(known, fit(mixed_turns(slow, prompts=True, seed=seed)))
+    assert off(known.prices, slow) < 0.1
+    assert known.times(2.0).prices.prompt_s == 2 * known.prices.prompt_s

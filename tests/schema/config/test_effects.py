@@ -247,7 +247,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, Fiel
 
 def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters = ("cluster.", "pools.", "sim.pools.", "workers.", "trainer.save_memory")
-    of_clusters += ("trainer.tensor_parallel",)
+    of_clusters += ("trainer.tensor_parallel", "rollout.affinity", "tasks.pin")
     of_clusters += ("lora.", "critic.", "sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     of_clusters += ("engines.kind", "engines.python", "engines.args", "engines.address")
     of_clusters += ("engines.token_",)

@@ -65,6 +65,30 @@ def test_a_role_uses_its_pool_and_then_the_fallbacks() -> None:
             },
             "tasks.0.pool must be left out in mode decoupled, in which engines launch",
         ),
+        (
+            {"engines": ENGINES, "rollout": {"affinity": "learned", "mode": "decoupled"}},
+            "rollout.affinity must be declared in mode decoupled",
+        ),
+        (
+            {"engines": [{"pool": "compute"}, {}], "rollout": {"affinity": "learned"}},
+            r"rollout.affinity must be declared unless .* got learned with \['compute', None\]",
+        ),
+        (
+            {"engines": [{"pool": "compute"}] * 2, "rollout": {"affinity": "learned"}},
+            "rollout.affinity must be declared unless each group of engines names a pool",
+        ),
+        (
+            {"tasks": [{"env": "a", "pool": "compute", "pin": True}], "engines": ENGINES},
+            "tasks.0.pin must be left out unless rollout.affinity is learned",
+        ),
+        (
+            {
+                "tasks": [{"env": "a", "pin": True}],
+                "engines": ENGINES,
+                "rollout": {"affinity": "learned"},
+            },
+            "tasks.0.pin must be left out unless .* tasks.0.pool is given, got True",
+        ),
         ({"cluster": {"address": "nowhere", "hosts": 1}}, "be an address and a port"),
         ({"model": {"path": "m", "device": "cuda:1"}}, "'auto', 'cpu' or 'cuda'"),
         ({"weights": {"relays": 1}}, "weights.relays must be left out with"),

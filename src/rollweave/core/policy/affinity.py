@@ -4,7 +4,7 @@ A task domain names the hardware that suits it: one whose prompts cost most pref
 with much computing power, one that mostly samples prefers memory bandwidth.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 def serving_pool(preferred: Sequence[str], live: Collection[str]) -> str | None:
@@ -15,3 +15,16 @@ def serving_pool(preferred: Sequence[str], live: Collection[str]) -> str | None:
     of its engines takes turns, or will once it has loaded other weights.
     """
     return next((pool for pool in preferred if pool in live), None)
+
+
+def next_pool(shares: Mapping[str, float], given: Mapping[str, int]) -> str:
+    """Return the pool for the next trajectory of a domain, of those with a share: the
+    one that would lack most of its share. `given` are the trajectories that the pools
+    have had.
+
+    So each has its share of them within one trajectory per pool, at any time. Raises
+    ValueError without shares.
+    """
+    total = 1 + sum(given.get(pool, 0) for pool in shares)
+    whole = sum(shares.values())
+    return max(shares, key=lambda pool: shares[pool] / whole * total - given.get(pool, 0))

@@ -36,6 +36,11 @@ from rollweave.schema.events import StepTime
 KEPT = 32
 """Maximum number of turns that are kept for each batch size (by powers of two)."""
 
+KEPT_OF_DOMAINS = 256
+"""The same where task domains are compared: their turns differ, and of fewer the newest
+may all be of one domain.
+"""
+
 FIRST_TURNS = 16
 """Number of turns before the first estimate: of fewer, a median can be an outlier."""
 
@@ -62,6 +67,12 @@ LEAST_SHARE = 1e-3
 """Minimum fixed price as a share of the prior's, so that no step takes no time."""
 
 
+REMEMBERED = 0.9
+"""Weight of earlier fits in the next one: the proportions of prices, which are those of
+the hardware, are known from the last ten or so.
+"""
+
+
 class TurnTime(Struct, frozen=True, kw_only=True):
     """A finished turn: it sampled `output_tokens` in `seconds`, during which the engine
     computed `prompt_tokens` of prompts, this turn's and others', and had `batch` turns
@@ -84,13 +95,13 @@ class TurnTimes(msgspec.Struct):
     count: int = 0
     estimated_at: int = 0  # the number of turns when the last estimate was made
 
-    def add(self, turn: TurnTime) -> bool:
-        """Add a turn; return whether a new estimate is due: half of the kept turns are
-        new.
+    def add(self, turn: TurnTime, *, most: int = KEPT) -> bool:
+        """Add a turn, of which at most so many are kept for each batch size; return
+        whether a new estimate is due: half of the kept turns are new.
         """
         newest = self.kept.setdefault(int(turn.batch).bit_length(), [])
         newest.append(turn)
-        if len(newest) > KEPT:
+        if len(newest) > most:
             del newest[0]
         self.count += 1
         kept = sum(len(turns) for turns in self.kept.values())
@@ -112,6 +123,10 @@ class Prices(Struct, frozen=True, kw_only=True):
     context_s: float
     prompt_s: float
 
+    @property
+    def as_tuple(self) -> tuple[float, float, float, float]:
+        return self.fixed_s, self.sequence_s, self.context_s, self.prompt_s
+
     def step_s(self, batch: float, context: float) -> float:
         return self.fixed_s + batch * (self.sequence_s + context * self.context_s)
 
@@ -123,13 +138,37 @@ token). A token of a prompt takes as long as one of another sequence.
 """
 
 
+class Fit(Struct, frozen=True, kw_only=True):
+    """Estimated prices, in the order of `Prices`, and the covariance of their errors,
+    given the turns and the prior. It is large for what the turns do not determine.
+    """
+
+    prices: Prices
+    covariance: tuple[tuple[float, ...], ...]
+
+    def times(self, factor: float) -> "Fit":
+        """Return the fit for engines that take this many times as long."""
+        fixed, sequence, context, prompt = (factor * price for price in self.prices.as_tuple)
+        return Fit(
+            prices=Prices(fixed_s=fixed, sequence_s=sequence, context_s=context, prompt_s=prompt),
+            covariance=tuple(tuple(factor**2 * value for value in row) for row in self.covariance),
+        )
+
+
 def estimate(turns: Sequence[TurnTime]) -> Prices:
     """Return the prices that fit these turns best. Raises ValueError without turns."""
+    return fit(turns).prices
+
+
+def fit(turns: Sequence[TurnTime]) -> Fit:
+    """Return the prices that fit these turns best, with their uncertainty. Raises
+    ValueError without turns.
+    """
     if not turns:
         raise ValueError("turns must have at least one finished turn, got none")
     rows = np.array([_features(turn) for turn in turns])
     rows /= np.array([turn.seconds for turn in turns])[:, None]
-    prior = np.array([PRIOR.fixed_s, PRIOR.sequence_s, PRIOR.context_s, PRIOR.prompt_s])
+    prior = np.array(PRIOR.as_tuple)
     prior /= float(np.median(rows @ prior))
     columns = rows * prior
     shares = np.ones(len(prior))  # of the prior's prices
@@ -137,10 +176,38 @@ def estimate(turns: Sequence[TurnTime]) -> Prices:
         errors = columns @ shares - 1
         deviation = max(MIN_ERROR, 1.4826 * float(np.median(np.abs(errors))))
         weights = np.clip(1 - np.square(errors / (BIWEIGHT * deviation)), 0, None) ** 2
-        shares = non_negative_ridge(columns, weights, (deviation / PRIOR_ERROR) ** 2)
+        ridge = (deviation / PRIOR_ERROR) ** 2
+        shares = non_negative_ridge(columns, weights, ridge)
     shares[0] = max(shares[0], LEAST_SHARE)
     fixed, sequence, context, prompt = (float(price) for price in shares * prior)
-    return Prices(fixed_s=fixed, sequence_s=sequence, context_s=context, prompt_s=prompt)
+    known = (columns.T * weights) @ columns + ridge * np.eye(len(prior))
+    covariance = deviation**2 * np.linalg.inv(known) * np.outer(prior, prior)
+    return Fit(
+        prices=Prices(fixed_s=fixed, sequence_s=sequence, context_s=context, prompt_s=prompt),
+        covariance=tuple(tuple(float(value) for value in row) for row in covariance),
+    )
+
+
+def renewed(former: Fit, newer: Fit) -> Fit:
+    """Return the prices by both fits, each weighed by what it is certain of; the former
+    has lost some of its certainty since.
+
+    So prices are kept which the newer turns do not show, such as that of prompts on
+    engines that now run long outputs alone. This is least squares with exponential
+    forgetting.
+    """
+    old, new = np.linalg.inv(former.covariance) * REMEMBERED, np.linalg.inv(newer.covariance)
+    covariance = np.linalg.inv(old + new)
+    both = covariance @ (old @ former.prices.as_tuple + new @ newer.prices.as_tuple)
+    least = LEAST_SHARE * min(former.prices.fixed_s, newer.prices.fixed_s)
+    fixed, *others = (float(price) for price in both)
+    sequence, context, prompt = (max(0.0, price) for price in others)
+    return Fit(
+        prices=Prices(
+            fixed_s=max(fixed, least), sequence_s=sequence, context_s=context, prompt_s=prompt
+        ),
+        covariance=tuple(tuple(float(value) for value in row) for row in covariance),
+    )
 
 
 def _features(turn: TurnTime) -> tuple[float, float, float, float]:

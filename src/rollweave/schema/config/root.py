@@ -532,6 +532,29 @@ class RunConfig(Section):
                     "launch trajectories of all domains as their weights allow, and pass them on "
                     f"to others with the same weights, got {task.pool!r}"
                 )
+        self._check_learned_affinity(of_engines)
+
+    def _check_learned_affinity(self, of_engines: Sequence[str]) -> None:
+        """Check that there are pools among which domains can move."""
+        learned = self.rollout.affinity == "learned"
+        for number, task in enumerate(self.tasks):
+            if task.pin and (not learned or task.pool is None):
+                raise ValueError(
+                    f"tasks.{number}.pin must be left out unless rollout.affinity is learned and "
+                    f"tasks.{number}.pool is given, got {task.pin}"
+                )
+        if not learned:
+            return
+        if self.rollout.mode is ModeName.DECOUPLED:
+            raise ValueError(
+                "rollout.affinity must be declared in mode decoupled, in which engines launch "
+                "trajectories of all domains, got learned"
+            )
+        if len(of_engines) < 2 or any(group.pool is None for group in self.engines):
+            raise ValueError(
+                "rollout.affinity must be declared unless each group of engines names a pool, and "
+                f"they name two or more, got learned with {[group.pool for group in self.engines]}"
+            )
 
     def _check_own_pace(self) -> None:
         """Check the settings of mode decoupled, in which a trajectory stays on its

@@ -249,6 +249,10 @@ class TaskConfig(Section):
         description="Pool whose engines run the turns of this domain (RollArt §5.2); while none of "
         "them serves, those of its fallbacks, and then any engine. Any engine if unset.",
     )
+    pin: Flag = Field(
+        False,
+        description="True: this domain stays in its pool, whatever rollout.affinity learns.",
+    )
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
     env_weight: NotNegative = Field(
         1.0,
@@ -338,6 +342,12 @@ class RolloutConfig(Section):
         description="Preset of the policies that decide when and where turns run "
         "(core/policy/scheduling.py). turn: fcfs, affinity, never migrated; trajectory: "
         "longest_first, partition, migrated by gain (Heddle).",
+    )
+    affinity: Literal["declared", "learned"] = Field(
+        "declared",
+        description="Pools that serve the task domains. declared: those that tasks.pool names. "
+        "learned: after each step, those from which the fleet would be done earliest by what "
+        "finished turns show; tasks.pool is where a domain begins (RollArt §9).",
     )
     predictor: Literal["ridge", "boosted", "lm", "prompt", "history"] = Field(
         "ridge",

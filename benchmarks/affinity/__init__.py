@@ -1,0 +1,1 @@
+"""Bench `affinity`: task domains on pools of different GPUs."""

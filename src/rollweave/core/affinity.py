@@ -1,0 +1,242 @@
+"""The pools of the task domains as they are learned (RollArt §9): declared pools are
+where domains begin, and after each step the domains move to where the fleet would be
+done earliest.
+
+What a domain asks for and what it costs in each pool is in `core/policy/profile`, and
+the division of domains among pools in `core/policy/shares`. An attempt keeps the pool
+that it was given, so that its prefix cache is not lost; new attempts follow the shares,
+in the same order whenever the events are the same.
+
+Invariant: the shares of a domain sum to 1, and a pinned domain has none.
+"""
+
+import statistics
+from collections.abc import Mapping
+
+from rollweave.core.costs import kind_of
+from rollweave.core.policy.affinity import next_pool, serving_pool
+from rollweave.core.policy.profile import Cost, DomainProfile, Worked, cost, together, token_costs
+from rollweave.core.policy.shares import Shares, assign, makespan
+from rollweave.core.policy.turn_times import FIRST_TURNS, Fit, TurnTime, fit, renewed
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Trajectory, Turn
+from rollweave.schema.events import TurnDone
+
+MIN_GAIN = 0.05
+"""Minimum share of the predicted makespan that other pools must save: trajectories that
+are under way stay, and estimates are uncertain by a few percent.
+"""
+
+TRIAL = 1 / 32
+"""Share of the domains' attempts that try better pools for one step if the gain is less
+certain. Their turns show what is uncertain.
+"""
+
+KNOWN_TURNS = 4
+"""Number of turns, of which half are forgotten with each step, that a domain must have
+had in a pool before more than a trial moves there.
+"""
+
+LEAST_TURNS = 0.01
+"""Number of turns, as they are forgotten, below which a domain has no work: its last
+turn was seven steps ago.
+"""
+
+Kind = tuple[str, int]
+
+
+def learn_turn(
+    run: Run,
+    trajectory: Trajectory,
+    engine: Engine,
+    turn: Turn,
+    event: TurnDone,
+    time: TurnTime | None,
+) -> None:
+    """Learn from a finished turn what its domain asks for. `time` is None if the turn's
+    seconds are not comparable with those of others.
+    """
+    if not run.learns_affinity:
+        return
+    name = run.state.groups[trajectory.group_id].name
+    profile = run.state.affinity.profiles.setdefault(name, DomainProfile())
+    output = max(1, event.output_tokens)
+    prompt = max(0, turn.context_tokens - event.cached_tokens)
+    context = turn.context_tokens + output / 2
+    batch = None if time is None else time.batch
+    profile.add(engine.pool, prompt=prompt, output=output, batch=batch, context=context)
+    if time is not None:
+        hardware, degree = kind_of(run, engine)
+        worked = run.state.affinity.worked.setdefault(hardware, {}).setdefault(degree, Worked())
+        worked.add(time, prompt=prompt, context=context)
+
+
+def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
+    """Return the pool for an attempt that is launched, by the shares of its domain; ""
+    if it has none, or no engine of its pools serves.
+    """
+    affinity, name = run.state.affinity, run.state.groups[trajectory.group_id].name
+    shares = affinity.trial.get(name) or affinity.shares.get(name, {})
+    live = {pool: share for pool, share in shares.items() if pool in run.fleet.live_pools}
+    if not live:
+        return ""
+    given = affinity.given.setdefault(name, {})
+    pool = next_pool(live, given)
+    given[pool] = given.get(pool, 0) + 1
+    return pool
+
+
+def plan(run: Run) -> None:
+    """After each trained step, move the domains to better pools, if they save time."""
+    affinity = run.state.affinity
+    if not run.learns_affinity or run.state.trainer.step == affinity.planned_at:
+        return
+    affinity.planned_at = run.state.trainer.step
+    affinity.trial = {}
+    costs = _learn_costs(run)
+    if len({pool for by_pool in costs.values() for pool in by_pool}) > 1:
+        _move(run, costs)
+    for profile in affinity.profiles.values():
+        profile.forget()
+    for by_degree in affinity.worked.values():
+        for worked in by_degree.values():
+            worked.forget()
+
+
+def _move(run: Run, costs: Mapping[str, Mapping[str, Cost]]) -> None:
+    affinity, now = run.state.affinity, shares_now(run)
+    seconds = {
+        domain: {
+            pool: needed.seconds
+            for pool, needed in by_pool.items()
+            if not (run.tasks[domain].pin and now[domain]) or pool in now[domain]
+        }
+        for domain, by_pool in costs.items()
+    }
+    late = {
+        domain: {
+            pool: costs[domain][pool].seconds + costs[domain][pool].error_s for pool in by_pool
+        }
+        for domain, by_pool in seconds.items()
+    }
+    best = assign(seconds)
+    enough = (1 - MIN_GAIN) * makespan(seconds, now)
+    if best.makespan_s > enough:
+        return
+    certain = makespan(late, best.shares) <= enough and all(
+        affinity.profiles[domain].turns_in.get(pool, 0.0) >= KNOWN_TURNS
+        for domain, shares in best.shares.items()
+        for pool in shares
+    )
+    for domain, shares in best.shares.items():
+        if run.tasks[domain].pin or shares == now[domain]:
+            continue
+        if certain:
+            affinity.shares[domain] = shares
+            run.state.counters.scheduling.moved_domains += 1
+        elif now[domain]:  # otherwise it has turns in all pools
+            affinity.trial[domain] = _with_trial(now[domain], shares)
+        affinity.given[domain] = {}
+
+
+def _with_trial(now: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of now, with a trial of the pools that are to have more."""
+    tried = [pool for pool, share in wanted.items() if share > now.get(pool, 0.0)]
+    kept = 1 - TRIAL * len(tried)
+    shares = {pool: kept * share for pool, share in now.items()}
+    return shares | {pool: shares.get(pool, 0.0) + TRIAL for pool in tried}
+
+
+def shares_now(run: Run) -> Shares:
+    """Return the shares of each domain, without trials; none for a domain that any
+    engine serves.
+    """
+    shares: dict[str, Mapping[str, float]] = {}
+    live = run.fleet.live_pools
+    for name, task in run.tasks.items():
+        own = run.state.affinity.shares.get(name, {})
+        present = {pool: share for pool, share in own.items() if pool in live}
+        declared = serving_pool(run.config.pools_of(task.pool), live)
+        if present:
+            whole = sum(present.values())
+            shares[name] = {pool: share / whole for pool, share in present.items()}
+        else:
+            shares[name] = {} if declared is None else {declared: 1.0}
+    return shares
+
+
+def _learn_costs(run: Run) -> dict[str, dict[str, Cost]]:
+    """Return the seconds in which all engines of each pool together would do all work
+    that is known of each domain; none while no prices of engines are known. Record what
+    a token costs there.
+    """
+    affinity, fits = run.state.affinity, _fits(run)
+    profiles = {name: one for name, one in affinity.profiles.items() if one.turns >= LEAST_TURNS}
+    if not fits or not profiles:
+        return {}
+    sampled = sum(profile.output_tokens for profile in profiles.values())
+    batch = sum(profile.sequences for profile in profiles.values()) / sampled
+    costs: dict[str, dict[str, Cost]] = {}
+    for name, profile in profiles.items():
+        costs[name], affinity.token_costs[name] = {}, {}
+        for pool, engines in _engines_by_pool(run).items():
+            sizes = {engine.id: _batch_on(engine, profile, batch) for engine in engines}
+            costs[name][pool] = together(
+                [_cost_on(run, engine, profile, fits, sizes[engine.id]) for engine in engines]
+            )
+            own = fits.get(kind_of(run, engines[0]))
+            if own is not None:
+                affinity.token_costs[name][pool] = token_costs(
+                    profile, own, batch=sizes[engines[0].id]
+                )
+    return costs
+
+
+def _fits(run: Run) -> dict[Kind, Fit]:
+    """Learn and return the prices of the kinds of engines that have finished enough
+    turns.
+    """
+    fits = run.state.affinity.fits
+    for hardware, by_degree in run.state.turn_times.items():
+        known = fits.setdefault(hardware, {})
+        for degree, times in by_degree.items():
+            if times.count >= FIRST_TURNS:
+                newer = fit(times.turns)
+                known[degree] = renewed(known[degree], newer) if degree in known else newer
+    return {
+        (hardware, degree): run.state.affinity.worked[hardware][degree].scaled(one)
+        for hardware, by_degree in fits.items()
+        for degree, one in by_degree.items()
+    }
+
+
+def _engines_by_pool(run: Run) -> dict[str, list[Engine]]:
+    """Return the engines that serve, or will when they have loaded weights."""
+    by_pool: dict[str, list[Engine]] = {}
+    for engine in run.state.engines.values():
+        if engine.pool in run.fleet.live_pools and engine.version >= 0 and not engine.draining:
+            by_pool.setdefault(engine.pool, []).append(engine)
+    return by_pool
+
+
+def _batch_on(engine: Engine, profile: DomainProfile, batch: float) -> float:
+    """Return the number of such turns that the engine would run at once, where others
+    run `batch`.
+    """
+    fitting = engine.kv_tokens / max(1.0, profile.context)
+    return max(1.0, min(batch, engine.max_slots, fitting))
+
+
+def _cost_on(
+    run: Run, engine: Engine, profile: DomainProfile, fits: Mapping[Kind, Fit], batch: float
+) -> Cost:
+    """Return the cost of all work of a domain on one engine.
+
+    An engine whose prices are unknown is assumed to cost what the others do in the
+    mean, or nothing, or twice that.
+    """
+    own = fits.get(kind_of(run, engine))
+    if own is not None:
+        return cost(profile, own, batch=batch)
+    mean = statistics.fmean(cost(profile, one, batch=batch).seconds for one in fits.values())
+    return Cost(seconds=mean, error_s=mean)

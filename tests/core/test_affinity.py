@@ -1,0 +1,171 @@
+"""Task domains move to the pools where the fleet is done earliest (RollArt §9)."""
+
+import random
+from typing import Any
+
+import pytest
+
+from rollweave.core import affinity
+from rollweave.core.policy.profile import DomainProfile, Worked
+from rollweave.core.policy.turn_times import Prices, TurnTime, TurnTimes
+from rollweave.core.run import Run
+from rollweave.core.state import TrainerStatus
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from tests.core.test_pools import PooledWorld, pooled
+
+FAST_PROMPTS = Prices(fixed_s=0.005, sequence_s=5e-5, context_s=3e-8, prompt_s=2e-5)
+FAST_OUTPUT = Prices(fixed_s=0.004, sequence_s=4e-5, context_s=2e-8, prompt_s=14e-5)
+HARDWARE = {"compute": FAST_PROMPTS, "bandwidth": FAST_OUTPUT}
+READS, WRITES = {"prompt": 400_000, "output": 100}, {"prompt": 500, "output": 2000}
+
+
+def learned(*, pools: tuple[str | None, ...] = (None, None, None), pin: str = "") -> RunConfig:
+    """A run whose three domains begin in these pools; the one named `pin` stays."""
+    plain = pooled(affinity="learned", steps=12).model_dump(exclude_unset=True)
+    for task, pool in zip(plain["tasks"], pools, strict=True):
+        task["pool"] = pool
+        if task["env"] == pin:
+            task["pin"] = True
+    return RunConfig.model_validate(plain)
+
+
+def ready(run_config: RunConfig) -> PooledWorld:
+    """A world whose engines all serve."""
+    world = PooledWorld(run_config, seed=1, spread=0.01)
+    world.start()
+    while any(engine.version < 0 for engine in world.core.state.engines.values()):
+        world.step()
+    return world
+
+
+def teach(
+    run: Run,
+    works: dict[str, dict[str, int]],
+    *,
+    hardware: dict[str, Prices] = HARDWARE,
+    where: dict[str, tuple[str, ...]] | None = None,
+) -> None:
+    """Let 40 turns of each domain finish in each of its pools, and plan."""
+    random_, state = random.Random(1), run.state.affinity
+    for name, work in works.items():
+        for pool in (where or {}).get(name, tuple(hardware)):
+            prices, profile = hardware[pool], state.profiles.setdefault(name, DomainProfile())
+            times = run.state.turn_times.setdefault(pool, {}).setdefault(1, TurnTimes())
+            worked = state.worked.setdefault(pool, {}).setdefault(1, Worked())
+            for _ in range(40):
+                batch, context = random_.uniform(2, 8), random_.uniform(1000, 9000)
+                output = max(1, round(work["output"] * random_.uniform(0.5, 1.5)))
+                prompts = round(work["prompt"] * batch)
+                seconds = output * prices.step_s(batch, context) + prompts * prices.prompt_s
+                time = TurnTime(
+                    seconds=seconds,
+                    output_tokens=output,
+                    prompt_tokens=prompts,
+                    batch=batch,
+                    context=context,
+                )
+                times.add(time, most=256)
+                profile.add(pool, prompt=work["prompt"], output=output, batch=batch, context=4000)
+                worked.add(time, prompt=work["prompt"], context=context)
+    run.state.affinity.planned_at = -1
+    affinity.plan(run)
+
+
+def test_domains_move_where_they_are_done_earliest() -> None:
+    run = ready(learned()).core._run
+    teach(run, {"a": READS, "b": WRITES})
+    shares = affinity.shares_now(run)
+    assert shares["a"]["compute"] > 0.9
+    assert shares["b"]["bandwidth"] > 0.9
+    assert not shares["c"], "it has had no turn"
+    known = run.state.affinity.token_costs["a"]
+    assert known["bandwidth"].prompt.seconds > 4 * known["compute"].prompt.seconds
+    assert known["bandwidth"].output.seconds < known["compute"].output.seconds
+
+
+def test_uniform_hardware_changes_nothing() -> None:
+    run = ready(learned()).core._run
+    same = dict.fromkeys(HARDWARE, FAST_PROMPTS)
+    for _ in range(5):
+        teach(run, {"a": READS, "b": WRITES}, hardware=same)
+    assert not run.state.affinity.shares
+    assert not run.state.affinity.trial
+
+
+def test_a_small_gain_is_not_worth_a_change() -> None:
+    run = ready(learned(pools=("compute", "bandwidth", None))).core._run
+    teach(run, {"a": READS, "b": WRITES | {"output": 3600}})
+    before = affinity.shares_now(run)
+    teach(run, {"a": READS, "b": WRITES | {"output": 3700}})
+    assert affinity.shares_now(run) == before
+
+
+def test_a_wrong_declaration_is_tried_then_corrected() -> None:
+    run = ready(learned(pools=("bandwidth", "compute", None))).core._run
+    works = {"a": READS, "b": WRITES}
+    teach(run, works, where={"a": ("bandwidth",), "b": ("compute",)})
+    state = run.state.affinity
+    assert not state.shares, "nothing was seen there yet"
+    assert state.trial["a"] == pytest.approx({"bandwidth": 31 / 32, "compute": 1 / 32})
+    teach(run, works)
+    assert not state.trial
+    assert affinity.shares_now(run)["a"]["compute"] > 0.9
+
+
+def test_a_pinned_domain_stays_and_others_make_room() -> None:
+    world = ready(learned(pools=("bandwidth", "bandwidth", None), pin="a"))
+    run = world.core._run
+    teach(run, {"a": READS, "b": WRITES})
+    assert affinity.shares_now(run)["a"] == {"bandwidth": 1.0}
+    assert affinity.shares_now(run)["b"] == {"compute": 1.0}
+    assert "a" not in run.state.affinity.shares
+
+
+def test_a_domain_that_grows_tenfold_moves_within_three_steps() -> None:
+    run = ready(learned()).core._run
+    for _ in range(5):
+        teach(run, {"a": {"prompt": 40_000, "output": 1000}, "b": READS})
+    assert affinity.shares_now(run)["a"].get("bandwidth", 0) > 0.9
+    for _ in range(3):
+        teach(run, {"a": {"prompt": 400_000, "output": 1000}, "b": WRITES})
+    assert affinity.shares_now(run)["a"].get("compute", 0) > 0.9
+
+
+def test_attempts_follow_the_shares_and_keep_their_pool() -> None:
+    world = ready(learned())
+    run, state = world.core._run, world.core.state
+    state.affinity.shares = {"a": {"compute": 0.25, "bandwidth": 0.75}}
+    state.affinity.given = {}
+    pools: dict[str, set[str]] = {}
+    while world.finish is None:
+        world.step()
+        if state.trainer.status is TrainerStatus.TRAINING:
+            state.affinity.planned_at = state.trainer.step + 1  # no other plan
+        for name, trajectory in state.trajectories.items():
+            if trajectory.pool and state.groups[trajectory.group_id].name == "a":
+                pools.setdefault(f"{name}/{trajectory.attempt}", set()).add(trajectory.pool)
+    assert len(pools) >= 8
+    assert all(len(of) == 1 for of in pools.values()), "an attempt keeps its pool"
+    share = sum(of == {"compute"} for of in pools.values()) / len(pools)
+    assert share == pytest.approx(0.25, abs=0.15)
+    assert run.learns_affinity
+
+
+def test_a_pool_without_engines_gets_no_attempts() -> None:
+    world = ready(learned())
+    run, state = world.core._run, world.core.state
+    state.affinity.shares = {"a": {"compute": 0.5, "bandwidth": 0.5}}
+    for engine in [one for one in state.engines.values() if one.pool == "bandwidth"]:
+        world.feed(e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="killed"))
+    one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
+    assert {affinity.pool_of_attempt(run, one) for _ in range(5)} == {"compute"}
+    assert affinity.shares_now(run)["a"] == {"compute": 1.0}
+
+
+def test_a_snapshot_keeps_what_was_learned() -> None:
+    world = ready(learned())
+    teach(world.core._run, {"a": READS, "b": WRITES})
+    before: Any = world.core.state.affinity
+    world.lose_controller()
+    assert world.core.state.affinity == before
