@@ -80,7 +80,7 @@ class Plans(Struct, frozen=True, kw_only=True):
     seeds: int
 
 
-FULL = Plans(steps=14, shift=6, seeds=5)
+FULL = Plans(steps=10, shift=5, seeds=3)
 QUICK = Plans(steps=8, shift=4, seeds=1)
 
 

@@ -145,15 +145,17 @@ def outcome_line(summary: Summary) -> str:
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
     """Return what scheduling by trajectory did as one line for people; "" if no lengths
-    were predicted and no turn moved.
+    were predicted, and no turn and no task domain moved.
     """
+    domains = counted.get("moved_domains", 0)
+    to_pools = f"{domains:,.0f} changes of a domain's pools" if domains else ""
     requested, moved, failed = (
         counted.get("predictions", 0),
         counted.get("migrations", 0),
         counted.get("migrations_failed", 0),
     )
     if not (requested or moved or failed or counted.get("preemptions", 0)):
-        return ""
+        return to_pools
     late_share = counted.get("predictions_late", 0) / requested if requested else 0.0
     parts = [
         f"{requested:,.0f} predictions ({late_share:.0%} late)",
@@ -167,6 +169,8 @@ def scheduling_line(counted: Mapping[str, float]) -> str:
         parts.append(f"{counted['released']:,.0f} engines freed")
     if counted.get("reallocations", 0):
         parts.append(f"{counted['reallocations']:,.0f} changes of the fleet")
+    if to_pools:
+        parts.append(to_pools)
     return ", ".join(parts)
 
 

@@ -90,8 +90,8 @@ def _least_makespan(seconds: Seconds) -> tuple[dict[str, dict[str, float]], set[
             for (name, pool), price in zip(cells, prices[:-1], strict=True)
             if name == domain and price
         }
-        whole = sum(found.values(), start=Fraction())
-        shares[domain] = {pool: float(price / whole) for pool, price in found.items()}
+        total = sum(found.values(), start=Fraction())
+        shares[domain] = {pool: float(price / total) for pool, price in found.items()}
     return shares, {
         pool for pool, weight in zip(pools, weights[len(domains) :], strict=True) if weight
     }
