@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rollweave.core import affinity
+from rollweave.core.core import Core
 from rollweave.core.policy.profile import DomainProfile, Worked
 from rollweave.core.policy.turn_times import Prices, TurnTime, TurnTimes
 from rollweave.core.run import Run
@@ -169,3 +170,19 @@ def test_a_snapshot_keeps_what_was_learned() -> None:
     before: Any = world.core.state.affinity
     world.lose_controller()
     assert world.core.state.affinity == before
+
+
+@pytest.mark.parametrize("changed", [{"rollout": {"affinity": "declared"}}, {"pin": True}])
+def test_a_run_that_is_resumed_with_other_settings_follows_these(changed: dict[str, Any]) -> None:
+    world = ready(learned(pools=("bandwidth", "compute", None)))
+    world.core.state.affinity.shares = {"a": {"compute": 1.0}}
+    if "pin" in changed:
+        world.config = learned(pools=("bandwidth", "compute", None), pin="a")
+    else:
+        plain = world.config.model_dump(exclude_unset=True)
+        plain["rollout"] |= changed["rollout"]
+        world.config = RunConfig.model_validate(plain)
+    core = Core.restore(world.core.snapshot(), world.config)
+    state = core.state
+    one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
+    assert affinity.pool_of_attempt(core._run, one) == ""

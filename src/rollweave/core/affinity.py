@@ -76,6 +76,8 @@ def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     if it has none, or no engine of its pools serves.
     """
     affinity, name = run.state.affinity, run.state.groups[trajectory.group_id].name
+    if not run.learns_affinity or run.tasks[name].pin:  # perhaps since the run was resumed
+        return ""
     shares = affinity.trial.get(name) or affinity.shares.get(name, {})
     live = {pool: share for pool, share in shares.items() if pool in run.fleet.live_pools}
     if not live:
@@ -154,7 +156,7 @@ def shares_now(run: Run) -> Shares:
     shares: dict[str, Mapping[str, float]] = {}
     live = run.fleet.live_pools
     for name, task in run.tasks.items():
-        own = run.state.affinity.shares.get(name, {})
+        own = {} if task.pin else run.state.affinity.shares.get(name, {})
         present = {pool: share for pool, share in own.items() if pool in live}
         declared = serving_pool(run.config.pools_of(task.pool), live)
         if present:

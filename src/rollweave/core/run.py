@@ -166,7 +166,7 @@ class Run:
         """Return the pools whose engines should run the trajectory's turns, the
         preferred one first; none if any engine may.
         """
-        if trajectory.pool:
+        if trajectory.pool in self.config.pools:  # it may be gone since the run was resumed
             return self.config.pools_of(trajectory.pool)
         return self._pools.get(self.state.groups[trajectory.group_id].name, ())
 
