@@ -237,6 +237,49 @@ def simulate(
 
 
 @app.command()
+def advise(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="A TOML file as for `simulate`."),
+    ] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Number of GPUs; those of CONFIG by default. Once for each kind."),
+    ] = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GPU", help="Kind of GPU, such as h100. May be repeated."),
+    ] = None,
+    price: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0, help="Price of one GPU for an hour, in any currency. Once for each kind."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Shape of the model, such as qwen3-8b.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="A family of tasks, such as swe, a .jsonl trace or a run directory."),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Search modes and splits of GPUs by simulation, and print the best five."""
+    with errors_reported():
+        from rollweave.cli.advise import Asked
+        from rollweave.cli.advise import advise as work
+
+        asked = Asked(
+            gpus=gpus or (),
+            hardware=hardware or (),
+            price=price or (),
+            model=model,
+            workload=workload,
+        )
+        work(target, overrides or [], asked, as_json=json_)
+
+
+@app.command()
 def reproduce(
     names: Annotated[
         list[str] | None,
