@@ -427,7 +427,7 @@ def explanation(question: Question, advice: Advice) -> list[str]:
 
 
 def _range(prediction: Prediction) -> str:
-    return f"{prediction.fastest_s:,.1f} to {prediction.slowest_s:,.1f} s"
+    return f"{human_seconds(prediction.fastest_s)} to {human_seconds(prediction.slowest_s)}"
 
 
 def _gains(advice: Advice) -> list[str]:

@@ -5,6 +5,7 @@ A trial ends when enough training steps have begun, long before the run would; s
 step is faster because nothing follows it.
 """
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,10 @@ from rollweave.sim.world import Costs, World
 MORE_STEPS = 16
 """Steps of the run beyond those that are simulated: rollouts do not end with them."""
 
-UNBOUNDED_STEPS = 4
-"""Steps by which rollouts are taken to be ahead in mode decoupled."""
-
 
 class Length(Struct, frozen=True, kw_only=True):
     """The length of a trial: its first steps and `warm` more are left out of the
-    figures, then `steps` are measured.
+    figures, then at least `steps` are measured, and at least one wave (`ahead`).
     """
 
     warm: int
@@ -42,19 +40,25 @@ class Length(Struct, frozen=True, kw_only=True):
 
 
 def ahead(config: RunConfig) -> int:
-    """Return the number of steps by which rollouts may be ahead of training: as many
-    steps pass until no batch is one of the beginning. Mode decoupled has no bound; its
-    buffer and its engines have about two batches each.
+    """Return the number of steps by which rollouts may be ahead of training.
+
+    As many steps pass until no batch is one of the beginning, which starts that many
+    batches at once; they come in such waves afterwards, too. In mode decoupled it is
+    what the buffer holds: by default a batch and what runs at once.
     """
-    match config.rollout.mode:
+    rollout = config.rollout
+    match rollout.mode:
         case ModeName.SYNC:
             return 0
         case ModeName.ONE_STEP | ModeName.STREAM:
             return 1
         case ModeName.PARTIAL | ModeName.BOUNDED:
-            return config.rollout.alpha
+            return rollout.alpha
         case ModeName.DECOUPLED:
-            return UNBOUNDED_STEPS
+            if config.buffer.groups is not None:
+                return max(2, math.ceil(config.buffer.groups / rollout.groups_per_step))
+            batch = rollout.groups_per_step * rollout.group_size
+            return 1 + math.ceil(rollout.max_running / batch)
 
 
 def try_out(
@@ -70,9 +74,10 @@ def try_out(
     `work`, `costs` and `controller_s` are those of `World`. Raises ConfigError, and
     RollweaveError for a run that ends before it has trained these steps.
     """
-    warm = length.warm + ahead(config)
-    wanted = warm + length.steps + 1
-    run = config.run.model_copy(update={"steps": wanted + MORE_STEPS + ahead(config)})
+    wave = ahead(config)
+    warm = length.warm + wave
+    wanted = warm + max(length.steps, wave + 1) + 1
+    run = config.run.model_copy(update={"steps": wanted + MORE_STEPS + wave})
     evaluation = config.eval.model_copy(update={"every": 0, "final_episodes": 0})
     config = config.model_copy(update={"run": run, "eval": evaluation})
     lines: list[dict[str, Any]] = []
