@@ -615,7 +615,7 @@ def peak_bytes(device: str, work: Callable[[], T]) -> tuple[int, T]:
 
 
 def _publish(trainer: Trainer, version: int) -> Published:
-    reply = trainer.handle(Publish(version=version, weights_id=version))
+    reply = trainer.handle(Publish(version=version, publication_id=version))
     if not isinstance(reply, Published):
         raise EngineError(f"weights must be published, got {reply}")
     return reply

@@ -164,7 +164,7 @@ class _Case:
         its publication, and whether the embedded engine accepts these; None if it does
         not support the architecture.
         """
-        reply = self._trainer.handle(Publish(version=1, weights_id=1))
+        reply = self._trainer.handle(Publish(version=1, publication_id=1))
         assert isinstance(reply, Published), reply
         published = read_tensors(reply.manifest)
         saved = self._trainer.handle(Save(path=str(self._run_dir / "c"), export=True))

@@ -280,17 +280,17 @@ def crossing_of(run: ClusterRun) -> Crossing:
             for command in commands
         )
         if isinstance(event, WeightsPublished):
-            published[event.weights_id] = now
+            published[event.publication_id] = now
         elif isinstance(event, WeightsFetched) and is_far(event.relay_id):
-            fetched.setdefault(event.weights_id, {})[event.relay_id] = now
+            fetched.setdefault(event.publication_id, {})[event.relay_id] = now
             most = max(most, event.nbytes)
     return Crossing(
         versions=len(fetched),
         fetches=fetches,
         version_bytes=most,
         arrived_s=[
-            max(times.values()) - published[weights_id]
-            for weights_id, times in fetched.items()
+            max(times.values()) - published[publication_id]
+            for publication_id, times in fetched.items()
             if len(times) == FAR
         ],
     )

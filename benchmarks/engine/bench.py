@@ -391,7 +391,7 @@ def _worst_logprob(case: Case) -> float:
         engine.expect(Suspended)  # the one before they came
         engine.expect(Suspended)
         engine.post(
-            Load(manifest=publisher.publish(updated.state_dict(), version=1, weights_id=1)),
+            Load(manifest=publisher.publish(updated.state_dict(), version=1, publication_id=1)),
             Resume(),
         )
         results = engine.results(requests)

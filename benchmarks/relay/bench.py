@@ -118,7 +118,7 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
         net.limit(plan.mbits)
     figures: dict[str, Figure] = {}
     with publish(
-        relay_wait.payload(plan.nbytes, TENSORS), version=1, weights_id=1, directory=logs
+        relay_wait.payload(plan.nbytes, TENSORS), version=1, publication_id=1, directory=logs
     ) as publication:
         figures |= await _broadcasts(plan, net, logs, publication.manifest, progress)
         figures |= await _repairs(plan, net, logs, publication.manifest, progress)
@@ -162,7 +162,7 @@ async def _broadcasts(
             small = publish(
                 relay_wait.payload(plan.nbytes // 4, TENSORS),
                 version=1,
-                weights_id=1,
+                publication_id=1,
                 directory=logs,
             )
             async with tier(net, range(2), logs) as others:

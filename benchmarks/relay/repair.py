@@ -81,7 +81,7 @@ async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arriv
         ranges = tuple((start, start + 1) for start in range(0, manifest.nbytes, CHUNK_BYTES))
         await channel.send(
             Request(
-                weights_id=manifest.weights_id,
+                publication_id=manifest.publication_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
                 ranges=ranges,

@@ -102,7 +102,7 @@ class Sites:
         base_id = None
         if variant == "sparse":
             base = self._relays.version(pair.base)
-            base_id = base.weights_id
+            base_id = base.publication_id
             await self._send(base, None, mbits, together=True)
         self.slow(mbits)
         new = self._relays.version(pair.new)
@@ -223,7 +223,7 @@ def published(
         count = int(np.prod(shape))
         tensors[name] = flat[start : start + count].reshape(shape)
         start += count
-    return publish(tensors, version=1, weights_id=1, directory=directory)
+    return publish(tensors, version=1, publication_id=1, directory=directory)
 
 
 def redrawn(rng: np.random.Generator, count: int, fraction: float) -> Versions:

@@ -52,14 +52,16 @@ class Tier:
         self._last_id = 0
 
     def next_id(self) -> int:
-        """Return a weights id that no relay has seen."""
+        """Return a publication id that no relay has seen."""
         self._last_id += 1
         return self._last_id
 
     def version(self, manifest: WeightManifest) -> WeightManifest:
         """Return the same bytes under a new id."""
-        weights_id = self.next_id()
-        return msgspec.structs.replace(manifest, weights_id=weights_id, version=weights_id)
+        publication_id = self.next_id()
+        return msgspec.structs.replace(
+            manifest, publication_id=publication_id, version=publication_id
+        )
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all relays together."""

@@ -54,7 +54,7 @@ class _Measurement:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def fetched(self, relay: int, version: int) -> bool:
-        return relay in self.manifests and self.manifests[relay].weights_id >= version
+        return relay in self.manifests and self.manifests[relay].publication_id >= version
 
 
 async def waits(
@@ -102,7 +102,7 @@ async def _train(
             run.waits.stalls.append(stall)
             opened.append(publication)
             keep = (run.newest,) if run.newest else ()
-            run.newest = publication.manifest.weights_id
+            run.newest = publication.manifest.publication_id
             message = FetchVersion(
                 manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes
             )
@@ -145,7 +145,7 @@ async def _engine(run: _Measurement, relay: int, period_s: float, rng: random.Ra
                 await run.changed.wait()
             manifest = run.manifests[relay]
         await loop.run_in_executor(run.pool, _load, weights, manifest)
-        loaded = manifest.weights_id
+        loaded = manifest.publication_id
         seconds = time.monotonic() - requested_at
         run.waits.engines.append(seconds)
         if cached:
@@ -158,7 +158,9 @@ def _published(run: _Measurement) -> tuple[Publication, float]:
     """
     version = run.tier.next_id()
     began = time.monotonic()
-    publication = publish(run.tensors, version=version, weights_id=version, directory=run.directory)
+    publication = publish(
+        run.tensors, version=version, publication_id=version, directory=run.directory
+    )
     return publication, time.monotonic() - began
 
 

@@ -117,9 +117,9 @@ class _Reader:
                 timings.published.append(now - self._publishing)
             case e.WeightsStaged():
                 timings.loaded.append(now - self._staging[event.engine_id])
-                self._staged[event.engine_id] = event.weights_id
+                self._staged[event.engine_id] = event.publication_id
             case e.WeightsLoaded():
-                staged = self._staged.get(event.engine_id) == event.weights_id
+                staged = self._staged.get(event.engine_id) == event.publication_id
                 seconds = timings.swapped if staged else timings.loaded
                 seconds.append(now - self._loading[event.engine_id])
                 if timings.ready_at is None:

@@ -142,7 +142,10 @@ async def _update(
 ) -> list[GenerateResult]:
     """Give the engine a version while it answers these requests."""
     with publish(
-        dict(read_tensors_of(checkpoint)), version=version, weights_id=version, directory=scratch
+        dict(read_tensors_of(checkpoint)),
+        version=version,
+        publication_id=version,
+        directory=scratch,
     ) as publication:
         answers = [engine.generate(request) for request in requests]
         await engine.stage(publication.manifest)

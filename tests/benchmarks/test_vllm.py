@@ -138,7 +138,7 @@ def test_everything_that_was_lost_breaks_a_promise(measured: MeasuredRun) -> Non
 def test_an_engine_is_lost_in_an_update_between_suspension_and_loading() -> None:
     ids = {name: {"engine_id": EngineId(name), "epoch": 0} for name in ("e0", "e1")}
     suspended = {name: EngineSuspended(**ids[name]) for name in ids}  # type: ignore[arg-type]
-    loaded = WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=1, weights_id=1)
+    loaded = WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=1, publication_id=1)
     lost = EngineLost(engine_id=EngineId("e0"), epoch=0, error="")
     assert lost_in_update([suspended["e0"], lost])
     assert lost_in_update([loaded, suspended["e0"], lost])

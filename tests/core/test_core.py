@@ -608,7 +608,7 @@ def test_events_of_an_earlier_epoch_are_ignored() -> None:
     stale = [
         e.EngineLost(engine_id=EngineId("e0"), epoch=9, error="x"),
         e.TrainerLost(epoch=9, error="x"),
-        e.WeightsPublished(epoch=9, version=4, weights_id=4),
+        e.WeightsPublished(epoch=9, version=4, publication_id=4),
         e.TurnDone(
             trajectory_id="g0.0",
             attempt=7,

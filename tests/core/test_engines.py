@@ -14,7 +14,7 @@ def serving(*, hosts: int = 0) -> Run:
     run = running(5)
     state = run.state
     for engine in state.engines.values():
-        engine.status, engine.version, engine.weights_id = EngineStatus.SERVING, 3, 5
+        engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 3, 5
     place_on_hosts(state, hosts)
     state.chain.order = list(state.relays)
     run.fleet_changed()
@@ -33,7 +33,7 @@ def test_a_restart_begins_anew() -> None:
     run.now = 8.0
     engines.restart(run, engine, "stuck")
     assert (engine.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
-    assert (engine.version, engine.weights_id, engine.loading_id) == (-1, -1, -1)
+    assert (engine.version, engine.publication_id, engine.loading_id) == (-1, -1, -1)
     assert (engine.consecutive_timeouts, engine.load_failures, engine.since) == (0, 0, 8.0)
     assert of(run, c.RestartEngine) == [
         c.RestartEngine(engine_id=E0, degree=1, group=0, epoch=1, reason="stuck")
@@ -117,12 +117,12 @@ def test_an_engine_joins_with_or_without_weights() -> None:
     for version, status in ((-1, EngineStatus.STALE), (0, EngineStatus.SERVING)):
         run = serving()
         engine = run.state.engines[E0]
-        engine.status, engine.version, engine.weights_id = EngineStatus.STARTING, -1, -1
+        engine.status, engine.version, engine.publication_id = EngineStatus.STARTING, -1, -1
         joined = e.EngineJoined(
             engine_id=E0, epoch=0, max_slots=7, kv_total_tokens=70, version=version
         )
         engines.on_joined(run, joined)
-        assert (engine.status, engine.version, engine.weights_id) == (status, version, version)
+        assert (engine.status, engine.version, engine.publication_id) == (status, version, version)
         assert (engine.max_slots, engine.kv_tokens) == (7, 70)
         engines.on_joined(
             run, e.EngineJoined(engine_id=E0, epoch=0, max_slots=9, kv_total_tokens=1)

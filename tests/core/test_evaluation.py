@@ -148,8 +148,8 @@ def evaluating(**sections: Any) -> Run:
     """A run whose two engines serve version 4, without trajectories."""
     run = running(**sections)
     for engine in run.state.engines.values():
-        engine.status, engine.version, engine.weights_id = EngineStatus.SERVING, 4, 7
-    run.state.publication.weights_id = 7
+        engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 4, 7
+    run.state.publication.publication_id = 7
     run.state.groups.clear()
     run.fleet_changed()
     run.out = []
@@ -184,7 +184,7 @@ def test_an_evaluation_draws_held_out_tasks_of_every_domain() -> None:
     evaluation.begin(run, version=4, final=False)
     planned = run.state.evaluations.current
     assert planned is not None
-    assert (planned.version, planned.weights_id, planned.checkpointed) == (4, 7, True)
+    assert (planned.version, planned.publication_id, planned.checkpointed) == (4, 7, True)
     evaluation.begin(run, version=5, final=True)
     assert run.state.evaluations.current is planned, "the one under way continues"
     evaluation.advance(run)

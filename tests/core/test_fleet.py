@@ -16,11 +16,15 @@ def laid_out() -> State:
     """
     state = State()
     for name, status, fields in (
-        (A, EngineStatus.SERVING, {"version": 3, "weights_id": 5, "pool": "fast"}),
-        (B, EngineStatus.SERVING, {"version": 4, "weights_id": 6, "leaving": True}),
+        (A, EngineStatus.SERVING, {"version": 3, "publication_id": 5, "pool": "fast"}),
+        (B, EngineStatus.SERVING, {"version": 4, "publication_id": 6, "leaving": True}),
         (C, EngineStatus.STARTING, {"pool": "slow"}),
-        (D, EngineStatus.LOADING, {"version": 2, "weights_id": 4, "loading_id": 6, "pool": "big"}),
-        (F, EngineStatus.STALE, {"version": 3, "weights_id": 5}),
+        (
+            D,
+            EngineStatus.LOADING,
+            {"version": 2, "publication_id": 4, "loading_id": 6, "pool": "big"},
+        ),
+        (F, EngineStatus.STALE, {"version": 3, "publication_id": 5}),
         (G, EngineStatus.SERVING, {"version": 1, "draining": True, "pool": "old"}),
     ):
         state.engines[name] = Engine(id=name, status=status, max_slots=2, **fields)  # type: ignore[arg-type]
@@ -42,8 +46,8 @@ def test_what_is_counted() -> None:
     assert (fleet.draining, fleet.starting, fleet.updating) == (1, 1, 2)
     assert fleet.departing == (B, G)
     assert fleet.version == 2, "a draining engine launches nothing more"
-    assert fleet.weights_ids == {5, 6}
-    assert fleet.expected_weights_ids == {-1, 5, 6}
+    assert fleet.publication_ids == {5, 6}
+    assert fleet.expected_publication_ids == {-1, 5, 6}
 
 
 def test_a_load_has_the_lowest_rank_that_runs() -> None:

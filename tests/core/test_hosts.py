@@ -80,7 +80,7 @@ def serve(driver: Driver) -> None:
         for command in driver.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
                 loaded = e.WeightsLoaded(
-                    engine_id=command.engine_id, epoch=0, version=0, weights_id=0
+                    engine_id=command.engine_id, epoch=0, version=0, publication_id=0
                 )
                 driver.send(loaded)
 
@@ -529,7 +529,7 @@ def test_a_version_crosses_the_link_between_sites_once() -> None:
     assert crossing() == ["r1", "r3"], "the first one still receives"
     driver.hear("r1")
     for relay in ("r2", "r4", "r0", "r3", "r5"):
-        driver.hold(relay, driver.core.state.publication.weights_id)
+        driver.hold(relay, driver.core.state.publication.publication_id)
     driver.refuse("r1", "source")
     assert driver.source("r1") == "r3", "it is behind, but at the same site"
 
@@ -540,11 +540,11 @@ def test_a_relay_waits_for_one_of_its_site_that_still_fetches_older_weights() ->
         driver.send(e.RelayJoined(relay_id=relay, epoch=0))
     driver.send(e.TrainerReady(epoch=0, step=0))
     driver.publish()
-    older = driver.core.state.publication.weights_id
+    older = driver.core.state.publication.publication_id
     for relay in ("r2", "r0"):
         driver.hold(relay, older)
     driver.publish_again()
-    newer = driver.core.state.publication.weights_id
+    newer = driver.core.state.publication.publication_id
     driver.hold("r2", newer)
 
     driver.hold("r3", older)
@@ -561,9 +561,9 @@ def test_a_relay_does_not_wait_for_one_of_its_site_that_is_suspected() -> None:
         driver.send(e.RelayJoined(relay_id=relay, epoch=0))
     driver.send(e.TrainerReady(epoch=0, step=0))
     driver.publish()
-    older = driver.core.state.publication.weights_id
+    older = driver.core.state.publication.publication_id
     driver.publish_again()
-    driver.hold("r2", driver.core.state.publication.weights_id)
+    driver.hold("r2", driver.core.state.publication.publication_id)
     driver.hold("r3", older)
     driver.suspect("r1")
     assert driver.source("r3") == "r2"

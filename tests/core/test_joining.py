@@ -130,7 +130,9 @@ def test_an_engine_that_joins_is_on_a_host_that_is_up() -> None:
         driver.hold(relay, 0)
     driver.engines_up()
     for engine in ("e0", "e1", "e2"):
-        driver.send(e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=0, weights_id=0))
+        driver.send(
+            e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=0, publication_id=0)
+        )
     driver.send(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
     state = driver.core.state
     assert {engine.id: engine.host for engine in state.engines.values()} == {
@@ -188,7 +190,7 @@ def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpo
     hand.restore_trainer(1)
     for name in hand.on(E2):
         hand.end(name)
-    assert state.engines[E2].weights_id == state.publication.weights_id, (
+    assert state.engines[E2].publication_id == state.publication.publication_id, (
         "it goes on with the trainer"
     )
 

@@ -21,7 +21,7 @@ def uneven(*estimates: int) -> Run:
     """
     run = running(*estimates, engine=E0)
     for engine in run.state.engines.values():
-        engine.status, engine.weights_id = EngineStatus.SERVING, 0
+        engine.status, engine.publication_id = EngineStatus.SERVING, 0
     for one in members(run):
         one.turn = None
     run.fleet_changed()
@@ -82,7 +82,7 @@ def test_a_move_that_does_not_pay_or_cannot_be_is_not_planned(hindrance: str) ->
         case "exposed":
             longest.context_tokens, run.state.migrations.token_s = 1000, 1000.0
         case "other weights":
-            target.weights_id = 1
+            target.publication_id = 1
         case "loading":
             target.status = EngineStatus.LOADING
     migration.consider(run, longest)

@@ -18,7 +18,7 @@ def fetching(
     """The second of three relays fetches weights 20; the first one has them."""
     run = running(mode=mode)
     state = run.state
-    state.publication.weights_id, state.publication.retained = 20, {10: 1, 20: 2}
+    state.publication.publication_id, state.publication.retained = 20, {10: 1, 20: 2}
     place_on_hosts(state, 3)
     for relay in state.relays.values():
         relay.status, relay.versions = RelayStatus.READY, [10]
@@ -26,18 +26,18 @@ def fetching(
     state.relays["r0"].versions = [10, 20]
     relay = state.relays["r1"]
     relay.status, relay.fetches = RelayStatus.FETCHING, 4
-    relay.fetch = Fetch(weights_id=20, source=source, base=base)
+    relay.fetch = Fetch(publication_id=20, source=source, base=base)
     run.now, run.out = 9.0, []
     return run, relay
 
 
-def fails(run: Run, reason: str, *, weights_id: int = 20, number: int = 4) -> None:
+def fails(run: Run, reason: str, *, publication_id: int = 20, number: int = 4) -> None:
     relays.on_fetch_failed(
         run,
         e.FetchFailed(
             relay_id="r1",
             epoch=0,
-            weights_id=weights_id,
+            publication_id=publication_id,
             try_number=number,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
@@ -49,10 +49,10 @@ def test_a_fetch_that_succeeded_forgets_what_went_wrong() -> None:
     run, relay = fetching()
     follower = run.state.relays["r2"]
     follower.status = RelayStatus.FETCHING
-    follower.fetch = Fetch(weights_id=20, source="r1", base=None)
+    follower.fetch = Fetch(publication_id=20, source="r1", base=None)
     relay.refused_sources, relay.stalled_sources, relay.force_full = ["r2"], ["r2"], True
     relay.starved_since, relay.failed_source, relay.restarts = 3.0, "r0", 2
-    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=20))
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, publication_id=20))
     assert relay.versions == [10, 20]
     assert (relay.refused_sources, relay.stalled_sources, relay.force_full) == ([], [], False)
     assert (relay.starved_since, relay.failed_source, relay.restarts) == (None, None, 0)
@@ -64,9 +64,9 @@ def test_a_fetch_that_succeeded_forgets_what_went_wrong() -> None:
 def test_the_seconds_and_bytes_of_a_fetch_are_counted() -> None:
     run, relay = fetching()
     relay.fetch_began = 7.5
-    for weights_id in (5, 20):  # the first was not asked for
+    for publication_id in (5, 20):  # the first was not asked for
         relays.on_fetched(
-            run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=weights_id, nbytes=300)
+            run, e.WeightsFetched(relay_id="r1", epoch=0, publication_id=publication_id, nbytes=300)
         )
     counted = run.state.counters.weights
     assert (counted.fetch_s, counted.fetched_bytes) == (1.5, 300)
@@ -75,19 +75,19 @@ def test_the_seconds_and_bytes_of_a_fetch_are_counted() -> None:
 def test_the_first_version_forgives_no_restart() -> None:
     run, relay = fetching()
     relay.versions, relay.restarts = [], 2
-    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=20))
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, publication_id=20))
     assert (relay.versions, relay.restarts) == ([20], 2)
 
 
 def test_weights_that_were_not_asked_for_count_while_they_are_kept() -> None:
     run, relay = fetching()
-    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=5))
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, publication_id=5))
     assert relay.versions == [10]
     run.state.publication.retained[15] = 1
-    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, weights_id=15))
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=0, publication_id=15))
     assert relay.versions == [10, 15]
     assert relay.fetching == 20
-    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=1, weights_id=20))
+    relays.on_fetched(run, e.WeightsFetched(relay_id="r1", epoch=1, publication_id=20))
     assert relay.fetching == 20, "of another life"
 
 
@@ -125,7 +125,7 @@ def test_starving_begins_with_the_first_failure() -> None:
     assert (relay.starved_since, relay.refused_sources) == (2.0, ["r0"])
 
 
-@pytest.mark.parametrize("late", [{"weights_id": 10}, {"number": 3}])
+@pytest.mark.parametrize("late", [{"publication_id": 10}, {"number": 3}])
 def test_news_of_an_earlier_fetch_is_ignored(late: dict[str, int]) -> None:
     run, relay = fetching()
     fails(run, "source", **late)
@@ -160,7 +160,7 @@ def test_a_fetch_from_a_suspected_source_continues_from_another_if_one_exists() 
     run.state.relays["r2"].versions = [20]
     relay.refused_sources = [None, "r2"]
     relays.advance(run)
-    assert relay.fetch == Fetch(weights_id=20, source="r0", base=None)
+    assert relay.fetch == Fetch(publication_id=20, source="r0", base=None)
     assert asked(run) == []
 
 
@@ -195,7 +195,7 @@ def test_older_weights_are_fetched_by_the_master_if_no_relay_has_them() -> None:
     for holders, expected in (((), 10), (("r2",), None), (("r0", "r1", "r2"), None)):
         run, _ = fetching(mode="decoupled")
         run.state.evaluations.current = Evaluation(
-            version=1, final=False, to_draw=[], weights_id=10
+            version=1, final=False, to_draw=[], publication_id=10
         )
         for relay in run.state.relays.values():
             relay.versions = [10, 20] if relay.id in holders else [20]

@@ -44,7 +44,7 @@ def bases(commands: list[c.Command]) -> dict[str, int | None]:
 
 def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
     return [
-        (command.engine_id, command.weights_id)
+        (command.engine_id, command.publication_id)
         for command in commands
         if isinstance(command, c.LoadWeights)
     ]
@@ -100,10 +100,10 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
     for seconds in (1.0, 3.0, 1.0, 1.0):
         commands = driver.publish() if not forms else driver.publish_again()
         forms.append("whole" if bases(commands)["r1"] is None else "changes")
-        weights_id = driver.core.state.publication.weights_id
-        driver.hold("r0", weights_id)
+        publication_id = driver.core.state.publication.publication_id
+        driver.hold("r0", publication_id)
         driver.wait(seconds)
-        driver.hold("r1", weights_id)
+        driver.hold("r1", publication_id)
     assert forms == ["whole", "changes", "whole", "whole"]
     assert driver.core.state.chain.broadcast_s == {"whole": 1.0, "changes": 3.0}
 
@@ -154,7 +154,7 @@ def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
     driver.publish()
     driver.engines_up()
     driver.hold("r0", 0)
-    driver.send(e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, weights_id=0))
+    driver.send(e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, publication_id=0))
     driver.publish_again()
     suspended = driver.hold("r0", 1)
     assert any(isinstance(command, c.SuspendEngine) for command in suspended)
@@ -164,7 +164,7 @@ def test_an_engine_serves_its_weights_while_its_relay_is_down() -> None:
         c.ResumeEngine
     ]
     engine = driver.core.state.engines[EngineId("e0")]
-    assert (engine.status, engine.weights_id) == (EngineStatus.SERVING, 0)
+    assert (engine.status, engine.publication_id) == (EngineStatus.SERVING, 0)
     driver.join("r0")
     assert any(isinstance(command, c.SuspendEngine) for command in driver.hold("r0", 1))
 
@@ -239,7 +239,12 @@ def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
     driver.lose("r1")
     assert driver.source("r2") == "r0"
     stale = e.FetchFailed(
-        relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone"
+        relay_id="r2",
+        epoch=0,
+        publication_id=0,
+        try_number=old,
+        reason="source",
+        error="r1 is gone",
     )
     assert ways(driver.send(stale)) == {}
     assert driver.source("r2") == "r0"
@@ -250,7 +255,9 @@ def serving(driver: Driver, *relays: str) -> None:
         for command in driver.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
                 driver.send(
-                    e.WeightsLoaded(engine_id=command.engine_id, epoch=0, version=0, weights_id=0)
+                    e.WeightsLoaded(
+                        engine_id=command.engine_id, epoch=0, version=0, publication_id=0
+                    )
                 )
 
 
@@ -467,7 +474,9 @@ def test_a_relay_from_which_an_engine_cannot_load_is_restarted_with_it() -> None
     driver.publish()
     driver.engines_up()
     assert loads(driver.hold("r0", 0)) == [("e0", 0)]
-    failed = e.WeightsLoadFailed(engine_id=EngineId("e0"), epoch=0, weights_id=0, error="not there")
+    failed = e.WeightsLoadFailed(
+        engine_id=EngineId("e0"), epoch=0, publication_id=0, error="not there"
+    )
     assert loads(driver.send(failed)) == [("e0", 0)]
     kinds = {type(command) for command in driver.send(failed)}
     assert {c.RestartEngine, c.RestartRelay} <= kinds
@@ -595,7 +604,7 @@ def test_a_stalled_relay_tries_each_other_source_once() -> None:
     assert ways(driver.stall("r3")) == {"r3": "r1"}
     assert ways(driver.stall("r3")) == {"r3": "r0"}
     assert ways(driver.stall("r3")) == {}, "a slow link is better than none"
-    stale = e.FetchStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
+    stale = e.FetchStalled(relay_id="r3", epoch=0, publication_id=0, source="r2")
     assert ways(driver.send(stale)) == {}, "it has left r2 before"
     for relay in ("r0", "r1", "r2", "r3"):
         driver.hold(relay, 0)
@@ -649,7 +658,7 @@ def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
     if relay.fetch is not None and not relay.suspected:
         source = relay.fetch.source
-        has = source is None or relay.fetch.weights_id in driver.relay(source).versions
+        has = source is None or relay.fetch.publication_id in driver.relay(source).versions
         deeds += [
             "refuse",
             *(["stall"] if source is not None else []),
@@ -665,7 +674,7 @@ def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
         case "publish":
             return driver.publish_again()
         case "hold":
-            return driver.hold(name, driver.fetch(name).weights_id)
+            return driver.hold(name, driver.fetch(name).publication_id)
         case "stall":
             return driver.stall(name)
         case "refuse":
@@ -692,21 +701,25 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
         ]
         state = driver.core.state
         for command in commands:
-            assert command.source in may_give(driver, command.relay_id, command.weights_id), command
+            assert command.source in may_give(driver, command.relay_id, command.publication_id), (
+                command
+            )
             former, epoch = before[command.relay_id]
             relay = driver.relay(command.relay_id)
             if (
                 former is not None
-                and (former.weights_id, epoch) == (command.weights_id, relay.epoch)
+                and (former.publication_id, epoch) == (command.publication_id, relay.epoch)
                 and former.source != command.source
             ):
                 assert former.source not in may_give(
-                    driver, relay.id, former.weights_id
+                    driver, relay.id, former.publication_id
                 ) or former.source in [*relay.refused_sources, *relay.stalled_sources]
         for name in state.chain.order:
             relay = driver.relay(name)
             fetch = relay.fetch
-            version = fetch.weights_id if fetch is not None else state.publication.weights_id
+            version = (
+                fetch.publication_id if fetch is not None else state.publication.publication_id
+            )
             better = [
                 other
                 for other in may_give(driver, name, version)
@@ -727,7 +740,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 and last.source is not None
                 and last.source not in seen
             ):
-                if last.weights_id in driver.relay(last.source).versions:
+                if last.publication_id in driver.relay(last.source).versions:
                     break
                 seen.append(last.source)
             assert last is None or last.source not in seen, f"they wait for each other: {seen}"
@@ -750,9 +763,10 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
         for name in state.chain.order:
             fetch = driver.relay(name).fetch
             if fetch is not None and (
-                fetch.source is None or fetch.weights_id in driver.relay(fetch.source).versions
+                fetch.source is None or fetch.publication_id in driver.relay(fetch.source).versions
             ):
-                driver.hold(name, fetch.weights_id)
+                driver.hold(name, fetch.publication_id)
     assert all(
-        state.publication.weights_id in driver.relay(name).versions for name in state.chain.order
+        state.publication.publication_id in driver.relay(name).versions
+        for name in state.chain.order
     )

@@ -153,7 +153,12 @@ def test_a_version_only_in_a_checkpoint_is_loaded_from_there() -> None:
     hand.lose(E1)
     hand.join(E1)
     load = hand.loads[-1]
-    assert (load.engine_id, load.version, load.weights_id, load.from_checkpoint) == (E1, 0, 0, 0)
+    assert (load.engine_id, load.version, load.publication_id, load.from_checkpoint) == (
+        E1,
+        0,
+        0,
+        0,
+    )
     assert set(hand.on(E1)) == set(orphans)
     assert {state.trajectories[name].attempt for name in orphans} == {0}
     assert state.counters.retried == {}
@@ -178,7 +183,7 @@ def test_a_damaged_checkpoint_is_tried_once_and_no_engine_is_blamed() -> None:
     for _ in range(MAX_LOAD_FAILURES):
         hand.lose(E1)
         hand.join(E1)
-    assert [load.from_checkpoint for load in hand.loads if load.weights_id == 0].count(0) == 1
+    assert [load.from_checkpoint for load in hand.loads if load.publication_id == 0].count(0) == 1
     assert state.publication.checkpointed == {}
     assert state.counters.retried == {StopReason.ENGINE_FAILURE: len(orphans)}
 
@@ -193,7 +198,7 @@ def test_weights_read_from_a_changed_checkpoint_are_discarded() -> None:
     hand.join(E1)
     assert state.engines[E1].status is EngineStatus.LOADING
     state.publication.checkpointed.clear()  # as when the trainer finds it damaged
-    hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
+    hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], publication_id=0, version=0))
     assert state.engines[E1].version == -1
     assert not set(orphans) & set(hand.on(E1))
 
@@ -207,7 +212,7 @@ def test_a_checkpoint_holds_the_version_republished_after_a_restart_until_it_is_
     )
     hand.lose_trainer()
     hand.restore_trainer(2)
-    assert (state.publication.version, state.publication.weights_id) == (2, 3)
+    assert (state.publication.version, state.publication.publication_id) == (2, 3)
     assert state.publication.checkpointed == {1: 1, 2: 2, 3: 2}
     hand.lose_trainer()
     hand.restore_trainer(1)
@@ -225,7 +230,7 @@ def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
     hand.join(E1)
     hand.train_without([], version=3)
     assert [save.keep for save in hand.saves] == [(), (0,), (0, 1), (0, 2)]
-    hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
+    hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], publication_id=0, version=0))
     assert set(hand.on(E1)) == set(orphans)
     assert {state.trajectories[name].attempt for name in orphans} == {0}
 
@@ -291,13 +296,13 @@ def test_an_evaluation_waits_for_a_free_engine_while_training_continues() -> Non
     assert (state.evaluations.current.version, state.evaluations.current.started) == (2, False), (
         "no engine is free"
     )
-    weights_id = state.evaluations.current.weights_id
+    publication_id = state.evaluations.current.publication_id
     while hand.moves:  # the new version has set repack off
         hand.moved(hand.moves[0])
     hand.end(busy[0])
     while not state.evaluations.current.started:
         hand.end(next(name for name in hand.turns if name != busy[1]))
-    assert weights_id in {load.weights_id for load in hand.loads}
+    assert publication_id in {load.publication_id for load in hand.loads}
     finish_evaluation(hand)
     assert hand.evaluations[-1].version == 2
 

@@ -67,7 +67,7 @@ def test_the_emptiest_engine_launches() -> None:
     assert affinity.engine_for(run, Purpose.TRAIN) is first
     first.leaving = True
     assert affinity.engine_for(run, Purpose.TRAIN) is second
-    second.version = second.weights_id = -5
+    second.version = second.publication_id = -5
     second.launched = 3
     assert affinity.engine_for(run, Purpose.TRAIN) is None, "it has launched its batch"
     second.launched = 2
@@ -78,20 +78,22 @@ def test_only_engines_of_the_evaluated_version_take_episodes() -> None:
     run = two_engines(batch=3)
     first, second = run.state.engines.values()
     assert affinity.engine_for(run, Purpose.EVAL) is None
-    run.state.evaluations.current = Evaluation(version=7, final=False, to_draw=[], weights_id=70)
+    run.state.evaluations.current = Evaluation(
+        version=7, final=False, to_draw=[], publication_id=70
+    )
     assert affinity.engine_for(run, Purpose.EVAL) is None
-    second.weights_id = 70
+    second.publication_id = 70
     assert affinity.engine_for(run, Purpose.EVAL) is second
     second.leaving = True
     assert affinity.engine_for(run, Purpose.EVAL) is None
-    assert first.weights_id != 70
+    assert first.publication_id != 70
 
 
 def test_what_an_engine_launches_after_a_load() -> None:
     """A batch under the newest weights; under others what waits for them alone."""
     run = two_engines(batch=3)
     engine = run.state.engines[E0]
-    engine.loading_id, engine.launched = run.state.publication.weights_id, 9
+    engine.loading_id, engine.launched = run.state.publication.publication_id, 9
     affinity.begin_load(run, engine)
     assert engine.launched == 0
     engine.loading_id = 55

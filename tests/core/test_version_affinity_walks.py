@@ -59,7 +59,7 @@ def compare(run: Run) -> None:
     known = {
         *run.state.publication.retained,
         *run.state.publication.checkpointed,
-        *(engine.weights_id for engine in engines.values()),
+        *(engine.publication_id for engine in engines.values()),
     }
     assert all(
         version_affinity.is_loaded_or_loading(run, one) == slow_somewhere(run, one) for one in known
@@ -91,7 +91,10 @@ def slow_begins(run: Run, engine: Engine) -> bool:
         return False
     if engine.launched < slow_batch(run, engine):
         return True
-    newest = engine.weights_id in (run.state.publication.weights_id, weights.newest(run, engine))
+    newest = engine.publication_id in (
+        run.state.publication.publication_id,
+        weights.newest(run, engine),
+    )
     return newest and slow_other(run, engine) is None
 
 
@@ -114,7 +117,7 @@ def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
             may = (
                 evaluation is not None
                 and begins(engine)
-                and engine.weights_id == evaluation.weights_id
+                and engine.publication_id == evaluation.publication_id
             )
         else:
             may = slow_begins(run, engine)
@@ -123,12 +126,12 @@ def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
     return best
 
 
-def slow_somewhere(run: Run, weights_id: int) -> bool:
+def slow_somewhere(run: Run, publication_id: int) -> bool:
     for engine in run.state.engines.values():
         loading = engine.status is EngineStatus.LOADING
         if (
             not engine.draining
-            and (engine.loading_id if loading else engine.weights_id) == weights_id
+            and (engine.loading_id if loading else engine.publication_id) == publication_id
         ):
             return True
     return False
@@ -140,14 +143,18 @@ def slow_other(run: Run, engine: Engine) -> int | None:
     """
     state = run.state
     waiting = sorted(
-        one.weights_id
+        one.publication_id
         for one in state.trajectories.values()
         if one.id in state.unassigned
         and one.assigned_engine is None
         and one.stage in (Stage.INIT, Stage.RUN)
     )
     for one in [
-        *([state.evaluations.current.weights_id] if state.evaluations.current is not None else []),
+        *(
+            [state.evaluations.current.publication_id]
+            if state.evaluations.current is not None
+            else []
+        ),
         *waiting,
     ]:
         if weights.is_obtainable(run, one) and not slow_somewhere(run, one):
@@ -163,7 +170,7 @@ def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
     other, newest = slow_other(run, engine), weights.newest(run, engine)
     if other is not None:
         return other
-    if newest is None or newest == engine.weights_id:
+    if newest is None or newest == engine.publication_id:
         return None
     is_unused = engine.status is EngineStatus.SERVING and engine.launched == 0
     return None if is_unused and engine.since >= state.publication.at else newest
@@ -171,9 +178,9 @@ def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
 
 def slow_holds(run: Run, engine: Engine) -> bool:
     state, evaluation = run.state, run.state.evaluations.current
-    if evaluation is None or engine.weights_id != evaluation.weights_id:
+    if evaluation is None or engine.publication_id != evaluation.publication_id:
         return False
-    if any(one.weights_id == evaluation.weights_id for one in before(run, engine.id)):
+    if any(one.publication_id == evaluation.publication_id for one in before(run, engine.id)):
         return False
     queued = [state.groups[state.trajectories[member].group_id] for member in state.pools.queued]
     undrawn = any(state.groups[group_id].task is None for group_id in evaluation.pending)

@@ -78,7 +78,7 @@ def test_nothing_is_waited_for_once_all_serve() -> None:
         "engine e1 on host b: loading version 0",
     ]
     for name in ("e0", "e1"):
-        loaded = e.WeightsLoaded(engine_id=EngineId(name), epoch=0, version=0, weights_id=0)
+        loaded = e.WeightsLoaded(engine_id=EngineId(name), epoch=0, version=0, publication_id=0)
         driver.send(loaded)
     assert driver.waits() == []
     driver.core.state.engines[EngineId("e0")].staging_id = 0

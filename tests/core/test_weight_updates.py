@@ -18,10 +18,10 @@ def updating(status: EngineStatus = EngineStatus.LOADING, *, hosts: int = 0) -> 
     run = running()
     state = run.state
     for engine in state.engines.values():
-        engine.status, engine.version, engine.weights_id = EngineStatus.SERVING, 1, 10
+        engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 1, 10
     first = state.engines[E0]
     first.status, first.loading_id = status, 20
-    state.publication.version, state.publication.weights_id = 2, 20
+    state.publication.version, state.publication.publication_id = 2, 20
     state.publication.retained = {20: 2}
     place_on_hosts(state, hosts)
     for relay in state.relays.values():
@@ -31,21 +31,21 @@ def updating(status: EngineStatus = EngineStatus.LOADING, *, hosts: int = 0) -> 
     return run
 
 
-def loaded(run: Run, *, weights_id: int = 20, epoch: int = 0) -> None:
+def loaded(run: Run, *, publication_id: int = 20, epoch: int = 0) -> None:
     weight_updates.on_loaded(
-        run, e.WeightsLoaded(engine_id=E0, epoch=epoch, weights_id=weights_id, version=2)
+        run, e.WeightsLoaded(engine_id=E0, epoch=epoch, publication_id=publication_id, version=2)
     )
 
 
-def failed(run: Run, *, weights_id: int = 20) -> None:
+def failed(run: Run, *, publication_id: int = 20) -> None:
     weight_updates.on_load_failed(
-        run, e.WeightsLoadFailed(engine_id=E0, epoch=0, weights_id=weights_id, error="torn")
+        run, e.WeightsLoadFailed(engine_id=E0, epoch=0, publication_id=publication_id, error="torn")
     )
 
 
 def loads(run: Run) -> list[tuple[int, int, int | None]]:
     return [
-        (one.version, one.weights_id, one.from_checkpoint)
+        (one.version, one.publication_id, one.from_checkpoint)
         for one in run.out
         if isinstance(one, c.LoadWeights)
     ]
@@ -56,7 +56,7 @@ def test_a_load_that_succeeded_forgives_failures_and_resumes() -> None:
     engine = run.state.engines[E0]
     engine.restarts, engine.load_failures, engine.peak_kv = 2, 1, 50
     loaded(run)
-    assert (engine.status, engine.version, engine.weights_id) == (EngineStatus.SERVING, 2, 20)
+    assert (engine.status, engine.version, engine.publication_id) == (EngineStatus.SERVING, 2, 20)
     assert (engine.restarts, engine.load_failures, engine.peak_kv) == (0, 0, None)
     assert run.out == [c.ResumeEngine(engine_id=E0)]
 
@@ -72,9 +72,9 @@ def test_the_first_load_forgives_no_restart() -> None:
 @pytest.mark.parametrize("late", ["weights", "epoch", "status"])
 def test_news_of_another_load_is_ignored(late: str) -> None:
     run = updating(EngineStatus.SERVING if late == "status" else EngineStatus.LOADING)
-    loaded(run, weights_id=19 if late == "weights" else 20, epoch=1 if late == "epoch" else 0)
+    loaded(run, publication_id=19 if late == "weights" else 20, epoch=1 if late == "epoch" else 0)
     assert run.state.engines[E0].version == 1
-    failed(run, weights_id=19 if late == "weights" else 20) if late != "epoch" else None
+    failed(run, publication_id=19 if late == "weights" else 20) if late != "epoch" else None
     assert run.state.engines[E0].load_failures == 0
 
 
@@ -123,7 +123,7 @@ def test_an_engine_whose_weights_are_gone_serves_on_or_waits(
 def test_an_evaluation_holds_newer_weights_back(version: int, status: str) -> None:
     run = updating(EngineStatus.SUSPENDING)
     run.state.evaluations.current = Evaluation(
-        version=1, final=False, to_draw=[], weights_id=10, started=True
+        version=1, final=False, to_draw=[], publication_id=10, started=True
     )
     run.state.engines[E0].version = version
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
@@ -148,15 +148,17 @@ def staging(*, working: bool = True, decoupled: bool = False) -> Run:
     return run
 
 
-def staged(run: Run, weights_id: int = 20, *, epoch: int = 0) -> None:
-    weight_updates.on_staged(run, e.WeightsStaged(engine_id=E0, epoch=epoch, weights_id=weights_id))
+def staged(run: Run, publication_id: int = 20, *, epoch: int = 0) -> None:
+    weight_updates.on_staged(
+        run, e.WeightsStaged(engine_id=E0, epoch=epoch, publication_id=publication_id)
+    )
 
 
 def test_a_serving_engine_receives_weights_and_is_suspended_for_the_swap_only() -> None:
     run = staging()
     engine, counted = run.state.engines[E0], run.state.counters.weights
     weight_updates.update(run)
-    assert run.out == [c.StageWeights(engine_id=E0, version=2, weights_id=20)]
+    assert run.out == [c.StageWeights(engine_id=E0, version=2, publication_id=20)]
     assert engine.status is EngineStatus.SERVING
     weight_updates.update(run)
     assert len(run.out) == 1, "it is receiving them"
@@ -170,7 +172,7 @@ def test_a_serving_engine_receives_weights_and_is_suspended_for_the_swap_only() 
     loaded(run)
     assert (counted.updates, counted.staged) == (1, 1)
     assert (counted.transfer_s, counted.stopped_s) == (5.0, 0.25)
-    assert (engine.weights_id, engine.staged_id, engine.staging_id) == (20, -1, -1)
+    assert (engine.publication_id, engine.staged_id, engine.staging_id) == (20, -1, -1)
 
 
 @pytest.mark.parametrize("why", ["cannot", "idle", "ablation", "failed before"])
@@ -197,7 +199,7 @@ def test_failed_staging_leaves_the_old_weights_serving_until_the_load() -> None:
     run = staging()
     engine = run.state.engines[E0]
     weight_updates.update(run)
-    failed = e.StagingFailed(engine_id=E0, epoch=0, weights_id=20, error="torn")
+    failed = e.StagingFailed(engine_id=E0, epoch=0, publication_id=20, error="torn")
     weight_updates.on_staging_failed(run, failed)
     assert (engine.status, engine.version, engine.load_failures) == (EngineStatus.SERVING, 1, 0)
     assert run.state.counters.watchdog == {"staging_failed": 1}
@@ -213,7 +215,7 @@ def test_weights_published_in_the_meantime_follow_those_that_were_staged() -> No
     run = staging()
     engine = run.state.engines[E0]
     weight_updates.update(run)
-    run.state.publication.version, run.state.publication.weights_id = 3, 30
+    run.state.publication.version, run.state.publication.publication_id = 3, 30
     run.state.publication.retained = {20: 2, 30: 3}
     weight_updates.update(run)
     assert len(run.out) == 1
@@ -224,8 +226,8 @@ def test_weights_published_in_the_meantime_follow_those_that_were_staged() -> No
     loaded(run)
     run.out = []
     weight_updates.update(run)
-    assert run.out == [c.StageWeights(engine_id=E0, version=3, weights_id=30)]
-    assert engine.weights_id == 20
+    assert run.out == [c.StageWeights(engine_id=E0, version=3, publication_id=30)]
+    assert engine.publication_id == 20
 
 
 @pytest.mark.parametrize("late", ["weights", "epoch"])
@@ -241,7 +243,7 @@ def test_late_news_of_staging_is_ignored(late: str) -> None:
 def test_weights_are_staged_while_an_evaluation_holds_them_back() -> None:
     run = staging()
     run.state.evaluations.current = Evaluation(
-        version=1, final=False, to_draw=[], weights_id=10, started=True
+        version=1, final=False, to_draw=[], publication_id=10, started=True
     )
     weight_updates.update(run)
     assert [type(command) for command in run.out] == [c.StageWeights]

@@ -14,7 +14,7 @@ def published(*versions: int, hosts: int = 0) -> Run:
     run = running()
     place_on_hosts(run.state, hosts)
     for engine in run.state.engines.values():
-        engine.weights_id = engine.version = -1
+        engine.publication_id = engine.version = -1
     run.fleet_changed()
     for version in versions:
         weights.publish(run, version, 10 * version)
@@ -24,14 +24,14 @@ def published(*versions: int, hosts: int = 0) -> Run:
 def test_the_newest_version_is_kept_and_those_in_use() -> None:
     run = published(1, 2)
     publication = run.state.publication
-    assert (publication.version, publication.weights_id) == (2, 20)
+    assert (publication.version, publication.publication_id) == (2, 20)
     assert publication.retained == {20: 2}
-    run.state.engines[E0].weights_id = 20
+    run.state.engines[E0].publication_id = 20
     run.now = 7.0
     weights.publish(run, 3, 30)
     assert publication.retained == {20: 2, 30: 3}
     assert publication.at == 7.0
-    run.state.engines[E0].weights_id, run.state.engines[E1].loading_id = 30, 20
+    run.state.engines[E0].publication_id, run.state.engines[E1].loading_id = 30, 20
     weights.publish(run, 4, 40)
     assert publication.retained == {20: 2, 30: 3, 40: 4}
     run.state.engines[E1].loading_id = 30
@@ -47,9 +47,9 @@ def test_what_relays_hold_pass_on_and_build_on_is_kept() -> None:
     run.state.publication.retained = {10: 1, 20: 2}
     first.versions, second.versions = [10, 20], [10]
     assert weights.needed(run) == (10, 20), "the newest of each"
-    second.versions, second.fetch = [], Fetch(weights_id=10, source=None, base=None)
+    second.versions, second.fetch = [], Fetch(publication_id=10, source=None, base=None)
     assert weights.needed(run) == (10, 20)
-    second.fetch = Fetch(weights_id=20, source=None, base=10)
+    second.fetch = Fetch(publication_id=20, source=None, base=10)
     assert weights.needed(run) == (10, 20)
     second.fetch = None
     assert weights.needed(run) == (20,)
@@ -89,7 +89,7 @@ def test_no_more_versions_are_kept_than_fit() -> None:
     run = published()
     publication = run.state.publication
     publication.retained = {number: number for number in range(20)}
-    publication.weights_id = 19
+    publication.publication_id = 19
     run.state.relays = {
         f"r{number}": Relay(id=f"r{number}", host=0, versions=[number]) for number in range(20)
     }
@@ -115,7 +115,7 @@ def test_what_a_lost_trainer_leaves_is_what_relays_hold() -> None:
     run = published(1, 2, hosts=2)
     first, second = run.state.relays.values()
     run.state.publication.retained = {10: 1, 20: 2, 30: 3}
-    first.versions, second.fetch = [10], Fetch(weights_id=30, source=None, base=None)
+    first.versions, second.fetch = [10], Fetch(publication_id=30, source=None, base=None)
     weights.trainer_lost(run)
     assert run.state.publication.retained == {10: 1, 30: 3}
 
@@ -160,9 +160,9 @@ def test_a_checkpoint_serves_while_the_published_version_is_not_in_memory() -> N
     assert weights.newest(run, engine) == 20
     publication.retained.clear()
     assert weights.newest(run, engine) == 10
-    engine.weights_id = 10
+    engine.publication_id = 10
     assert weights.newest(run, engine) == 10
-    engine.weights_id = 11
+    engine.publication_id = 11
     assert weights.newest(run, engine) is None, "its own are newer"
     weights.keep_checkpoints(run, but={2})
     assert publication.checkpointed == {}

@@ -47,8 +47,8 @@ class Run:
             e.RunStarted(engines=(e.EngineSlot(id=EngineId("e0")),), hosts=hosts, workers=places),
             e.EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=9, kv_total_tokens=900),
             e.TrainerReady(epoch=0, step=0),
-            e.WeightsPublished(epoch=0, version=0, weights_id=0),
-            e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, weights_id=0),
+            e.WeightsPublished(epoch=0, version=0, publication_id=0),
+            e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, publication_id=0),
         )
 
     def send(self, *events: e.Event) -> list[c.Command]:

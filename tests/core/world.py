@@ -83,10 +83,10 @@ class World:
         self.checkpoints: dict[int, int] = {}  # step → the numbers that it holds
         self.numbers = 0  # of the trainer's weights: each (mini-)batch changes them
         self.batches = 0
-        self.published: dict[int, int] = {}  # weights id → numbers
-        self.version_of: dict[int, int] = {}  # weights id → version
+        self.published: dict[int, int] = {}  # publication id → numbers
+        self.version_of: dict[int, int] = {}  # publication id → version
         self.newest = -1  # weights that were published last
-        # engine → weights ids that it had, has, and was to load since
+        # engine → publication ids that it had, has, and was to load since
         self.loads: dict[str, list[int]] = {}
         # turn → its engine and dispatch
         self.open: dict[tuple[str, int, int], tuple[str, int]] = {}
@@ -221,7 +221,7 @@ class World:
         elif isinstance(event, e.WeightsLoaded):
             loads = self.loads.get(event.engine_id, [])
             last = max(
-                (place for place, version in enumerate(loads) if version == event.weights_id),
+                (place for place, version in enumerate(loads) if version == event.publication_id),
                 default=0,
             )
             del loads[: max(0, last - 1)]
@@ -229,7 +229,7 @@ class World:
             event.engine_id
         ):
             staged = self.staged[event.engine_id]
-            del staged[: staged.index(event.weights_id)]  # it has replaced the former ones
+            del staged[: staged.index(event.publication_id)]  # it has replaced the former ones
         elif isinstance(event, e.WorldLost):
             self.lost_worlds += 1
         elif (
@@ -253,7 +253,7 @@ class World:
         """
         if isinstance(event, e.WeightsPublished) and event.epoch == self.trainer_epoch:
             self.trainer_has_devices = False
-            self.newest = event.weights_id
+            self.newest = event.publication_id
         elif isinstance(event, e.EngineSuspended | e.WeightsLoadFailed | e.EngineLost):
             name = event.engine_id
             releases = name in self.releasing or not isinstance(event, e.EngineSuspended)
@@ -320,20 +320,20 @@ class World:
         take = self.fetches.get(event.relay_id)
         if self.relay_epoch.get(event.relay_id) != event.epoch:
             return True  # of an earlier life: late news
-        if take is None or take.weights_id != event.weights_id:
+        if take is None or take.publication_id != event.publication_id:
             return False
         if isinstance(event, e.WeightsFetched) and take.source is not None:
             from_ = self.fetches.get(take.source)
-            if from_ is not None and from_.weights_id == take.weights_id:
+            if from_ is not None and from_.publication_id == take.publication_id:
                 self.later(event)
                 return False
-            if take.weights_id not in self.relay_has.get(take.source, ()):
+            if take.publication_id not in self.relay_has.get(take.source, ()):
                 self.refuse(take, "source")
                 return False
         del self.fetches[event.relay_id]
         if isinstance(event, e.WeightsFetched):
-            self.relay_has[event.relay_id].add(event.weights_id)
-            self.reported_versions[event.relay_id].add(event.weights_id)
+            self.relay_has[event.relay_id].add(event.publication_id)
+            self.reported_versions[event.relay_id].add(event.publication_id)
         return True
 
     def refuse(self, take: c.FetchWeights, reason: str) -> None:
@@ -341,7 +341,7 @@ class World:
             e.FetchFailed(
                 relay_id=take.relay_id,
                 epoch=self.relay_epoch[take.relay_id],
-                weights_id=take.weights_id,
+                publication_id=take.publication_id,
                 try_number=take.try_number,
                 reason=reason,  # type: ignore[arg-type]
                 error="no luck",
@@ -535,8 +535,8 @@ class World:
         before.
         """
         state = self.core.state
-        needed = {weights_id for loads in self.loads.values() for weights_id in loads}
-        needed |= {weights_id for staged in self.staged.values() for weights_id in staged}
+        needed = {publication_id for loads in self.loads.values() for publication_id in loads}
+        needed |= {publication_id for staged in self.staged.values() for publication_id in staged}
         versions_in_use = {
             state.trajectories[one].initiated for one in (*state.pools.init, *state.pools.run)
         }
@@ -544,14 +544,14 @@ class World:
             {state.evaluations.current.version} if state.evaluations.current is not None else set()
         )
         needed |= {
-            weights_id
-            for weights_id, version in self.version_of.items()
+            publication_id
+            for publication_id, version in self.version_of.items()
             if version in versions_in_use
         }
         for relay in state.relays.values():
             needed |= {*relay.versions[-1:]}
             if relay.fetch is not None:
-                needed |= {relay.fetch.weights_id, relay.fetch.base}  # type: ignore[arg-type]
+                needed |= {relay.fetch.publication_id, relay.fetch.base}  # type: ignore[arg-type]
         spare = set(command.keep) - needed - {self.newest}
         assert not spare, f"{command} keeps {spare}, which nobody needs"
 
@@ -622,22 +622,22 @@ class World:
             case c.LoadWeights():
                 if command.from_checkpoint is not None:
                     checkpoint = self.checkpoints.get(command.from_checkpoint)
-                    assert checkpoint == self.published[command.weights_id], (
+                    assert checkpoint == self.published[command.publication_id], (
                         f"{command} of a checkpoint that holds {checkpoint}"
                     )
                     assert command.version == command.from_checkpoint
                 elif self.reported_versions:
                     relay = f"r{self.engine_hosts[command.engine_id]}"
-                    assert command.weights_id in self.reported_versions[relay], (
+                    assert command.publication_id in self.reported_versions[relay], (
                         f"{command} of what {relay} does not hold"
                     )
                 assert not (self.colocated and self.trainer_has_devices), command
                 self.with_memory.add(command.engine_id)
-                self.loads.setdefault(command.engine_id, []).append(command.weights_id)
+                self.loads.setdefault(command.engine_id, []).append(command.publication_id)
                 key = {
                     "engine_id": command.engine_id,
                     "epoch": self.engine_epoch[command.engine_id],
-                    "weights_id": command.weights_id,
+                    "publication_id": command.publication_id,
                 }
                 if self.fails():
                     self.later(e.WeightsLoadFailed(**key, error="torn"))
@@ -724,15 +724,15 @@ class World:
                 assert command.release == self.colocated, command
                 assert len(command.keep) <= MAX_VERSIONS
                 self.check_retained(command)
-                self.version_of[command.weights_id] = command.version
+                self.version_of[command.publication_id] = command.version
                 if command.from_checkpoint is not None:
                     self.numbers = self.checkpoints[command.from_checkpoint]
-                self.published[command.weights_id] = self.numbers
+                self.published[command.publication_id] = self.numbers
                 self.later(
                     e.WeightsPublished(
                         epoch=self.trainer_epoch,
                         version=command.version,
-                        weights_id=command.weights_id,
+                        publication_id=command.publication_id,
                     )
                 )
             case c.SaveCheckpoint():
@@ -805,7 +805,9 @@ class World:
             self.refuse(command, self.random.choice(["source", "base", "broken", "room"]))
         else:
             epoch = self.relay_epoch[name]
-            self.later(e.WeightsFetched(relay_id=name, epoch=epoch, weights_id=command.weights_id))
+            self.later(
+                e.WeightsFetched(relay_id=name, epoch=epoch, publication_id=command.publication_id)
+            )
         if self.fails():
             self.lose_relay(name)
         if self.fails():
@@ -814,7 +816,7 @@ class World:
             key = {
                 "relay_id": name,
                 "epoch": self.relay_epoch[name],
-                "weights_id": command.weights_id,
+                "publication_id": command.publication_id,
             }
             self.later(e.FetchStalled(**key, source=command.source))
 
@@ -825,13 +827,13 @@ class World:
         assert not self.colocated, f"{command} beside weights in use"
         if self.reported_versions:
             held = self.reported_versions[f"r{self.engine_hosts[name]}"]
-            assert command.weights_id in held, f"{command} of what its relay does not hold"
+            assert command.publication_id in held, f"{command} of what its relay does not hold"
         key = {
             "engine_id": name,
             "epoch": self.engine_epoch[name],
-            "weights_id": command.weights_id,
+            "publication_id": command.publication_id,
         }
-        self.staged.setdefault(name, []).append(command.weights_id)
+        self.staged.setdefault(name, []).append(command.publication_id)
         if self.fails():
             self.later(e.StagingFailed(**key, error="torn"))
         else:

@@ -89,7 +89,7 @@ def test_an_engine_computes_with_the_adapters(
     """
     first, second = adapters(base, 1), adapters(base, 2)
     manifests = [
-        publisher.publish(each, version=number, weights_id=number)
+        publisher.publish(each, version=number, publication_id=number)
         for number, each in enumerate((first, second, first), 1)
     ]
     assert manifests[0].nbytes < 0.6 * sum(p.nbytes for p in base.parameters())
@@ -106,7 +106,7 @@ def test_staged_adapters_are_swapped_in(
     base: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
     tensors = adapters(base, 3)
-    manifest = publisher.publish(tensors, version=4, weights_id=4)
+    manifest = publisher.publish(tensors, version=4, publication_id=4)
     outcome = drive(
         spec(path, lora_scale=SCALE),
         [request("old", PROMPT, seed=1, max_tokens=40)],
@@ -131,8 +131,10 @@ def test_the_adapters_of_a_checkpoint_are_those_that_were_published(
         step=7, model=tensors, optimizer={}, rng={"cpu": torch.get_rng_state()}
     )
     checkpoint.save(tmp_path / "c", saved, export_dtype=torch.float32)
-    read = LoadCheckpoint(version=7, weights_id=1, directory=str(tmp_path / "c"), dtype="float32")
-    manifest = publisher.publish(tensors, version=7, weights_id=1)
+    read = LoadCheckpoint(
+        version=7, publication_id=1, directory=str(tmp_path / "c"), dtype="float32"
+    )
+    manifest = publisher.publish(tensors, version=7, publication_id=1)
     one, other = (after(path, each).results["r"] for each in (read, Load(manifest=manifest)))
     assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
     assert logprob_error(adapted(tensors), PROMPT, one) < 1e-4
@@ -158,7 +160,7 @@ def test_what_is_no_complete_adapter_of_the_model_is_refused(
     }
     for number, (error, tensors) in enumerate(cases.items(), 2):
         manifests = [
-            publisher.publish(each, version=version, weights_id=version)
+            publisher.publish(each, version=version, publication_id=version)
             for version, each in ((1, good), (number, tensors))
         ]
         outcome = after(path, *(Load(manifest=each) for each in manifests))
@@ -170,7 +172,7 @@ def test_what_is_no_complete_adapter_of_the_model_is_refused(
 def test_an_engine_without_adapters_refuses_them(
     base: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
-    manifest = publisher.publish(adapters(base, 1), version=1, weights_id=1)
+    manifest = publisher.publish(adapters(base, 1), version=1, publication_id=1)
     outcome = drive(spec(path), [], at={0: [Load(manifest=manifest)]})
     (failed,) = outcome.of(LoadFailed)
     assert "tensors must be the model's parameters" in failed.error
@@ -182,7 +184,7 @@ def test_the_base_is_the_files_that_the_engine_began_with(
     """A checkpoint that is replaced while the engine runs changes nothing."""
     path = save(base, tmp_path / "replaced")
     tensors = adapters(base, 1)
-    manifest = publisher.publish(tensors, version=1, weights_id=1)
+    manifest = publisher.publish(tensors, version=1, publication_id=1)
     file = Path(path) / "model.safetensors"
 
     def replace() -> Load:

@@ -137,7 +137,7 @@ def test_graphs_stay_valid_across_new_weights(
     """New weights are copied to the place of the former ones."""
     new = build("qwen3", seed=1)
     publisher = Publisher(tmp_path, keep=2)
-    manifest = publisher.publish(new.state_dict(), version=1, weights_id=1)
+    manifest = publisher.publish(new.state_dict(), version=1, publication_id=1)
     load = (Suspend(), Load(manifest=manifest), Resume())
     outcome = drive(
         spec(path),
@@ -163,7 +163,7 @@ def test_graphs_are_dropped_with_the_memory(gpu: Gpu, path: str, tmp_path: Path)
     """An engine that began without memory, and gives it back once."""
     new = build("qwen3", seed=1)
     publisher = Publisher(tmp_path, keep=2)
-    manifest = publisher.publish(new.state_dict(), version=1, weights_id=1)
+    manifest = publisher.publish(new.state_dict(), version=1, publication_id=1)
     outcome = drive(
         spec(path, released=True),
         requests(30),

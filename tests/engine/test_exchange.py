@@ -348,7 +348,7 @@ async def assert_untouched(engine: EngineClient) -> None:
         ({"head_dim": 8}, "head_dim of the KV"),
         ({"block_tokens": 16}, "block_tokens of the KV must be this engine's 8, got 16"),
         ({"model": "0" * 32}, "model of the KV"),
-        ({"weights_id": 7}, "weights_id of the KV must be this engine's -1, got 7"),
+        ({"publication_id": 7}, "publication_id of the KV must be this engine's -1, got 7"),
         ({"tokens": 39}, "whole blocks"),
         ({"tokens": 0}, "whole blocks"),
         ({"tokens": -8}, "whole blocks"),
@@ -561,8 +561,8 @@ async def test_kv_of_other_weights_is_never_imported(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
     source, target, reference = await start(), await start(), await start()
-    first = publisher.publish(model.state_dict(), version=1, weights_id=1)
-    second = publisher.publish(build("qwen3", seed=1).state_dict(), version=2, weights_id=2)
+    first = publisher.publish(model.state_dict(), version=1, publication_id=1)
+    second = publisher.publish(build("qwen3", seed=1).state_dict(), version=2, publication_id=2)
     for engine in (source, target, reference):
         await engine.load(first)
     old = await exported(source)
@@ -570,10 +570,10 @@ async def test_kv_of_other_weights_is_never_imported(
     with pytest.raises(KvError, match="no part of the context"):
         await source.export_kv(PROMPT, "shm")
     new = await exported(source)
-    with pytest.raises(KvError, match="weights_id of the KV must be this engine's 1, got 2"):
+    with pytest.raises(KvError, match="publication_id of the KV must be this engine's 1, got 2"):
         await target.import_kv(PROMPT, new)
     await target.load(second)
-    with pytest.raises(KvError, match="weights_id of the KV must be this engine's 2, got 1"):
+    with pytest.raises(KvError, match="publication_id of the KV must be this engine's 2, got 1"):
         await target.import_kv(PROMPT, old)
     await assert_untouched(target)
     await reference.load(second)
@@ -587,7 +587,7 @@ async def test_weights_change_during_a_transfer(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
     source, target = await start(), await start()
-    loads = publisher.publish(model.state_dict(), version=1, weights_id=1)
+    loads = publisher.publish(model.state_dict(), version=1, publication_id=1)
     manifest = await exported(source, "tcp")
     where = await relay(
         manifest, lambda payload: [payload[:-1], payload[-1:]], then=lambda: target.load(loads)
@@ -604,7 +604,7 @@ async def test_nonfinite_kv_is_not_exported(
     poison = {
         name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()
     }
-    await engine.load(publisher.publish(poison, version=1, weights_id=1))
+    await engine.load(publisher.publish(poison, version=1, publication_id=1))
     with pytest.raises(EngineError, match="not finite"):
         await engine.generate(request("x", PROMPT, max_tokens=3))
     with pytest.raises(KvError, match="not finite"):

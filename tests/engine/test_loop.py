@@ -104,7 +104,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 
 
 def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> WeightManifest:
-    return publisher.publish(model.state_dict(), version=version, weights_id=version)
+    return publisher.publish(model.state_dict(), version=version, publication_id=version)
 
 
 def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateResult]:
@@ -404,14 +404,16 @@ def test_mismatched_load_changes_nothing(
     broken = {
         "digest": msgspec.structs.replace(good, digest="0" * 32),
         "missing": publisher.publish(
-            {k: v for k, v in state.items() if k != name}, version=2, weights_id=2
+            {k: v for k, v in state.items() if k != name}, version=2, publication_id=2
         ),
-        "unknown": publisher.publish(state | {"model.extra": state[name]}, version=3, weights_id=3),
+        "unknown": publisher.publish(
+            state | {"model.extra": state[name]}, version=3, publication_id=3
+        ),
         "shape": publisher.publish(
-            state | {name: state[name][:4].contiguous()}, version=4, weights_id=4
+            state | {name: state[name][:4].contiguous()}, version=4, publication_id=4
         ),
         "dtype": publisher.publish(
-            state | {name: state[name].to(torch.int32)}, version=5, weights_id=5
+            state | {name: state[name].to(torch.int32)}, version=5, publication_id=5
         ),
     }
     at: dict[int, Any] = {
@@ -455,7 +457,7 @@ def test_checkpoint_load_is_atomic(
         file.write_bytes(content[:-40] if damage == "truncated" else content)
     elif damage == "gone":
         file.unlink()
-    load = LoadCheckpoint(version=3, weights_id=9, directory=str(saved), dtype="float32")
+    load = LoadCheckpoint(version=3, publication_id=9, directory=str(saved), dtype="float32")
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at={6: [load]})
     assert [
@@ -475,7 +477,7 @@ def test_state_dicts_of_every_architecture_load(
     old, new = build(name, **changes), build(name, seed=1, **changes)
     half = {key: value.to(torch.bfloat16) for key, value in new.state_dict().items()}
     new.load_state_dict(half)
-    manifest = publisher.publish(half, version=1, weights_id=1)
+    manifest = publisher.publish(half, version=1, publication_id=1)
     requests = [request("x", PROMPTS[1], max_tokens=12)]
     outcome = drive(spec(save(old, tmp_path / "m")), requests, at={5: [Load(manifest=manifest)]})
     check_versions(PROMPTS[1], outcome.results["x"], {-1: old, 1: new})
@@ -487,7 +489,7 @@ def test_nonfinite_weights_are_errors_and_leave_no_trace(
     poison = {
         name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()
     }
-    bad = publisher.publish(poison, version=1, weights_id=1)
+    bad = publisher.publish(poison, version=1, publication_id=1)
     good = publish(publisher, other, version=2)
     requests = [request(str(i), p, seed=i, max_tokens=20) for i, p in enumerate(PROMPTS)]
     later = [Load(manifest=good)] + [

@@ -150,7 +150,7 @@ def test_what_cannot_be_staged_changes_nothing(
         name = "model.layers.1.self_attn.q_proj.weight"
         state = dict(other.state_dict())
         state[name] = state[name][:4].contiguous()
-        bad = publisher.publish(state, version=3, weights_id=4)
+        bad = publisher.publish(state, version=3, publication_id=4)
     elif damage == "gone":
         bad = msgspec.structs.replace(good, location="/proc/self/fd/999")
     else:

@@ -89,7 +89,9 @@ def new_trainer(
 
 
 def published(trainer: Trainer, *, release: bool = False) -> WeightManifest:
-    reply = trainer.handle(Publish(version=trainer.step, weights_id=trainer.step, release=release))
+    reply = trainer.handle(
+        Publish(version=trainer.step, publication_id=trainer.step, release=release)
+    )
     assert isinstance(reply, Published), reply
     return reply.manifest
 

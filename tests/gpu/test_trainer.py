@@ -46,7 +46,7 @@ def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(Publish(version=trainer.step, weights_id=trainer.step))
+    reply = trainer.handle(Publish(version=trainer.step, publication_id=trainer.step))
     assert isinstance(reply, Published), reply
     return {name: tensor.clone().float() for name, tensor in read_tensors(reply.manifest).items()}
 

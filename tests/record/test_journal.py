@@ -32,7 +32,7 @@ EVENTS: list[Event] = [
     EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=4, kv_total_tokens=100),
     TrainerReady(epoch=0, step=0),
     TimerFired(),
-    WeightsPublished(epoch=0, version=0, weights_id=0),
+    WeightsPublished(epoch=0, version=0, publication_id=0),
 ]
 
 

@@ -52,11 +52,11 @@ def main() -> None:
 
 
 def answer(command: FetchVersion, name: str, model: str) -> FetchReply:
-    weights_id = command.manifest.weights_id
-    if take_fault(model, f"kill-{name}-{weights_id}"):
+    publication_id = command.manifest.publication_id
+    if take_fault(model, f"kill-{name}-{publication_id}"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if command.base_id is not None and take_fault(model, f"base-{name}-{weights_id}"):
-        return VersionFailed(weights_id=weights_id, reason="base", error="another base")
+    if command.base_id is not None and take_fault(model, f"base-{name}-{publication_id}"):
+        return VersionFailed(publication_id=publication_id, reason="base", error="another base")
     return VersionFetched(manifest=command.manifest, nbytes=0, seconds=0.0)
 
 

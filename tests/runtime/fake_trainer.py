@@ -135,10 +135,10 @@ class FakeTrainer:
                 return Measured(
                     ratios=tuple(1.0 / (len(groups) - place) for place in range(len(groups)))
                 )
-            case Publish(version=version, weights_id=weights_id):
+            case Publish(version=version, publication_id=publication_id):
                 manifest = WeightManifest(
                     version=version,
-                    weights_id=weights_id,
+                    publication_id=publication_id,
                     location="",
                     tensors=(),
                     nbytes=0,

@@ -85,7 +85,7 @@ async def test_trainer_and_engine_give_their_memory_back(tmp_path: Path) -> None
 
         async def publish(number: int, *, release: bool) -> Published:
             reply = await trainer.ask(
-                Publish(version=number, weights_id=number, keep=(0, 1), release=release)
+                Publish(version=number, publication_id=number, keep=(0, 1), release=release)
             )
             assert isinstance(reply, Published), reply
             return reply

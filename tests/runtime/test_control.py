@@ -69,9 +69,9 @@ class Run:
         for engine in list(self.core.state.engines):
             self.post(EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9))
         self.post(Ready(epoch=0, step=0))
-        self.post(WeightsPublished(epoch=0, version=0, weights_id=0))
+        self.post(WeightsPublished(epoch=0, version=0, publication_id=0))
         for engine in list(self.core.state.engines):
-            self.post(WeightsLoaded(engine_id=engine, epoch=0, version=0, weights_id=0))
+            self.post(WeightsLoaded(engine_id=engine, epoch=0, version=0, publication_id=0))
 
     async def ask(self, request: ControlRequest) -> ControlReply:
         return await asyncio.to_thread(ask, self.path, request)
@@ -156,7 +156,7 @@ async def test_impossible_requests_are_refused(path: Path) -> None:
         run.post(StopRequested())
         while not run.core.finished:
             run.post(Ready(epoch=0, step=0))
-            run.post(WeightsPublished(epoch=0, version=0, weights_id=0))
+            run.post(WeightsPublished(epoch=0, version=0, publication_id=0))
             run.post(CheckpointSaved(epoch=0, step=0))
             run.core.state.error = run.core.state.error or "enough"
         assert (await run.ask(AddEngines())).error == "the run is over"

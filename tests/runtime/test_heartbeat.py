@@ -73,12 +73,12 @@ async def test_no_heartbeat_is_sent_while_weights_are_loaded(tmp_path: Path) -> 
     engines: dict[tuple[EngineId, int], Beating] = {}
     manifests = Manifests()
     manifests.published(
-        WeightManifest(version=0, weights_id=0, location="", tensors=(), nbytes=0, digest=""),
+        WeightManifest(version=0, publication_id=0, location="", tensors=(), nbytes=0, digest=""),
         keep=(),
     )
     async with staged(
         supervisor_of(engines, set()), tmp_path, manifests=manifests, **BEAT
     ) as stage:
-        stage.engines.load(LoadWeights(engine_id=A, version=0, weights_id=0))
+        stage.engines.load(LoadWeights(engine_id=A, version=0, publication_id=0))
         await engines[B, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]

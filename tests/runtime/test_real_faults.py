@@ -152,9 +152,9 @@ def only_waiting(core: Core) -> TrajectoryId | None:
     left = [
         one
         for one in (*state.pools.init, *state.pools.run)
-        if state.trajectories[one].weights_id == 0
+        if state.trajectories[one].publication_id == 0
     ]
-    newer = [engine for engine in state.engines.values() if engine.weights_id > 0]
+    newer = [engine for engine in state.engines.values() if engine.publication_id > 0]
     candidates = (
         len(left) == 1
         and len(newer) == len(state.engines) - 1
@@ -201,7 +201,7 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
     check_totals(config, result)
     replay = Replay(run_dir(config) / "journal.bin", config)
     loads = [one for _, _, out in replay for one in out if isinstance(one, LoadWeights)]
-    assert [load.weights_id for load in loads if load.from_checkpoint == 0] == [0]
+    assert [load.publication_id for load in loads if load.from_checkpoint == 0] == [0]
     assert (result["watchdog"]["trainer_restarted"], result["watchdog"]["engine_restarted"]) == (
         1,
         1,

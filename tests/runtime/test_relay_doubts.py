@@ -95,12 +95,12 @@ class Bench:
 
     async def publish(self, memory: Memory | Parts) -> None:
         """Publish as soon as the core requests it, the parts from the first hosts."""
-        weights_id = memory.manifest.weights_id
-        await until(lambda: self.core.state.publication.next_weights_id == weights_id + 1)
+        publication_id = memory.manifest.publication_id
+        await until(lambda: self.core.state.publication.next_publication_id == publication_id + 1)
         self.manifests.published(memory.manifest, (), range(len(memory.manifest.parts)))
         self.pump.post(
             e.WeightsPublished(
-                epoch=self.core.state.trainer.epoch, version=0, weights_id=weights_id
+                epoch=self.core.state.trainer.epoch, version=0, publication_id=publication_id
             )
         )
 
@@ -111,8 +111,8 @@ class Bench:
         self.pump.post(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
         self.pump.post(e.TrainerReady(epoch=self.core.state.trainer.epoch + 1, step=0))
 
-    def have(self, weights_id: int, *relays: str) -> bool:
-        return all(weights_id in self.core.state.relays[relay].versions for relay in relays)
+    def have(self, publication_id: int, *relays: str) -> bool:
+        return all(publication_id in self.core.state.relays[relay].versions for relay in relays)
 
     def signal(self, relay: str, number: signal.Signals) -> None:
         os.kill(self.links[relay].pid, number)

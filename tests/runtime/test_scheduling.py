@@ -72,7 +72,7 @@ def test_trajectories_are_predicted_placed_and_migrated(tmp_path: Path) -> None:
     # On a busy machine new weights, or another context, may have replaced the KV before
     # it was exported.
     failed = [move for move in moves if move.error]
-    reasons = ("evicted", "nothing of the context", "weights_id of the KV")
+    reasons = ("evicted", "nothing of the context", "publication_id of the KV")
     assert all(any(reason in move.error for reason in reasons) for move in failed), failed
     assert len(moves) == sum(isinstance(command, c.Migrate) for command in commands)
     assert summary.scheduling["migrations"] == len(moves) - len(failed)

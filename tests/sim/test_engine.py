@@ -515,7 +515,7 @@ def test_suspension_ends_the_running_step_and_blocks_until_resume() -> None:
     assert one.next_at() == 4.0
     (done,) = drain(one)
     assert done.at > 4.0 + 0.01 * (50 - tokens)
-    assert (one.weights_id, done.output_tokens) == (7, 50)
+    assert (one.publication_id, done.output_tokens) == (7, 50)
     assert one.recomputed_tokens == 10 + tokens - 1  # the last token had no KV yet
     assert one.busy_s == pytest.approx(settled + done.at - 4.0)
 

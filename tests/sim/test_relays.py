@@ -60,17 +60,17 @@ class Stage:
         self.events.append((self.clock.now, event))
 
     def take(
-        self, relay: int, source: int | None, weights_id: int = 0, *, base: int | None = None
+        self, relay: int, source: int | None, publication_id: int = 0, *, base: int | None = None
     ) -> None:
         name = f"r{source}" if source is not None else None
         self.relays.fetch(
             c.FetchWeights(
                 relay_id=f"r{relay}",
-                weights_id=weights_id,
+                publication_id=publication_id,
                 try_number=1,
                 source=name,
                 base_id=base,
-                keep=tuple(range(weights_id)),
+                keep=tuple(range(publication_id)),
             )
         )
 

@@ -32,7 +32,7 @@ def started_world(directory: Path) -> World:
 
 def load(world: World, engine_id: EngineId, step: int) -> None:
     world.fleet.load(
-        c.LoadWeights(engine_id=engine_id, version=step, weights_id=0, from_checkpoint=step)
+        c.LoadWeights(engine_id=engine_id, version=step, publication_id=0, from_checkpoint=step)
     )
 
 

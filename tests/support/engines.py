@@ -119,7 +119,7 @@ def manifest(version: int, digest: str = "good") -> WeightManifest:
     """Return a version without tensors."""
     return WeightManifest(
         version=version,
-        weights_id=version,
+        publication_id=version,
         location="/nowhere",
         tensors=(),
         nbytes=0,

@@ -100,13 +100,17 @@ class Hand:
                 ]
             case c.LoadWeights():
                 self.loads.append(command)
-                epoch, weights_id = self.epochs[command.engine_id], command.weights_id
-                key = {"engine_id": command.engine_id, "epoch": epoch, "weights_id": weights_id}
+                epoch, publication_id = self.epochs[command.engine_id], command.publication_id
+                key = {
+                    "engine_id": command.engine_id,
+                    "epoch": epoch,
+                    "publication_id": publication_id,
+                }
                 from_memory = command.from_checkpoint is None
                 if self.silent and not from_memory:
                     return []
                 if (
-                    from_memory and weights_id in self.refused
+                    from_memory and publication_id in self.refused
                 ) or command.from_checkpoint in self.damaged:
                     return [e.WeightsLoadFailed(**key, error="nobody has them")]
                 return [e.WeightsLoaded(**key, version=command.version)]
@@ -114,7 +118,7 @@ class Hand:
                 epoch = self.core.state.trainer.epoch
                 return [
                     e.WeightsPublished(
-                        epoch=epoch, version=command.version, weights_id=command.weights_id
+                        epoch=epoch, version=command.version, publication_id=command.publication_id
                     )
                 ]
             case c.SaveCheckpoint():

@@ -58,12 +58,14 @@ class Driver:
         ]
 
     def publish(self) -> list[c.Command]:
-        trainer, weights_id = (
+        trainer, publication_id = (
             self.core.state.trainer,
-            self.core.state.publication.next_weights_id - 1,
+            self.core.state.publication.next_publication_id - 1,
         )
         return self.send(
-            e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id)
+            e.WeightsPublished(
+                epoch=trainer.epoch, version=trainer.step, publication_id=publication_id
+            )
         )
 
     def publish_again(self) -> list[c.Command]:
@@ -74,9 +76,11 @@ class Driver:
         self.send(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=0))
         return self.publish()
 
-    def hold(self, relay: str, weights_id: int) -> list[c.Command]:
+    def hold(self, relay: str, publication_id: int) -> list[c.Command]:
         epoch = self.relay(relay).epoch
-        return self.send(e.WeightsFetched(relay_id=relay, epoch=epoch, weights_id=weights_id))
+        return self.send(
+            e.WeightsFetched(relay_id=relay, epoch=epoch, publication_id=publication_id)
+        )
 
     def lose(self, relay: str) -> list[c.Command]:
         return self.send(e.RelayLost(relay_id=relay, epoch=self.relay(relay).epoch, error="killed"))
@@ -96,7 +100,7 @@ class Driver:
         event = e.FetchStalled(
             relay_id=relay,
             epoch=self.relay(relay).epoch,
-            weights_id=fetch.weights_id,
+            publication_id=fetch.publication_id,
             source=fetch.source,
         )
         return self.send(event)
@@ -106,7 +110,7 @@ class Driver:
         event = e.FetchFailed(
             relay_id=relay,
             epoch=state.epoch,
-            weights_id=self.fetch(relay).weights_id,
+            publication_id=self.fetch(relay).publication_id,
             try_number=state.fetches,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",

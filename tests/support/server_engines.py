@@ -70,7 +70,7 @@ class Weights:
         tensors = dict(read_tensors_of(self.checkpoint(number)))
         tensors.pop(without, None)
         self._open.append(
-            publish(tensors, version=number, weights_id=number, directory=self._directory)
+            publish(tensors, version=number, publication_id=number, directory=self._directory)
         )
         return self._open[-1].manifest
 
@@ -88,7 +88,7 @@ class Weights:
         shutil.copytree(self.model, path)
         save_file(base, path / "model.safetensors", metadata={"format": "pt"})
         self._open.append(
-            publish(adapters, version=number, weights_id=number, directory=self._directory)
+            publish(adapters, version=number, publication_id=number, directory=self._directory)
         )
         return self._open[-1].manifest
 

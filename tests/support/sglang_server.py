@@ -351,7 +351,7 @@ class Server:
         tensors = await asyncio.to_thread(tensors_of, directory)
         version = int(label)
         with publish(
-            tensors, version=version, weights_id=version, directory=self.folder
+            tensors, version=version, publication_id=version, directory=self.folder
         ) as publication:
             await self.engine.load(publication.manifest)
 

@@ -168,7 +168,7 @@ class VllmApp:
         tensors = mapped(self.checked)
         self.loads += 1
         with publish(
-            tensors, version=self.loads, weights_id=self.loads, directory=self.folder
+            tensors, version=self.loads, publication_id=self.loads, directory=self.folder
         ) as publication:
             await self.engine.load(publication.manifest)
 

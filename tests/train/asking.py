@@ -18,6 +18,6 @@ def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
 
 def published(trainer: Trainer, version: int = 0) -> dict[str, torch.Tensor]:
     """Publish the weights as `version`, and return copies of their tensors."""
-    reply = trainer.handle(Publish(version=version, weights_id=version))
+    reply = trainer.handle(Publish(version=version, publication_id=version))
     assert isinstance(reply, Published), reply
     return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}

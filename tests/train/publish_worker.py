@@ -50,7 +50,7 @@ class Rank:
         }
 
     def publish(self, version: int) -> Published | TrainFailed:
-        reply = self.trainer.handle(Publish(version=version, weights_id=version))
+        reply = self.trainer.handle(Publish(version=version, publication_id=version))
         assert isinstance(reply, Published | TrainFailed)
         return reply
 

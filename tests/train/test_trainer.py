@@ -264,9 +264,9 @@ def test_publishing_names_the_version_and_stopping_removes_it(
     model_dir: Path, tmp_path: Path
 ) -> None:
     trainer = new_trainer(model_dir, tmp_path, make_config())
-    reply = trainer.handle(Publish(version=4, weights_id=17))
+    reply = trainer.handle(Publish(version=4, publication_id=17))
     assert isinstance(reply, Published)
-    assert (reply.manifest.version, reply.manifest.weights_id) == (4, 17)
+    assert (reply.manifest.version, reply.manifest.publication_id) == (4, 17)
     assert trainer.handle(StopTrainer()) is None
     with pytest.raises(Exception, match="gone"):
         read_tensors(reply.manifest)

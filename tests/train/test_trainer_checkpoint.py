@@ -42,12 +42,12 @@ def test_a_checkpoint_has_the_bits_that_were_published(
     config, directory = configured(model=model, published=published), make_model(tmp_path / "m")
     trainer = Trainer(config, directory, tmp_path / "run")
     assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
-    first = trainer.handle(Publish(version=1, weights_id=7))
+    first = trainer.handle(Publish(version=1, publication_id=7))
     assert isinstance(first, Published)
     assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=False)), Saved)
     trainer.handle(TrainOn(batch=make_batch(1, step=1)))
     trainer.handle(Restore(path=str(tmp_path / "c")))
-    again = trainer.handle(Publish(version=1, weights_id=8, keep=(7,)))
+    again = trainer.handle(Publish(version=1, publication_id=8, keep=(7,)))
     assert isinstance(again, Published)
     published_bits = bits(
         read_trainer_checkpoint(

@@ -40,7 +40,7 @@ class Memory:
         self,
         payload: bytes,
         *,
-        weights_id: int,
+        publication_id: int,
         tensors: tuple[TensorMeta, ...],
         sealed: bool = True,
     ) -> None:
@@ -50,8 +50,8 @@ class Memory:
         if sealed:
             seal(self.fd)
         self.manifest = WeightManifest(
-            version=weights_id,
-            weights_id=weights_id,
+            version=publication_id,
+            publication_id=publication_id,
             location=f"/proc/{os.getpid()}/fd/{self.fd}",
             tensors=tensors,
             nbytes=len(payload),
@@ -105,9 +105,9 @@ def versions(
 ) -> Iterator[list[Memory]]:
     """Publish consecutive versions of one model, with ids from `first`."""
     payload, memories = payload_of(tensors, seed=0), []
-    for weights_id in range(first, first + count):
-        memories.append(Memory(payload, weights_id=weights_id, tensors=tensors))
-        payload = changed(payload, seed=weights_id)
+    for publication_id in range(first, first + count):
+        memories.append(Memory(payload, publication_id=publication_id, tensors=tensors))
+        payload = changed(payload, seed=publication_id)
     try:
         yield memories
     finally:
@@ -225,9 +225,9 @@ class Host:
         assert isinstance(answer, VersionFetched | VersionFailed)
         return answer
 
-    def payload(self, weights_id: int) -> bytes | None:
+    def payload(self, publication_id: int) -> bytes | None:
         """Read the payload as an engine does, through the manifest's location."""
-        manifest = self.relay.manifest(weights_id)
+        manifest = self.relay.manifest(publication_id)
         return Path(manifest.location).read_bytes() if manifest is not None else None
 
 

@@ -29,10 +29,10 @@ def main(what: str, kind: str, directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, ROOM_BYTES))
     small, large = {"w": torch.arange(1000.0)}, {"w": torch.zeros(ROOM_BYTES), "v": torch.zeros(10)}
     publisher = Publisher(directory, memfd=kind == "memfd")
-    first = publisher.publish(small, version=1, weights_id=1)
+    first = publisher.publish(small, version=1, publication_id=1)
     files, open_before = list(directory.iterdir()), len(os.listdir("/proc/self/fd"))
     try:
-        publisher.publish(large, version=2, weights_id=2)
+        publisher.publish(large, version=2, publication_id=2)
     except WeightsError as error:
         print(error)
     else:
@@ -40,7 +40,7 @@ def main(what: str, kind: str, directory: Path) -> None:
     assert list(directory.iterdir()) == files, "nothing of it is left"
     assert len(os.listdir("/proc/self/fd")) == open_before
     assert torch.equal(read_tensors(first)["w"], small["w"]), "the old version serves on"
-    third = publisher.publish(small, version=3, weights_id=3)
+    third = publisher.publish(small, version=3, publication_id=3)
     assert torch.equal(read_tensors(third)["w"], small["w"]), "a small one still fits"
     publisher.close()
     assert not list(directory.iterdir())

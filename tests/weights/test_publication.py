@@ -60,9 +60,9 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("memfd", [True, False])
 def test_reads_exactly_the_published_bits(tmp_path: Path, memfd: bool) -> None:
     with publish(
-        some_tensors(), version=3, weights_id=8, directory=tmp_path, memfd=memfd
+        some_tensors(), version=3, publication_id=8, directory=tmp_path, memfd=memfd
     ) as publication:
-        assert (publication.manifest.version, publication.manifest.weights_id) == (3, 8)
+        assert (publication.manifest.version, publication.manifest.publication_id) == (3, 8)
         tensors_read = read_tensors(publication.manifest)
         assert_same(tensors_read, some_tensors())
         assert bool(list(tmp_path.iterdir())) != memfd
@@ -73,7 +73,7 @@ def test_reads_exactly_the_published_bits(tmp_path: Path, memfd: bool) -> None:
 
 
 def test_publishes_an_empty_version(tmp_path: Path) -> None:
-    with publish({}, version=0, weights_id=0, directory=tmp_path) as publication:
+    with publish({}, version=0, publication_id=0, directory=tmp_path) as publication:
         assert publication.manifest.nbytes == 0
         assert read_tensors(publication.manifest) == {}
 
@@ -93,19 +93,19 @@ def test_publishes_tensors_of_any_shape(
         for i, shape in enumerate(shapes)
     }
     with publish(
-        tensors, version=1, weights_id=1, directory=tmp_path_factory.getbasetemp()
+        tensors, version=1, publication_id=1, directory=tmp_path_factory.getbasetemp()
     ) as publication:
         assert_same(read_tensors(publication.manifest), tensors)
 
 
 def test_writes_of_a_reader_stay_private(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
+    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
         read_tensors(publication.manifest)["matrix"].zero_()
         assert_same(read_tensors(publication.manifest), some_tensors())
 
 
 def test_the_payload_is_sealed(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
+    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
         fd = os.open(publication.manifest.location, os.O_RDWR)
         with pytest.raises(PermissionError):
             os.write(fd, b"x")
@@ -116,7 +116,7 @@ def test_the_payload_is_sealed(tmp_path: Path) -> None:
 
 def test_refuses_damaged_truncated_and_longer_payloads(tmp_path: Path) -> None:
     with publish(
-        some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
+        some_tensors(), version=1, publication_id=1, directory=tmp_path, memfd=False
     ) as publication:
         path = Path(publication.manifest.location)
         content = path.read_bytes()
@@ -140,7 +140,7 @@ def changed_first(manifest: WeightManifest, **change: object) -> WeightManifest:
 
 
 def test_refuses_metadata_that_does_not_fit(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
+    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
         manifest = publication.manifest
         wrong = [
             changed_first(manifest, dtype="float31"),
@@ -163,7 +163,7 @@ def test_refuses_metadata_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_a_pipe_instead_of_the_payload_does_not_block(tmp_path: Path) -> None:
     reading, writing = os.pipe()
-    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
+    with publish(some_tensors(), version=1, publication_id=1, directory=tmp_path) as publication:
         manifest = msgspec.structs.replace(
             publication.manifest, location=f"/proc/{os.getpid()}/fd/{reading}"
         )
@@ -177,7 +177,7 @@ CHILD = """
 import sys, pathlib, msgspec, torch
 from rollweave.weights.publication import publish
 tensors = {"w": torch.arange(1000.0)}
-publication = publish(tensors, version=5, weights_id=6, directory=pathlib.Path(sys.argv[1]), memfd=sys.argv[2] == "memfd")
+publication = publish(tensors, version=5, publication_id=6, directory=pathlib.Path(sys.argv[1]), memfd=sys.argv[2] == "memfd")
 sys.stdout.buffer.write(msgspec.json.encode(publication.manifest) + b"\\n")
 sys.stdout.flush()
 sys.stdin.read()
@@ -214,7 +214,7 @@ def test_another_process_reads_a_version_until_its_publisher_is_killed(
 def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -> None:
     publisher = Publisher(tmp_path, keep=2, memfd=memfd)
     manifests = [
-        publisher.publish({"w": torch.tensor([float(v)])}, version=v, weights_id=10 + v)
+        publisher.publish({"w": torch.tensor([float(v)])}, version=v, publication_id=10 + v)
         for v in range(4)
     ]
     for manifest in manifests[:2]:
@@ -229,11 +229,13 @@ def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -
 
 def test_a_publisher_keeps_needed_versions(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, keep=2)
-    for weights_id, needed in enumerate([(), (0,), (0, 1), (0, 2), ()]):
-        publisher.publish({"w": torch.zeros(1)}, version=0, weights_id=weights_id, needed=needed)
-        assert [publication.manifest.weights_id for publication in publisher._open] == [
+    for publication_id, needed in enumerate([(), (0,), (0, 1), (0, 2), ()]):
+        publisher.publish(
+            {"w": torch.zeros(1)}, version=0, publication_id=publication_id, needed=needed
+        )
+        assert [publication.manifest.publication_id for publication in publisher._open] == [
             *needed,
-            weights_id,
+            publication_id,
         ]
     publisher.close()
 
@@ -242,7 +244,7 @@ def test_an_impossible_directory_is_a_weights_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_bytes(b"")
     with pytest.raises(WeightsError, match="cannot publish"):
-        publish(some_tensors(), version=1, weights_id=1, directory=blocker, memfd=False)
+        publish(some_tensors(), version=1, publication_id=1, directory=blocker, memfd=False)
 
 
 # Writing slice by slice.
@@ -272,7 +274,7 @@ def test_slices_in_any_order_make_the_same_version(
     if writers > 1:
         order.shuffle(slices)
     directory = tmp_path_factory.getbasetemp()
-    draft = Draft(metas, version=1, weights_id=1, directory=directory)
+    draft = Draft(metas, version=1, publication_id=1, directory=directory)
     writers_of_draft = [
         draft.writer,
         *(PayloadWriter.open(draft.handle) for _ in range(writers - 1)),
@@ -286,7 +288,7 @@ def test_slices_in_any_order_make_the_same_version(
         hand.close()
     with (
         draft.finish() as done,
-        publish(tensors, version=1, weights_id=1, directory=directory) as content,
+        publish(tensors, version=1, publication_id=1, directory=directory) as content,
     ):
         assert done.manifest.digest == content.manifest.digest
         assert_same(read_tensors(done.manifest), tensors)
@@ -295,8 +297,8 @@ def test_slices_in_any_order_make_the_same_version(
 @pytest.mark.parametrize("memfd", [True, False])
 def test_opens_only_the_intended_draft(tmp_path: Path, memfd: bool) -> None:
     metas = lay_out([("w", torch.float32, (10,))])
-    draft = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
-    other = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
+    draft = Draft(metas, version=1, publication_id=1, directory=tmp_path, memfd=memfd)
+    other = Draft(metas, version=1, publication_id=1, directory=tmp_path, memfd=memfd)
     handle = draft.handle
     for wrong in (
         msgspec.structs.replace(
@@ -351,9 +353,9 @@ def test_two_publishers_share_a_directory(tmp_path: Path, memfd: bool) -> None:
     only the directory.
     """
     one = Publisher(tmp_path, memfd=memfd)
-    first = one.publish({"w": torch.zeros(3)}, version=1, weights_id=1)
+    first = one.publish({"w": torch.zeros(3)}, version=1, publication_id=1)
     other = Publisher(tmp_path, memfd=memfd)
-    second = other.publish({"w": torch.ones(3)}, version=1, weights_id=1)
+    second = other.publish({"w": torch.ones(3)}, version=1, publication_id=1)
     assert read_tensors(first)["w"].tolist() == [0, 0, 0]
     one.close()
     assert read_tensors(second)["w"].tolist() == [1, 1, 1]
@@ -367,7 +369,7 @@ from rollweave.weights.publication import Publisher, read_tensors
 own = float(sys.argv[2])
 for version in range(40):
     publisher = Publisher(pathlib.Path(sys.argv[1]), keep=1, memfd=False)
-    manifest = publisher.publish({"w": torch.full((1000,), own + version)}, version=version, weights_id=version)
+    manifest = publisher.publish({"w": torch.full((1000,), own + version)}, version=version, publication_id=version)
     assert (read_tensors(manifest)["w"] == own + version).all()
     publisher.close()
 """
@@ -386,7 +388,7 @@ def test_two_processes_publish_at_once_in_one_directory(tmp_path: Path) -> None:
 def test_keeps_files_of_a_publisher_in_another_container(tmp_path: Path) -> None:
     """Two containers share a directory, in which process ids mean nothing."""
     with publish(
-        some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
+        some_tensors(), version=1, publication_id=1, directory=tmp_path, memfd=False
     ) as publication:
         code = (
             "import pathlib; from rollweave.weights.publication import Publisher; "

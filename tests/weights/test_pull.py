@@ -79,7 +79,7 @@ async def test_short_ranges_come_in_one_message() -> None:
             channel = await Tcp(idle_timeout_s=5.0).connect(address)
             await channel.send(
                 Request(
-                    weights_id=1,
+                    publication_id=1,
                     digest=memory.manifest.digest,
                     nbytes=memory.manifest.nbytes,
                     ranges=ranges,

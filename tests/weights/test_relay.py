@@ -33,9 +33,9 @@ def failed(answer: VersionFetched | VersionFailed, reason: str) -> str:
     return answer.error
 
 
-def received_bytes(host: Host, weights_id: int) -> int:
+def received_bytes(host: Host, publication_id: int) -> int:
     """Return the number of bytes of a version that have arrived."""
-    pending = host.relay._pending.get(weights_id)
+    pending = host.relay._pending.get(publication_id)
     return pending.writer.contiguous if pending is not None and pending.writer is not None else 0
 
 
@@ -212,7 +212,7 @@ async def test_reports_a_stall_repeatedly_while_the_fetch_continues() -> None:
                 await source.fetch(memory.manifest)
                 host.start_fetch(memory.manifest, listener.address)
                 await until(lambda: len(host.stalls) > 1)
-                assert {(word.weights_id, word.source) for word in host.stalls} == {
+                assert {(word.publication_id, word.source) for word in host.stalls} == {
                     (1, listener.address)
                 }
                 assert host.answers.empty()
@@ -281,10 +281,10 @@ async def test_reports_a_missing_base() -> None:
     with versions(2) as (old, new):
         async with hosts(2) as (master, host):
             await master.fetch(old.manifest)
-            assert "weights id 7 is not stored" in failed(
+            assert "publication 7 is not stored" in failed(
                 await master.fetch(new.manifest, base_id=7, keep=(1,)), "base"
             )
-            assert "weights id 1 is not stored" in failed(
+            assert "publication 1 is not stored" in failed(
                 await host.fetch(new.manifest, master, base_id=1), "base"
             )
             assert master.payload(1) == old.payload
@@ -294,7 +294,7 @@ async def test_reports_a_missing_base() -> None:
 
 async def test_a_base_with_another_content_is_not_used() -> None:
     """A delta against it would not apply, so the full version is sent."""
-    other = Memory(changed(payload_of(SHAPES, seed=0), seed=99), weights_id=1, tensors=SHAPES)
+    other = Memory(changed(payload_of(SHAPES, seed=0), seed=99), publication_id=1, tensors=SHAPES)
     with versions(2) as (old, new):
         async with hosts(2) as (master, host):
             await master.fetch(old.manifest)
@@ -332,17 +332,17 @@ async def test_keeps_deltas_of_the_newest_versions_only() -> None:
                 answer = await master.fetch(memory.manifest, base_id=base_id, keep=everything)
                 assert isinstance(answer, VersionFetched)
                 await host.fetch(memory.manifest, master, base_id=base_id, keep=everything)
-            for weights_id in everything:
-                changes = host.relay._served[weights_id]._deltas
-                assert bool(changes) == (weights_id > 3)
-                assert host.payload(weights_id) == memories[weights_id - 1].payload
+            for publication_id in everything:
+                changes = host.relay._served[publication_id]._deltas
+                assert bool(changes) == (publication_id > 3)
+                assert host.payload(publication_id) == memories[publication_id - 1].payload
             await host.fetch(memories[-1].manifest, keep=())
             assert list(host.relay._served) == [5]
 
 
 async def test_rejects_two_trainers_with_one_id() -> None:
     with versions(2) as (own, _):
-        other = Memory(changed(own.payload, seed=5), weights_id=1, tensors=SHAPES)
+        other = Memory(changed(own.payload, seed=5), publication_id=1, tensors=SHAPES)
         async with hosts(3) as (one, two, three):
             await one.fetch(own.manifest)
             assert "two trainers" in failed(await one.fetch(other.manifest), "broken")
@@ -372,7 +372,7 @@ async def test_rejects_a_manifest_for_another_model() -> None:
 @pytest.mark.parametrize("sealed", [True, False])
 async def test_rejects_a_payload_that_does_not_match_its_manifest(sealed: bool) -> None:
     with versions(1) as (good,):
-        bad = Memory(changed(good.payload, seed=3), weights_id=2, tensors=SHAPES, sealed=sealed)
+        bad = Memory(changed(good.payload, seed=3), publication_id=2, tensors=SHAPES, sealed=sealed)
         lies = msgspec.structs.replace(bad.manifest, digest=good.manifest.digest)
         async with hosts(2) as (host, after):
             await host.fetch(good.manifest)

@@ -43,7 +43,7 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
     with versions(VERSIONS, tensors=SHAPES) as memories:
         async with hosts(HOSTS, Tcp(idle_timeout_s=5.0), linger_s=0.05) as hosts_:
             commands_sent = [0] * HOSTS
-            for number, weights_id, source, base_id, keep, turns in commands:
+            for number, publication_id, source, base_id, keep, turns in commands:
                 address = (
                     NOWHERE
                     if source == "nowhere"
@@ -52,7 +52,7 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
                     else None
                 )
                 command = FetchVersion(
-                    manifest=memories[weights_id - 1].manifest,
+                    manifest=memories[publication_id - 1].manifest,
                     source=address,
                     base_id=base_id,
                     keep=tuple(keep),
@@ -65,11 +65,11 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
             # A relay that waits for a source that never starts is freed by a
             # FetchVersion of that version from memory.
             for host in hosts_:
-                for weights_id in range(1, VERSIONS + 1):
+                for publication_id in range(1, VERSIONS + 1):
                     everything = tuple(range(1, VERSIONS + 1))
                     host.relay.fetch(
                         FetchVersion(
-                            manifest=memories[weights_id - 1].manifest,
+                            manifest=memories[publication_id - 1].manifest,
                             keep=everything,
                             chunk_bytes=100 * KIB,
                         )
@@ -84,5 +84,5 @@ async def _execute(commands: list[tuple[int, int, object, int | None, set[int], 
 
 
 def _check(host: Host, payloads: list[bytes]) -> None:
-    for weights_id, payload in enumerate(payloads, start=1):
-        assert host.payload(weights_id) == payload
+    for publication_id, payload in enumerate(payloads, start=1):
+        assert host.payload(publication_id) == payload

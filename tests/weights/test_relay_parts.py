@@ -79,9 +79,9 @@ async def test_a_host_that_needs_no_version_serves_its_part_only() -> None:
                 answer = await first.answer()
                 assert isinstance(answer, VersionFetched), answer
                 assert answer.nbytes == parts.sizes[1] + parts.sizes[2]
-                assert first.payload(parts.manifest.weights_id) == parts.payload
+                assert first.payload(parts.manifest.publication_id) == parts.payload
             assert [host.relay.manifest(2) for host in (second, third)] == [None, None]
-            served = [one.version.manifest.weights_id for one in second.relay._parts]
+            served = [one.version.manifest.publication_id for one in second.relay._parts]
             assert served == [2], "only the newest part"
 
 

@@ -70,7 +70,7 @@ def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_opens_a_version_in_the_memory_of_this_host(sealed: bool) -> None:
-    memory = Memory(os.urandom(1 << 20), weights_id=1, tensors=(), sealed=sealed)
+    memory = Memory(os.urandom(1 << 20), publication_id=1, tensors=(), sealed=sealed)
     store = VersionStore()
     stored = import_version(store, memory.manifest)
     if not sealed:
@@ -93,7 +93,7 @@ def test_engines_read_a_stored_version_like_the_trainers() -> None:
         assert all(bool((published[name] == loaded[name]).all()) for name in published)
         view = stored.view()
         evicted = store.evict_except([])
-        assert [stored.manifest.weights_id for stored in evicted] == [1]
+        assert [stored.manifest.publication_id for stored in evicted] == [1]
         close_all(evicted)
         assert store.ids() == []
         assert bytes(view) == memory.payload  # the view keeps it readable
@@ -168,7 +168,7 @@ def test_rejects_incomplete_and_damaged_versions_without_a_trace() -> None:
 
 def test_deltas_of_another_base_and_damaged_deltas_write_nothing() -> None:
     with versions(2) as (old, new), ThreadPoolExecutor(1) as pool:
-        other = Memory(changed(old.payload, seed=8), weights_id=7, tensors=SHAPES)
+        other = Memory(changed(old.payload, seed=8), publication_id=7, tensors=SHAPES)
         store = VersionStore()
         base, wrong = import_version(store, old.manifest), import_version(store, other.manifest)
         (chunk, *_) = chunks_of(new.manifest, 1)
@@ -201,13 +201,13 @@ def test_reports_missing_memory_and_missing_base() -> None:
     with versions(1) as (memory,):
         store = VersionStore()
         import_version(store, memory.manifest)
-        huge = msgspec.structs.replace(memory.manifest, weights_id=2, nbytes=1 << 60)
+        huge = msgspec.structs.replace(memory.manifest, publication_id=2, nbytes=1 << 60)
         for manifest in (huge, msgspec.structs.replace(huge, tensors=memory.manifest.tensors)):
             with pytest.raises(FetchError, match="no room") as error:
                 store.create(manifest)
             assert reason_of(error) == "room"
         with pytest.raises(
-            FetchError, match=r"weights id 9 is not stored; there are \[1\]"
+            FetchError, match=r"publication 9 is not stored; there are \[1\]"
         ) as error:
             store.base_version(9)
         assert reason_of(error) == "base"
@@ -240,7 +240,7 @@ def test_stores_a_scalar_and_an_empty_tensor() -> None:
         TensorMeta(name="none", dtype="bfloat16", shape=(3, 0), offset=0, nbytes=0),
         TensorMeta(name="one", dtype="float64", shape=(), offset=0, nbytes=8),
     )
-    memory = Memory(os.urandom(8), weights_id=1, tensors=shapes)
+    memory = Memory(os.urandom(8), publication_id=1, tensors=shapes)
     store = VersionStore()
     assert bytes(import_version(store, memory.manifest).view()) == memory.payload
     store.close()

@@ -213,7 +213,7 @@ class Referee:
             case e.RelayJoined():
                 self._relay(event, "join")
             case e.WeightsFetched() | e.FetchFailed():
-                self._relay(event, f"take {event.weights_id}")
+                self._relay(event, f"take {event.publication_id}")
             case e.FetchStalled():
                 assert event.source in self.relays, event
             case e.RelayLost():
@@ -292,9 +292,9 @@ class Referee:
         epoch, owes = self.engines.get(event.engine_id, (-1, ""))
         if event.epoch == epoch:
             owed = self.staging.get(event.engine_id, [])
-            assert event.weights_id in owed, f"{event} was not asked for"
+            assert event.publication_id in owed, f"{event} was not asked for"
             assert owes != "join", f"{event} before it is up"
-            owed.remove(event.weights_id)
+            owed.remove(event.publication_id)
 
     def _relay(self, event: OfRelay, *owed: str) -> None:
         epoch, owes = self.relays.get(event.relay_id, (-1, ""))
@@ -360,7 +360,7 @@ class Referee:
                 self.timer = True
             case c.StageWeights():
                 assert command.engine_id in self.stages, f"{command} of an engine that cannot"
-                self.staging.setdefault(command.engine_id, []).append(command.weights_id)
+                self.staging.setdefault(command.engine_id, []).append(command.publication_id)
             case c.SuspendEngine():
                 self.engines[command.engine_id] = (self.engines[command.engine_id][0], "suspend")
             case c.LoadWeights():
@@ -377,7 +377,7 @@ class Referee:
                 )
                 self.relays[command.relay_id] = (
                     self.relays[command.relay_id][0],
-                    f"take {command.weights_id}",
+                    f"take {command.publication_id}",
                 )
             case c.RestartRelay():
                 self.relays[command.relay_id] = (command.epoch, "join")

@@ -157,9 +157,9 @@ def _check_measured(run: Run) -> None:
         run.pacing.samples_buffer and run.config.buffer.sample == "ratio"
     ), trainer
     for group in run.state.groups.values():
-        assert (group.ratio is None) == (group.ratio_weights_id < 0), group
+        assert (group.ratio is None) == (group.ratio_publication_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group
-        assert group.ratio_weights_id < run.state.publication.next_weights_id, group
+        assert group.ratio_publication_id < run.state.publication.next_publication_id, group
 
 
 def _check_affinity(run: Run) -> None:
@@ -171,7 +171,7 @@ def _check_affinity(run: Run) -> None:
     state = run.state
     for engine in state.engines.values():
         for trajectory_id in engine.active:
-            assert state.trajectories[trajectory_id].weights_id == engine.weights_id, (
+            assert state.trajectories[trajectory_id].publication_id == engine.publication_id, (
                 f"{trajectory_id} on {engine}"
             )
     for trajectory_id in (*state.pools.init, *state.pools.run):
@@ -186,7 +186,7 @@ def _check_affinity(run: Run) -> None:
                 f"{trajectory} has no engine, and is not listed as unassigned"
             )
         else:
-            assert assigned.weights_id == trajectory.weights_id, (
+            assert assigned.publication_id == trajectory.publication_id, (
                 f"{trajectory} is assigned to {assigned}"
             )
             assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned
@@ -217,7 +217,7 @@ def _check_weights(run: Run) -> None:
     )
     assert len(needed(run)) <= MAX_VERSIONS
     for engine in state.engines.values():
-        assert engine.staged_id < 0 or engine.staged_id > engine.weights_id, engine
+        assert engine.staged_id < 0 or engine.staged_id > engine.publication_id, engine
         assert engine.staging_id < 0 or engine.status is not EngineStatus.STARTING, engine
     assert not state.publication.checkpointed or (
         state.checkpoints.newest is not None
@@ -232,9 +232,9 @@ def _check_weights(run: Run) -> None:
         if fetch is None:
             continue
         source = state.relays[fetch.source] if fetch.source is not None else None
-        if source is not None and fetch.weights_id not in source.versions:
-            assert source.fetching == fetch.weights_id, (
-                f"{relay.id} fetches {fetch.weights_id} from {source.id}, which lacks it"
+        if source is not None and fetch.publication_id not in source.versions:
+            assert source.fetching == fetch.publication_id, (
+                f"{relay.id} fetches {fetch.publication_id} from {source.id}, which lacks it"
             )
             assert state.chain.order.index(source.id) < place, (
                 f"{relay.id} fetches from {source.id}, which stands behind it"
@@ -254,7 +254,7 @@ def _check_devices(run: Run) -> None:
         assert run.colocated or not engine.released, engine
         if engine.released:
             assert not engine.active, engine
-            assert engine.weights_id == -1 or engine.status is EngineStatus.SUSPENDING, engine
+            assert engine.publication_id == -1 or engine.status is EngineStatus.SUSPENDING, engine
         if run.colocated and run.state.trainer.status in (
             TrainerStatus.MEASURING,
             TrainerStatus.TRAINING,

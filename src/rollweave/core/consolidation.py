@@ -39,7 +39,7 @@ def run_now(run: Run) -> None:
         if (
             engine.status is EngineStatus.SERVING
             and stays
-            and engine.weights_id != state.publication.weights_id
+            and engine.publication_id != state.publication.publication_id
         ):
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as contexts grow; an engine for which no turn
@@ -61,7 +61,7 @@ def run_now(run: Run) -> None:
 def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
     return Replica(
         id=engine.id,
-        weights_id=engine.weights_id,
+        publication_id=engine.publication_id,
         kv_used=held,
         kv_before=before,
         kv_total=engine.kv_tokens,

@@ -108,7 +108,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)
         return
-    engine.version, engine.weights_id = event.version, event.version
+    engine.version, engine.publication_id = event.version, event.version
     assignment.engines_changed(run)
     enter(run, engine, EngineStatus.SERVING)
 
@@ -162,7 +162,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
     engine.restarts += 1
     engine.epoch += 1
-    engine.version = engine.weights_id = engine.loading_id = -1
+    engine.version = engine.publication_id = engine.loading_id = -1
     engine.staging_id = engine.staged_id = engine.unstaged_id = -1
     engine.released = False
     engine.consecutive_timeouts = engine.load_failures = 0

@@ -47,9 +47,13 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
     saved = run.state.checkpoints.newest == version
-    weights_id = run.state.publication.weights_id
+    publication_id = run.state.publication.publication_id
     run.state.evaluations.current = Evaluation(
-        version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], checkpointed=saved
+        version=version,
+        final=final,
+        publication_id=publication_id,
+        to_draw=tasks[::-1],
+        checkpointed=saved,
     )
 
 
@@ -81,8 +85,8 @@ def abandon_if_lost(run: Run) -> None:
     evaluation = run.state.evaluations.current
     if (
         evaluation is None
-        or weights.is_obtainable(run, evaluation.weights_id)
-        or version_affinity.is_loaded_or_loading(run, evaluation.weights_id)
+        or weights.is_obtainable(run, evaluation.publication_id)
+        or version_affinity.is_loaded_or_loading(run, evaluation.publication_id)
     ):
         return
     run.warn(
@@ -98,7 +102,7 @@ def abandon_if_superseded(run: Run, published: int) -> None:
     published version, and the trainer has lost the evaluated one.
     """
     evaluation = run.state.evaluations.current
-    if evaluation is not None and run.pacing.can_still_evaluate(run, evaluation.weights_id):
+    if evaluation is not None and run.pacing.can_still_evaluate(run, evaluation.publication_id):
         return  # an engine loads them when it is free
     if evaluation is not None and not evaluation.started and evaluation.version != published:
         run.warn(

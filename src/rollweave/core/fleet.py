@@ -36,9 +36,9 @@ class Fleet:
     released: int = 0  # engines that have given their memory back for the trainer
     version: int | None = None  # the oldest of any engine; None if no engine has weights
     # weights of the engines that could load others now: stale and serving ones
-    weights_ids: frozenset[int] = frozenset()
+    publication_ids: frozenset[int] = frozenset()
     # weights that an engine has or is loading
-    expected_weights_ids: frozenset[int] = frozenset()
+    expected_publication_ids: frozenset[int] = frozenset()
     # computed by core/version_affinity
     batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
     # ranks of the turns on each engine, ascending
@@ -94,9 +94,11 @@ class Fleet:
             version=min(
                 (engine.version for engine in staying if engine.version >= 0), default=None
             ),
-            weights_ids=frozenset(engine.weights_id for engine in ready),
-            expected_weights_ids=frozenset(
-                engine.loading_id if engine.status is EngineStatus.LOADING else engine.weights_id
+            publication_ids=frozenset(engine.publication_id for engine in ready),
+            expected_publication_ids=frozenset(
+                engine.loading_id
+                if engine.status is EngineStatus.LOADING
+                else engine.publication_id
                 for engine in staying
             ),
             _ranks=ranks,

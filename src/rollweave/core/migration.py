@@ -98,7 +98,7 @@ def _can_take(source: Engine, target: Engine) -> bool:
         and target.status is EngineStatus.SERVING
         and not target.draining
     )
-    return serving and source.weights_id == target.weights_id
+    return serving and source.publication_id == target.publication_id
 
 
 def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:

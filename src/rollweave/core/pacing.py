@@ -78,14 +78,14 @@ class SharedPacing:
         state = run.state
         if not state.publication.retained:
             return  # nothing is published yet, or its holders are gone
-        if run.fleet.weights_ids <= {state.publication.weights_id}:
+        if run.fleet.publication_ids <= {state.publication.publication_id}:
             return
         outdated = [
             engine
             for engine in state.engines.values()
             if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
             and not engine.draining
-            and weights.newest(run, engine) not in (None, engine.weights_id)
+            and weights.newest(run, engine) not in (None, engine.publication_id)
         ]
         held = evaluation.holds_weights(run)
         may_update = not held and update_now(
@@ -102,19 +102,19 @@ class SharedPacing:
             elif may_update:
                 yield engine, newest
 
-    def holds_back(self, run: Run, weights_id: int | None) -> bool:
-        if weights_id is None or not evaluation.holds_weights(run):
+    def holds_back(self, run: Run, publication_id: int | None) -> bool:
+        if publication_id is None or not evaluation.holds_weights(run):
             return False
         state = run.state
         assert state.evaluations.current is not None, (
             "an evaluation that holds weights is under way"
         )
         version = state.publication.retained.get(
-            weights_id, state.publication.checkpointed.get(weights_id)
+            publication_id, state.publication.checkpointed.get(publication_id)
         )
         return version != state.evaluations.current.version
 
-    def can_still_evaluate(self, run: Run, weights_id: int) -> bool:
+    def can_still_evaluate(self, run: Run, publication_id: int) -> bool:
         return False
 
     def awaited_weights(self, run: Run) -> int | None:
@@ -205,11 +205,11 @@ class IndependentPacing:
             evaluation.abandon_if_lost(run)
             yield from version_affinity.updates(run)
 
-    def holds_back(self, run: Run, weights_id: int | None) -> bool:
+    def holds_back(self, run: Run, publication_id: int | None) -> bool:
         return False
 
-    def can_still_evaluate(self, run: Run, weights_id: int) -> bool:
-        return weights.is_obtainable(run, weights_id)
+    def can_still_evaluate(self, run: Run, publication_id: int) -> bool:
+        return weights.is_obtainable(run, publication_id)
 
     def awaited_weights(self, run: Run) -> int | None:
         return version_affinity.awaited_weights(run)
@@ -217,8 +217,8 @@ class IndependentPacing:
     def bound_weights(self, run: Run) -> set[int]:
         state = run.state
         bound = {
-            state.trajectories[one].weights_id for one in (*state.pools.init, *state.pools.run)
+            state.trajectories[one].publication_id for one in (*state.pools.init, *state.pools.run)
         }
         if state.evaluations.current is not None:
-            bound.add(state.evaluations.current.weights_id)
+            bound.add(state.evaluations.current.publication_id)
         return bound

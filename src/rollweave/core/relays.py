@@ -81,11 +81,11 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is None or relay.status is RelayStatus.STARTING:
         return
-    expected = relay.fetching == event.weights_id
-    if event.weights_id not in relay.versions and (
-        expected or event.weights_id in run.state.publication.retained
+    expected = relay.fetching == event.publication_id
+    if event.publication_id not in relay.versions and (
+        expected or event.publication_id in run.state.publication.retained
     ):
-        insort(relay.versions, event.weights_id)
+        insort(relay.versions, event.publication_id)
     if relay.fetch is None or not expected:
         return
     counted = run.state.counters.weights
@@ -113,12 +113,12 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
     if (
         relay is None
         or fetch is None
-        or (fetch.weights_id, relay.fetches) != (event.weights_id, event.try_number)
+        or (fetch.publication_id, relay.fetches) != (event.publication_id, event.try_number)
     ):
         return
     run.warn(
         relay.id,
-        f"weights {event.weights_id} not fetched ({event.reason}): {event.error}",
+        f"weights {event.publication_id} not fetched ({event.reason}): {event.error}",
         count="fetch_refused",
     )
     source = run.state.relays.get(fetch.source or "")
@@ -129,7 +129,7 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
     if (
         event.reason == "source"
         and source is not None
-        and event.weights_id in source.versions
+        and event.publication_id in source.versions
         and not source.suspected
     ):
         relay.failed_source = source.id
@@ -146,20 +146,20 @@ def on_stalled(run: Run, event: FetchStalled) -> None:
     if (
         relay is None
         or fetch is None
-        or (fetch.weights_id, fetch.source) != (event.weights_id, event.source)
+        or (fetch.publication_id, fetch.source) != (event.publication_id, event.source)
         or event.source in relay.stalled_sources
     ):
         return
     tried = {*relay.refused_sources, *relay.stalled_sources, event.source}
-    ways = [source for source in _sources(run, relay, fetch.weights_id) if source not in tried]
+    ways = [source for source in _sources(run, relay, fetch.publication_id) if source not in tried]
     if ways:
         run.warn(
             relay.id,
-            f"weights {fetch.weights_id} stall on their way from {event.source}",
+            f"weights {fetch.publication_id} stall on their way from {event.source}",
             count="fetch_stalled",
         )
         relay.stalled_sources.append(event.source)
-        _fetch(run, relay, fetch.weights_id, ways[0])
+        _fetch(run, relay, fetch.publication_id, ways[0])
 
 
 def on_lost(run: Run, event: RelayLost) -> None:
@@ -223,7 +223,7 @@ def advance(run: Run) -> None:
             served = _has_source(run, relay.fetch)
             if served and (relay.suspected or not _source_is_suspected(run, relay.fetch)):
                 continue  # a suspected relay cannot act: its fetch continues, or is lost with it
-            if _fetch_from_best(run, relay, relay.fetch.weights_id) or served:
+            if _fetch_from_best(run, relay, relay.fetch.publication_id) or served:
                 continue
             _stop(run, relay)
         wanted = _missing_version(run, relay)
@@ -269,7 +269,7 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
     the master also older ones that are waited for, if no relay has them.
     """
     state = run.state
-    published, retained = state.publication.weights_id, state.publication.retained
+    published, retained = state.publication.publication_id, state.publication.retained
     if (
         published in retained
         and published not in relay.versions
@@ -294,7 +294,7 @@ def check_timeouts(run: Run) -> None:
         relay.id
         for relay in state.relays.values()
         if relay.fetch is not None
-        and fetching.get(relay.fetch.source or "") == relay.fetch.weights_id
+        and fetching.get(relay.fetch.source or "") == relay.fetch.publication_id
     }
     for relay in list(state.relays.values()):
         waited = run.now - relay.since
@@ -327,7 +327,7 @@ def _has_source(run: Run, fetch: Fetch) -> bool:
         return True
     source = run.state.relays.get(fetch.source)
     return source is not None and (
-        fetch.weights_id in source.versions or fetch.weights_id == source.fetching
+        fetch.publication_id in source.versions or fetch.publication_id == source.fetching
     )
 
 
@@ -375,7 +375,7 @@ def _lead_beside_the_trainer(run: Run) -> None:
             order.insert(0, relay.id)
             if relay.fetch is not None and relay.fetch.source is not None:
                 source = state.relays.get(relay.fetch.source)
-                if source is None or relay.fetch.weights_id not in source.versions:
+                if source is None or relay.fetch.publication_id not in source.versions:
                     _stop(run, relay)
             return
 
@@ -426,9 +426,9 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     if relay.fetch is None:
         _enter(run, relay, RelayStatus.FETCHING)
         relay.fetch_began = run.now
-    relay.fetch, relay.since = Fetch(weights_id=wanted, source=source, base=base), run.now
+    relay.fetch, relay.since = Fetch(publication_id=wanted, source=source, base=base), run.now
     relay.fetches += 1
-    if source is not None and wanted == run.state.publication.weights_id:
+    if source is not None and wanted == run.state.publication.publication_id:
         form = "whole" if base is None else "changes"
         sent = run.state.chain.broadcast
         sent[form] = sent.get(form, 0) + 1
@@ -439,7 +439,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     run.emit(
         FetchWeights(
             relay_id=relay.id,
-            weights_id=wanted,
+            publication_id=wanted,
             try_number=relay.fetches,
             base_id=base,
             source=source,
@@ -451,7 +451,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
 def _prefers_changes(run: Run) -> bool:
     seconds = run.state.chain.broadcast_s
     return sends_changes(
-        seconds.get("whole"), seconds.get("changes"), number=run.state.publication.weights_id
+        seconds.get("whole"), seconds.get("changes"), number=run.state.publication.publication_id
     )
 
 
@@ -467,7 +467,7 @@ def _measure_broadcast(run: Run) -> None:
         if weights.takes_versions(state, relay, run.fleet.hosts)
     )
     if len(chain.broadcast) == 1 and all(
-        published.weights_id in relay.versions for relay in takers
+        published.publication_id in relay.versions for relay in takers
     ):
         (form,) = chain.broadcast
         chain.broadcast_s[form] = run.now - published.at

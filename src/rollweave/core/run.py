@@ -85,12 +85,12 @@ class Pacing(Protocol):
     def updates(self, run: "Run") -> Iterator[tuple[Engine, int | None]]:
         """The stale and serving engines that are to load other weights now."""
 
-    def holds_back(self, run: "Run", weights_id: int | None) -> bool:
+    def holds_back(self, run: "Run", publication_id: int | None) -> bool:
         """True if an evaluation that has started forbids engines to load these
         weights.
         """
 
-    def can_still_evaluate(self, run: "Run", weights_id: int) -> bool:
+    def can_still_evaluate(self, run: "Run", publication_id: int) -> bool:
         """True if engines can load these weights although newer ones are published."""
 
     def awaited_weights(self, run: "Run") -> int | None:

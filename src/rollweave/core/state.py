@@ -97,7 +97,7 @@ class Trajectory(msgspec.Struct):
     worlds_lost: int = 0
     worker: str = ""  # that has this attempt
     initiated: int = -1  # weight version at launch of this attempt; -1 before
-    weights_id: int = -1  # id of these weights, to which it is bound in mode decoupled
+    publication_id: int = -1  # id of these weights, to which it is bound in mode decoupled
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
@@ -164,7 +164,7 @@ class Group(msgspec.Struct):
         False  # tokens of a chosen member are gone: it can never be trained on again
     )
     ratio: float | None = None  # probability ratio of the measured policy to the sampling one
-    ratio_weights_id: int = -1  # weights under which the ratio was measured
+    ratio_publication_id: int = -1  # weights under which the ratio was measured
 
 
 class EngineStatus(enum.StrEnum):
@@ -208,7 +208,7 @@ class Engine(msgspec.Struct):
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
-    weights_id: int = -1
+    publication_id: int = -1
     loading_id: int = -1
     loading_step: int | None = (
         None  # step of the checkpoint from which it loads them; None: from memory
@@ -272,7 +272,7 @@ class RelayStatus(enum.StrEnum):
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     """A fetch of weights by a relay."""
 
-    weights_id: int
+    publication_id: int
     source: str | None  # id of a relay; None: the trainer
     base: int | None  # weights to which the fetched change applies; None: the whole version
 
@@ -288,7 +288,7 @@ class Relay(msgspec.Struct):
     status: RelayStatus = RelayStatus.STARTING
     epoch: int = 0
     since: float = 0.0
-    versions: list[int] = []  # weights ids, ascending
+    versions: list[int] = []  # publication ids, ascending
     fetch: Fetch | None = None  # the one under way
     fetch_began: float = 0.0  # from the first of its sources
     fetches: int = 0  # number of fetches so far, of any weights
@@ -313,7 +313,7 @@ class Relay(msgspec.Struct):
     @property
     def fetching(self) -> int | None:
         """The id of the weights that it fetches."""
-        return self.fetch.weights_id if self.fetch is not None else None
+        return self.fetch.publication_id if self.fetch is not None else None
 
 
 class Migration(msgspec.Struct):
@@ -376,7 +376,7 @@ class Trainer(msgspec.Struct):
     # seconds of the newest finished one, from the request until it was written or had
     # failed
     last_save_s: float = 0.0
-    saving_weights_id: int = -1  # id of the published weights that this checkpoint holds; -1: none
+    saving_publication_id: int = -1  # of the weights in this checkpoint; -1: unpublished
     exports: bool = False  # this checkpoint has an export
     # its current step must be saved as soon as the checkpoint before it is written
     save_pending: bool = False
@@ -391,7 +391,7 @@ class Evaluation(msgspec.Struct):
     version: int
     final: bool
     to_draw: list[tuple[str, int]]  # (task domain, task index), next one last
-    weights_id: int = -1
+    publication_id: int = -1
     pending: dict[GroupId, None] = {}
     rewards: dict[str, list[float]] = {}
     successes: dict[str, int] = {}
@@ -536,9 +536,9 @@ class Publication(msgspec.Struct):
     """
 
     version: int = -1
-    weights_id: int = -1
+    publication_id: int = -1
     at: float = 0.0
-    next_weights_id: int = 0
+    next_publication_id: int = 0
     retained: dict[int, int] = {}  # weights that may be loaded from memory: id → version
     # weights in a checkpoint: id → its step, which is their version (mode decoupled)
     checkpointed: dict[int, int] = {}

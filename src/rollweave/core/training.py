@@ -206,7 +206,10 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
     for measured in event.ratios:
         if measured.id in state.buffer:
             group = state.groups[measured.id]
-            group.ratio, group.ratio_weights_id = measured.ratio, state.publication.weights_id
+            group.ratio, group.ratio_publication_id = (
+                measured.ratio,
+                state.publication.publication_id,
+            )
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -285,7 +288,7 @@ def _publish(run: Run, from_checkpoint: int | None = None) -> None:
     run.emit(
         PublishWeights(
             version=trainer.step if from_checkpoint is None else from_checkpoint,
-            weights_id=weights.take_id(run),
+            publication_id=weights.take_id(run),
             from_checkpoint=from_checkpoint,
             keep=weights.needed(run),
             release=run.colocated,
@@ -301,16 +304,16 @@ def publish_best(run: Run, step: int) -> None:
 
 def on_published(run: Run, event: WeightsPublished) -> None:
     state, trainer = run.state, run.state.trainer
-    expected = (trainer.epoch, state.publication.next_weights_id - 1)
+    expected = (trainer.epoch, state.publication.next_publication_id - 1)
     if (
         trainer.status is not TrainerStatus.PUBLISHING
-        or (event.epoch, event.weights_id) != expected
+        or (event.epoch, event.publication_id) != expected
     ):
         return
-    weights.publish(run, event.version, event.weights_id)
+    weights.publish(run, event.version, event.publication_id)
     if event.version in (state.checkpoints.newest, state.evaluations.best_step):
         # it was restored from that checkpoint
-        weights.mark_checkpointed(run, event.version, event.weights_id)
+        weights.mark_checkpointed(run, event.version, event.publication_id)
     evaluation.abandon_if_superseded(run, event.version)
     _enter(run, TrainerStatus.IDLE)
     consolidation.run_now(run)
@@ -355,8 +358,8 @@ def save(run: Run) -> None:
         return
     trainer.save_pending = False
     trainer.saving, trainer.save_requested_at, trainer.exports = trainer.step, run.now, export
-    trainer.saving_weights_id = (
-        state.publication.weights_id if state.publication.version == trainer.step else -1
+    trainer.saving_publication_id = (
+        state.publication.publication_id if state.publication.version == trainer.step else -1
     )
     evaluations, checkpoints = state.evaluations, state.checkpoints
     evaluated = evaluations.current.version if evaluations.current is not None else None
@@ -389,7 +392,7 @@ def on_checkpoint_saved(run: Run, event: CheckpointSaved) -> None:
     checkpoints.requested_at = trainer.save_requested_at
     if trainer.exports:
         checkpoints.exported = event.step
-    weights.mark_checkpointed(run, event.step, trainer.saving_weights_id)
+    weights.mark_checkpointed(run, event.step, trainer.saving_publication_id)
     if checkpoints.failed_at == event.step:
         checkpoints.failed_at = -1
     evaluation.checkpoint_saved(run, event.step)

@@ -154,7 +154,7 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     trajectory.stop = None
     trajectory.engine = trajectory.assigned_engine = None
     trajectory.pool = ""
-    trajectory.weights_id = -1
+    trajectory.publication_id = -1
     lengths.begin_attempt(run, trajectory)
     attempts.move(run, trajectory, Stage.QUEUED)
 

@@ -122,7 +122,7 @@ def begin_load(run: Run, engine: Engine) -> None:
 
 def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
     """Launch the trajectory on this engine."""
-    trajectory.assigned_engine, trajectory.weights_id = engine.id, engine.weights_id
+    trajectory.assigned_engine, trajectory.publication_id = engine.id, engine.publication_id
     engine.launched += 1
 
 
@@ -132,7 +132,7 @@ def _launching(run: Run) -> list[Engine]:
     next_version, window, published = (
         run.next_version(),
         run.mode.window,
-        run.state.publication.weights_id,
+        run.state.publication.publication_id,
     )
     return [
         engine
@@ -142,7 +142,10 @@ def _launching(run: Run) -> list[Engine]:
         and (
             engine.launched < batches[engine.id]
             or (
-                (engine.weights_id == published or engine.weights_id == weights.newest(run, engine))
+                (
+                    engine.publication_id == published
+                    or engine.publication_id == weights.newest(run, engine)
+                )
                 and (other is None or not weights.is_loadable(run, engine, other))
             )
         )
@@ -157,7 +160,7 @@ def _taking_episodes(run: Run) -> list[Engine]:
     return [
         engine
         for engine in _with_capacity(run)
-        if not engine.leaving and engine.weights_id == evaluation.weights_id
+        if not engine.leaving and engine.publication_id == evaluation.publication_id
     ]
 
 
@@ -226,7 +229,7 @@ def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
     other, newest = wishes.other, weights.newest(run, engine)
     if other is not None and weights.is_loadable(run, engine, other):
         return other
-    if newest is None or newest == engine.weights_id:
+    if newest is None or newest == engine.publication_id:
         return None
     # A version published during a load waits until the engine has launched something,
     # or it might load forever.
@@ -244,10 +247,12 @@ def awaited_weights(run: Run) -> int | None:
     """
     state = run.state
     evaluated = (
-        [state.evaluations.current.weights_id] if state.evaluations.current is not None else []
+        [state.evaluations.current.publication_id] if state.evaluations.current is not None else []
     )
     bound = (
-        sorted(trajectory.weights_id for trajectory in _unassigned(run)) if state.unassigned else []
+        sorted(trajectory.publication_id for trajectory in _unassigned(run))
+        if state.unassigned
+        else []
     )
     return next(
         (
@@ -267,7 +272,12 @@ def _evaluation_holder(run: Run) -> EngineId | None:
     if evaluation is None:
         return None
     first = next(
-        (one.id for one in state.engines.values() if one.weights_id == evaluation.weights_id), None
+        (
+            one.id
+            for one in state.engines.values()
+            if one.publication_id == evaluation.publication_id
+        ),
+        None,
     )
     waiting = any(state.groups[group_id].task is None for group_id in evaluation.pending) or any(
         state.groups[state.trajectories[member].group_id].purpose is Purpose.EVAL
@@ -276,9 +286,9 @@ def _evaluation_holder(run: Run) -> EngineId | None:
     return first if not evaluation.started or evaluation.to_draw or waiting else None
 
 
-def is_loaded_or_loading(run: Run, weights_id: int) -> bool:
+def is_loaded_or_loading(run: Run, publication_id: int) -> bool:
     """True if an engine has these weights or is loading them."""
-    return weights_id in run.fleet.expected_weights_ids
+    return publication_id in run.fleet.expected_publication_ids
 
 
 # Trajectories of a lost engine.
@@ -308,7 +318,7 @@ def serves_version_of(engine: Engine, trajectory: Trajectory) -> bool:
     """True if the engine takes turns under the weights that the trajectory began
     with.
     """
-    return _serves(engine) and engine.weights_id == trajectory.weights_id
+    return _serves(engine) and engine.publication_id == trajectory.publication_id
 
 
 def unassign_engine(run: Run, engine: Engine) -> None:
@@ -325,9 +335,9 @@ def reassign(run: Run) -> list[Trajectory]:
     stranded = []
     for trajectory in _unassigned(run) if run.state.unassigned else ():
         assign(run, trajectory)
-        lost = not weights.is_obtainable(run, trajectory.weights_id) and not is_loaded_or_loading(
-            run, trajectory.weights_id
-        )
+        lost = not weights.is_obtainable(
+            run, trajectory.publication_id
+        ) and not is_loaded_or_loading(run, trajectory.publication_id)
         if trajectory.assigned_engine is None and lost:
             stranded.append(trajectory)
     return stranded
@@ -345,7 +355,7 @@ def needed_checkpoints(run: Run) -> set[int]:
     ]
     waiting = (
         [
-            state.publication.checkpointed.get(trajectory.weights_id)
+            state.publication.checkpointed.get(trajectory.publication_id)
             for trajectory in _unassigned(run)
         ]
         if state.unassigned

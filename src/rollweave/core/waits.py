@@ -76,11 +76,11 @@ def _engine(state: State, engine: Engine) -> str:
 
 def _relay(state: State, relay: Relay, received: tuple[int, int], *, needs: bool) -> Iterator[Wait]:
     name, since, what = f"relay {relay.id}{_on_host(state, relay.host)}", relay.since, ""
-    missing, (done, whole) = state.publication.weights_id, received
+    missing, (done, whole) = state.publication.publication_id, received
     if relay.status is RelayStatus.STARTING:
         what = "starting"
     elif relay.fetch is not None:
-        fetched, source = _version(state, relay.fetch.weights_id), relay.fetch.source
+        fetched, source = _version(state, relay.fetch.publication_id), relay.fetch.source
         what = f"fetching {fetched} from {source or 'the trainer'}"
         if whole:
             what += f", {done / MEGABYTE:,.0f} of {whole / MEGABYTE:,.0f} MB"
@@ -146,6 +146,6 @@ def _host_name(state: State, number: int) -> str:
     return f"host {host.name}" if host is not None and host.name else ""
 
 
-def _version(state: State, weights_id: int) -> str:
-    version = state.publication.retained.get(weights_id)
-    return f"weights {weights_id}" if version is None else f"version {version}"
+def _version(state: State, publication_id: int) -> str:
+    version = state.publication.retained.get(publication_id)
+    return f"weights {publication_id}" if version is None else f"version {version}"

@@ -48,7 +48,7 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
     if engine is None or engine.status is not EngineStatus.SUSPENDING:
         return
     if engine.released:
-        engine.weights_id = -1  # gone with the memory
+        engine.publication_id = -1  # gone with the memory
         _make_stale(run, engine)
         return
     wanted = run.pacing.wanted_weights(run, engine)
@@ -57,16 +57,16 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
 
 def on_staged(run: Run, event: WeightsStaged) -> None:
     engine = engines.find(run, event.engine_id, event.epoch)
-    if engine is None or engine.staging_id != event.weights_id:
+    if engine is None or engine.staging_id != event.publication_id:
         return
     run.state.counters.weights.transfer_s += run.now - engine.staging_since
     engine.staging_id = -1
-    engine.staged_id = event.weights_id if event.weights_id > engine.weights_id else -1
+    engine.staged_id = event.publication_id if event.publication_id > engine.publication_id else -1
 
 
 def on_staging_failed(run: Run, event: StagingFailed) -> None:
     engine = engines.find(run, event.engine_id, event.epoch)
-    if engine is not None and engine.staging_id == event.weights_id:
+    if engine is not None and engine.staging_id == event.publication_id:
         give_up_staging(run, engine, event.error)
 
 
@@ -87,22 +87,22 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     if engine is None:
         return
     step = engine.loading_step
-    if step is not None and run.state.publication.checkpointed.get(event.weights_id) != step:
+    if step is not None and run.state.publication.checkpointed.get(event.publication_id) != step:
         _unreadable(run, engine, step, "damaged, or written again in the meantime")
         return
     if engine.version >= 0:
         # it has survived from one update to the next: earlier failures are forgiven
         engine.restarts, engine.moved = 0, False
-        counted, staged = run.state.counters.weights, engine.staged_id == event.weights_id
+        counted, staged = run.state.counters.weights, engine.staged_id == event.publication_id
         counted.updates += 1
         counted.staged += staged
         _count_stop(run, engine, transfers=not staged)
     else:
         assignment.engines_changed(run)
     engine.released = False
-    engine.version, engine.weights_id = event.version, event.weights_id
+    engine.version, engine.publication_id = event.version, event.publication_id
     engine.load_failures = 0
-    if engine.staged_id <= event.weights_id:
+    if engine.staged_id <= event.publication_id:
         engine.staged_id = -1
     engine.peak_kv = None
     engines.enter(run, engine, EngineStatus.SERVING)
@@ -115,23 +115,25 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     if engine is None:
         return
     if engine.version >= 0:
-        _count_stop(run, engine, transfers=engine.staged_id != event.weights_id)
+        _count_stop(run, engine, transfers=engine.staged_id != event.publication_id)
     if engine.loading_step is not None:
         _unreadable(run, engine, engine.loading_step, event.error)
         return
     engine.load_failures += 1
-    run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
+    run.warn(
+        engine.id, f"weights {event.publication_id} refused: {event.error}", count="load_failed"
+    )
     if engine.load_failures >= MAX_LOAD_FAILURES:
         relay = weights.relay_of(run, engine)
         # either of the two may be at fault
-        if relay is not None and event.weights_id in relay.versions:
+        if relay is not None and event.publication_id in relay.versions:
             relay.restart_reason = f"{engine.id} cannot load from it"
         engines.restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
     elif run.pacing.reloads_newest:
         _load(run, engine, weights.newest(run, engine))
     else:
-        if event.weights_id != run.state.publication.weights_id:
-            weights.forget(run, event.weights_id)  # older versions are not sent again
+        if event.publication_id != run.state.publication.publication_id:
+            weights.forget(run, event.publication_id)  # older versions are not sent again
         _make_stale(run, engine)
         _reassign(run)
 
@@ -142,7 +144,7 @@ def _loading(run: Run, event: WeightsLoaded | WeightsLoadFailed) -> Engine | Non
     if (
         engine is None
         or engine.status is not EngineStatus.LOADING
-        or engine.loading_id != event.weights_id
+        or engine.loading_id != event.publication_id
     ):
         return None
     return engine
@@ -216,34 +218,34 @@ def _release(run: Run, engine: Engine) -> None:
 
 def _stage(run: Run) -> None:
     """Let serving engines receive the newest weights that they can load."""
-    published = run.state.publication.weights_id
+    published = run.state.publication.publication_id
     for engine in run.state.engines.values():
         if (
             engine.stages
             and engine.status is EngineStatus.SERVING
             and engine.staging_id < 0
-            and published not in (engine.weights_id, engine.staged_id)
+            and published not in (engine.publication_id, engine.staged_id)
             and not engine.departing
         ):
             newest = weights.newest(run, engine)
             if (
                 newest is not None
-                and newest > max(engine.weights_id, engine.staged_id)
+                and newest > max(engine.publication_id, engine.staged_id)
                 and _can_stage(run, engine, newest)
                 and _has_work(run)
             ):
                 engine.staging_id, engine.staging_since = newest, run.now
                 version = run.state.publication.retained[newest]
-                run.emit(StageWeights(engine_id=engine.id, version=version, weights_id=newest))
+                run.emit(StageWeights(engine_id=engine.id, version=version, publication_id=newest))
 
 
-def _can_stage(run: Run, engine: Engine, weights_id: int) -> bool:
+def _can_stage(run: Run, engine: Engine, publication_id: int) -> bool:
     return (
         engine.stages
         and not run.colocated  # there is no room for two copies
-        and weights_id != engine.unstaged_id
+        and publication_id != engine.unstaged_id
         and "staging" not in run.config.ablation.without
-        and weights.is_in_memory(run, engine, weights_id)
+        and weights.is_in_memory(run, engine, publication_id)
     )
 
 
@@ -271,34 +273,37 @@ def _swaps_staged(run: Run, engine: Engine, target: int | None) -> bool:
     return (
         run.pacing.updates_busy_engines
         and target is not None
-        and engine.weights_id < engine.staged_id <= target
+        and engine.publication_id < engine.staged_id <= target
         and weights.is_in_memory(run, engine, engine.staged_id)
     )
 
 
-def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
-    if run.pacing.holds_back(run, weights_id):
+def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
+    if run.pacing.holds_back(run, publication_id):
         evaluation = run.state.evaluations.current
         assert evaluation is not None, "an evaluation holds it back"
         serves_it = engine.version == evaluation.version and not engine.released
         (_resume if serves_it else _make_stale)(run, engine)
     elif (
-        weights_id is not None
-        and weights_id != engine.weights_id
-        and weights.is_loadable(run, engine, weights_id)
+        publication_id is not None
+        and publication_id != engine.publication_id
+        and weights.is_loadable(run, engine, publication_id)
     ):
         step = (
             None
-            if weights.is_in_memory(run, engine, weights_id)
-            else run.state.publication.checkpointed[weights_id]
+            if weights.is_in_memory(run, engine, publication_id)
+            else run.state.publication.checkpointed[publication_id]
         )
-        engine.loading_id, engine.loading_step = weights_id, step
+        engine.loading_id, engine.loading_step = publication_id, step
         version_affinity.begin_load(run, engine)
         engines.enter(run, engine, EngineStatus.LOADING)
-        version = run.state.publication.retained[weights_id] if step is None else step
+        version = run.state.publication.retained[publication_id] if step is None else step
         run.emit(
             LoadWeights(
-                engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step
+                engine_id=engine.id,
+                version=version,
+                publication_id=publication_id,
+                from_checkpoint=step,
             )
         )
     elif run.state.chain.relayed and engine.version >= 0:  # its relay was lost in the meantime
@@ -321,5 +326,5 @@ def _make_stale(run: Run, engine: Engine) -> None:
     """
     engine.loading_id = -1
     if not run.pacing.stale_keeps_version:
-        engine.version = engine.weights_id = -1
+        engine.version = engine.publication_id = -1
     engines.enter(run, engine, EngineStatus.STALE)

@@ -4,8 +4,8 @@ load now.
 The trainer and the relays keep these versions in memory and release all others. With
 relays an engine loads only from its own host's relay (Laminar §4), so it can load
 what that relay holds. In mode decoupled any engine can also read a version from a
-checkpoint that holds it (§3.3), since all hosts see the run's directory. Weights ids
-only grow.
+checkpoint that holds it (§3.3), since all hosts see the run's directory. Publication
+ids only grow.
 
 Invariants: `state.publication.retained` has the newest published version, and of
 earlier ones those that are `needed`; `state.publication.checkpointed` has no version
@@ -33,34 +33,38 @@ def needed(run: Run) -> tuple[int, ...]:
     Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
     state = run.state
-    ids = {state.publication.weights_id}
+    ids = {state.publication.publication_id}
     for engine in state.engines.values():
-        ids |= {engine.weights_id, engine.loading_id, engine.staging_id, engine.staged_id}
+        ids |= {engine.publication_id, engine.loading_id, engine.staging_id, engine.staged_id}
     for relay in state.relays.values():
         if takes_versions(state, relay, run.fleet.hosts):
             ids |= {*relay.versions[-1:]}
         if relay.fetch is not None:
             base = relay.fetch.base
-            ids |= {relay.fetch.weights_id, base if base is not None else -1}
+            ids |= {relay.fetch.publication_id, base if base is not None else -1}
     ids |= run.pacing.bound_weights(run)
-    loadable = {*state.publication.retained, state.publication.weights_id} - {-1}
+    loadable = {*state.publication.retained, state.publication.publication_id} - {-1}
     return tuple(sorted(ids & loadable))[-MAX_VERSIONS:]
 
 
 def take_id(run: Run) -> int:
     """The id of weights that are published now."""
     publication = run.state.publication
-    publication.next_weights_id += 1
-    return publication.next_weights_id - 1
+    publication.next_publication_id += 1
+    return publication.next_publication_id - 1
 
 
-def publish(run: Run, version: int, weights_id: int) -> None:
+def publish(run: Run, version: int, publication_id: int) -> None:
     """Record a new version that may be loaded; of the earlier ones the needed versions
     stay.
     """
     state = run.state
     publication = state.publication
-    publication.version, publication.weights_id, publication.at = version, weights_id, run.now
+    publication.version, publication.publication_id, publication.at = (
+        version,
+        publication_id,
+        run.now,
+    )
     state.chain.broadcast = {}
     for relay in state.relays.values():
         relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
@@ -68,9 +72,9 @@ def publish(run: Run, version: int, weights_id: int) -> None:
     publication.retained = {kept: publication.retained.get(kept, version) for kept in keep}
 
 
-def forget(run: Run, weights_id: int) -> None:
+def forget(run: Run, publication_id: int) -> None:
     """Forget a version that can no longer be loaded from memory."""
-    run.state.publication.retained.pop(weights_id, None)
+    run.state.publication.retained.pop(publication_id, None)
 
 
 def trainer_lost(run: Run) -> None:
@@ -86,12 +90,13 @@ def trainer_lost(run: Run) -> None:
     }
 
 
-def mark_checkpointed(run: Run, step: int, weights_id: int) -> None:
-    """Record that the checkpoint of this step holds these weights. A `weights_id` of -1
-    means that they were not published.
+def mark_checkpointed(run: Run, step: int, publication_id: int) -> None:
+    """Record that the checkpoint of this step holds these weights.
+
+    A `publication_id` of -1 means that they were not published.
     """
-    if run.pacing.loads_checkpoints and weights_id >= 0:
-        run.state.publication.checkpointed[weights_id] = step
+    if run.pacing.loads_checkpoints and publication_id >= 0:
+        run.state.publication.checkpointed[publication_id] = step
 
 
 def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
@@ -143,22 +148,25 @@ def leave_chain(run: Run, relay: Relay) -> None:
         chain.order = list(repair(chain.order, relay.id).order)
 
 
-def is_obtainable(run: Run, weights_id: int) -> bool:
+def is_obtainable(run: Run, publication_id: int) -> bool:
     """True if the trainer, a relay or a checkpoint holds these weights."""
     publication = run.state.publication
-    return weights_id in publication.retained or weights_id in publication.checkpointed
+    return publication_id in publication.retained or publication_id in publication.checkpointed
 
 
-def is_loadable(run: Run, engine: Engine, weights_id: int) -> bool:
+def is_loadable(run: Run, engine: Engine, publication_id: int) -> bool:
     """True if the engine can load these weights now."""
-    return is_in_memory(run, engine, weights_id) or weights_id in run.state.publication.checkpointed
+    return (
+        is_in_memory(run, engine, publication_id)
+        or publication_id in run.state.publication.checkpointed
+    )
 
 
-def is_in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
+def is_in_memory(run: Run, engine: Engine, publication_id: int) -> bool:
     """True if the engine can load these weights without a checkpoint."""
     relay = relay_of(run, engine)
-    return weights_id in run.state.publication.retained and (
-        not run.state.chain.relayed or (relay is not None and weights_id in relay.versions)
+    return publication_id in run.state.publication.retained and (
+        not run.state.chain.relayed or (relay is not None and publication_id in relay.versions)
     )
 
 
@@ -169,7 +177,7 @@ def newest(run: Run, engine: Engine) -> int | None:
     If the published ones are not in memory, as while the trainer is down, the newest
     ones of a checkpoint, unless the engine's own are newer.
     """
-    published, retained = run.state.publication.weights_id, run.state.publication.retained
+    published, retained = run.state.publication.publication_id, run.state.publication.retained
     if run.state.chain.relayed:
         relay = relay_of(run, engine)
         held = relay.versions if relay is not None else ()
@@ -177,5 +185,5 @@ def newest(run: Run, engine: Engine) -> int | None:
     else:
         in_memory = published if published in retained else -1
     saved = max(run.state.publication.checkpointed, default=-1) if published not in retained else -1
-    newest = max(in_memory, saved if saved >= engine.weights_id else -1)
+    newest = max(in_memory, saved if saved >= engine.publication_id else -1)
     return newest if newest >= 0 else None

@@ -178,7 +178,7 @@ class KvExchange:
         self, command: ExportKv, keys: Sequence[Key], export: _Export
     ) -> KvManifest:
         payload, size = export.payload, self._block_nbytes
-        blocks, weights_id = await self._between_steps(lambda: self._copy_out(keys, payload))
+        blocks, publication_id = await self._between_steps(lambda: self._copy_out(keys, payload))
         digests = payload.seal(blocks * size, self._chunk_blocks * size)
         if command.over == "tcp":
             export.port = await self._server.offer(payload)
@@ -190,7 +190,7 @@ class KvExchange:
             nbytes=payload.nbytes,
             digests=digests,
             where=export.port if export.port is not None else payload.memory,
-            **self._compatibility(weights_id),
+            **self._compatibility(publication_id),
         )
 
     def _drop(self, id: str) -> None:
@@ -233,7 +233,9 @@ class KvExchange:
             -1, *self._block_shape
         )
         moved = await self._between_steps(
-            lambda: self._copy_in(manifest.weights_id, keys[: last * chunk], content, first * chunk)
+            lambda: self._copy_in(
+                manifest.publication_id, keys[: last * chunk], content, first * chunk
+            )
         )
         if not moved:
             raise KvError("the cache has changed, and has no room left")
@@ -243,7 +245,7 @@ class KvExchange:
         """Return the number of blocks in the KV. Raises KvError if this engine cannot
         use it.
         """
-        for name, expected in self._compatibility(self._ledger.weights_id).items():
+        for name, expected in self._compatibility(self._ledger.publication_id).items():
             exported = getattr(manifest, name)
             if exported != expected:
                 raise KvError(f"{name} of the KV must be this engine's {expected}, got {exported}")
@@ -268,12 +270,12 @@ class KvExchange:
             )
         return blocks
 
-    def _compatibility(self, weights_id: int) -> dict[str, Any]:
+    def _compatibility(self, publication_id: int) -> dict[str, Any]:
         """Return the properties in which the KV of two engines must agree."""
         # Without published weights, the directory of the checkpoint identifies them.
-        source = self._spec.model if weights_id < 0 else ""
+        source = self._spec.model if publication_id < 0 else ""
         return {
-            "weights_id": weights_id,
+            "publication_id": publication_id,
             "model": xxhash.xxh3_128_hexdigest(f"{self._shape!r} {source}".encode()),
             "layout": f"{LAYOUT}; in tiles" if self._spec.deterministic else LAYOUT,
             "dtype": self._spec.dtype,
@@ -301,7 +303,7 @@ class KvExchange:
                 -1, *self._block_shape
             ),
         )
-        return len(blocks), self._ledger.weights_id
+        return len(blocks), self._ledger.publication_id
 
     def _present_and_free(self, keys: Sequence[Key]) -> tuple[int, int]:
         """Return how many blocks of the prefix are cached already, and how many more
@@ -311,14 +313,16 @@ class KvExchange:
         return len(present), self._ledger.free - self._ledger.unused(present)
 
     def _copy_in(
-        self, weights_id: int, keys: Sequence[Key], content: torch.Tensor, start: int
+        self, publication_id: int, keys: Sequence[Key], content: torch.Tensor, start: int
     ) -> int:
         """Write and index the blocks of the prefix from `start` on that are not cached
         yet, as far as there is room; return how many blocks are cached then.
         """
         ledger = self._ledger
-        if ledger.weights_id != weights_id:
-            raise KvError(f"the weights have changed from {weights_id} to {ledger.weights_id}")
+        if ledger.publication_id != publication_id:
+            raise KvError(
+                f"the weights have changed from {publication_id} to {ledger.publication_id}"
+            )
         blocks_held = ledger.match(keys)
         present = len(blocks_held)
         if present < start:

@@ -154,7 +154,7 @@ class EngineLoop:
             blocks=pool.blocks,
             block_tokens=pool.block_tokens,
             caching=spec.prefix_cache,
-            weights_id=NO_WEIGHTS if spec.released else -1,
+            publication_id=NO_WEIGHTS if spec.released else -1,
         )
         self._batcher = Batcher(
             self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens
@@ -235,7 +235,7 @@ class EngineLoop:
                 step, published = item.version, getattr(torch, dtype)
                 self._load(
                     step,
-                    item.weights_id,
+                    item.publication_id,
                     lambda: read_trainer_checkpoint(Path(directory), step=step, dtype=published),
                 )
             case Stats():
@@ -319,10 +319,10 @@ class EngineLoop:
             return
         staged = self._staging.take(manifest)
         if staged is None:
-            self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
+            self._load(manifest.version, manifest.publication_id, lambda: read_tensors(manifest))
             return
         self._runner.update(staged)
-        self._loaded(manifest.version, manifest.weights_id, started)
+        self._loaded(manifest.version, manifest.publication_id, started)
         del staged
         if self._runner.model.device.type == "cuda":
             torch.cuda.empty_cache()  # give the memory of the former copy back
@@ -338,7 +338,7 @@ class EngineLoop:
         self._tainted = False
 
     def _load(
-        self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]
+        self, version: int, publication_id: int, read: Callable[[], dict[str, torch.Tensor]]
     ) -> None:
         """Verify the weights, then copy them over those in use.
 
@@ -358,13 +358,13 @@ class EngineLoop:
             self._reply(LoadFailed(version=version, error=str(error)))
             return
         model.weights.load(staged)
-        self._loaded(version, weights_id, started)
+        self._loaded(version, publication_id, started)
 
-    def _loaded(self, version: int, weights_id: int, started: float) -> None:
+    def _loaded(self, version: int, publication_id: int, started: float) -> None:
         """Continue to serve, with the weights that have just been swapped in."""
         self._version = version
-        self._staging.loaded(weights_id)
-        recompute = self._batcher.retag(weights_id)
+        self._staging.loaded(publication_id)
+        recompute = self._batcher.retag(publication_id)
         self._runner.forget(wipe=self._tainted)
         self._tainted = False
         load_s = self._clock() - started

@@ -84,11 +84,11 @@ class WeightStaging:
         weights, self._staged = self._staged[1], None
         return weights
 
-    def loaded(self, weights_id: int) -> None:
+    def loaded(self, publication_id: int) -> None:
         """Release a staged version that is not newer than these weights, which are now
         in use.
         """
-        if self._staged is not None and self._staged[0].weights_id <= weights_id:
+        if self._staged is not None and self._staged[0].publication_id <= publication_id:
             self._staged = None
 
     def cancel(self) -> None:
@@ -151,7 +151,7 @@ class WeightStaging:
         if current:
             self._receiving = None
             self._staged = (manifest, weights) if weights is not None else None
-        key = {"version": manifest.version, "weights_id": manifest.weights_id}
+        key = {"version": manifest.version, "publication_id": manifest.publication_id}
         self._reply(StageFailed(**key, error=error) if error else Staged(**key))
         if current and self._on_end is not None:
             function, self._on_end = self._on_end, None

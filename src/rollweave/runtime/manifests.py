@@ -27,43 +27,45 @@ class Manifests:
         """Record that the trainer has these weights in memory and, of its others, those
         in `keep`. If they are in parts, each is on one of `part_hosts`.
         """
-        self._part_hosts[manifest.weights_id] = tuple(part_hosts)
+        self._part_hosts[manifest.publication_id] = tuple(part_hosts)
         self._trainer = {
-            weights_id: other for weights_id, other in self._trainer.items() if weights_id in keep
+            publication_id: other
+            for publication_id, other in self._trainer.items()
+            if publication_id in keep
         }
-        self._trainer[manifest.weights_id] = manifest
+        self._trainer[manifest.publication_id] = manifest
         self._part_hosts = {held: self._part_hosts[held] for held in self._trainer}
 
-    def part_hosts(self, weights_id: int) -> tuple[int, ...]:
+    def part_hosts(self, publication_id: int) -> tuple[int, ...]:
         """Return the host of each part of weights in the trainer's memory; empty if
         they are not in parts.
         """
-        return self._part_hosts.get(weights_id, ())
+        return self._part_hosts.get(publication_id, ())
 
-    def of_trainer(self, weights_id: int) -> WeightManifest | None:
+    def of_trainer(self, publication_id: int) -> WeightManifest | None:
         """Return the manifest of weights in the trainer's memory."""
-        return self._trainer.get(weights_id)
+        return self._trainer.get(publication_id)
 
-    def anywhere(self, weights_id: int) -> WeightManifest | None:
+    def anywhere(self, publication_id: int) -> WeightManifest | None:
         """Return a manifest from any place: places differ in the location only."""
         places = (self._trainer, *self._relays.values())
-        return next((place[weights_id] for place in places if weights_id in place), None)
+        return next((place[publication_id] for place in places if publication_id in place), None)
 
     def add(self, host: int, manifest: WeightManifest) -> None:
         """Record that a host's relay has these weights in memory."""
-        self._relays.setdefault(host, {})[manifest.weights_id] = manifest
+        self._relays.setdefault(host, {})[manifest.publication_id] = manifest
 
-    def keep(self, host: int, weights_ids: Collection[int]) -> None:
+    def keep(self, host: int, publication_ids: Collection[int]) -> None:
         """Record that a host's relay keeps only these of its weights."""
         self._relays[host] = {
-            weights_id: manifest
-            for weights_id, manifest in self._relays.get(host, {}).items()
-            if weights_id in weights_ids
+            publication_id: manifest
+            for publication_id, manifest in self._relays.get(host, {}).items()
+            if publication_id in publication_ids
         }
 
-    def on_host(self, host: int, weights_id: int) -> WeightManifest | None:
+    def on_host(self, host: int, publication_id: int) -> WeightManifest | None:
         """Return the manifest that an engine of this host reads; None if it cannot get
         these weights.
         """
         place = self._relays.get(host, {}) if self._relayed else self._trainer
-        return place.get(weights_id)
+        return place.get(publication_id)

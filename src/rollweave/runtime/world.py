@@ -259,8 +259,10 @@ class World:
 
 
 def _saved_weights(
-    checkpoints: Checkpoints, dtype: str, version: int, weights_id: int
+    checkpoints: Checkpoints, dtype: str, version: int, publication_id: int
 ) -> LoadCheckpoint:
     """Locate weights that a checkpoint has."""
     directory = str(checkpoints.path(version).absolute())
-    return LoadCheckpoint(version=version, weights_id=weights_id, directory=directory, dtype=dtype)
+    return LoadCheckpoint(
+        version=version, publication_id=publication_id, directory=directory, dtype=dtype
+    )

@@ -216,7 +216,7 @@ class StageWeights(TaggedStruct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     version: int
-    weights_id: int
+    publication_id: int
 
 
 class LoadWeights(TaggedStruct, frozen=True, kw_only=True):
@@ -229,7 +229,7 @@ class LoadWeights(TaggedStruct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     version: int
-    weights_id: int
+    publication_id: int
     from_checkpoint: int | None = None
 
 
@@ -299,7 +299,7 @@ class FetchWeights(TaggedStruct, frozen=True, kw_only=True):
     """
 
     relay_id: str
-    weights_id: int
+    publication_id: int
     try_number: int
     base_id: int | None = None
     source: str | None = None
@@ -369,7 +369,7 @@ class PublishWeights(TaggedStruct, frozen=True, kw_only=True):
     """
 
     version: int
-    weights_id: int
+    publication_id: int
     from_checkpoint: int | None = None
     keep: tuple[int, ...] = ()
     release: bool = False

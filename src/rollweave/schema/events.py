@@ -351,7 +351,7 @@ class WeightsStaged(TaggedStruct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     epoch: int
-    weights_id: int
+    publication_id: int
 
 
 class StagingFailed(TaggedStruct, frozen=True, kw_only=True):
@@ -361,7 +361,7 @@ class StagingFailed(TaggedStruct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     epoch: int
-    weights_id: int
+    publication_id: int
     error: str
 
 
@@ -371,7 +371,7 @@ class WeightsLoaded(TaggedStruct, frozen=True, kw_only=True):
     engine_id: EngineId
     epoch: int
     version: int
-    weights_id: int
+    publication_id: int
 
 
 class WeightsLoadFailed(TaggedStruct, frozen=True, kw_only=True):
@@ -379,7 +379,7 @@ class WeightsLoadFailed(TaggedStruct, frozen=True, kw_only=True):
 
     engine_id: EngineId
     epoch: int
-    weights_id: int
+    publication_id: int
     error: str
 
 
@@ -480,7 +480,7 @@ class WeightsFetched(TaggedStruct, frozen=True, kw_only=True):
 
     relay_id: str
     epoch: int
-    weights_id: int
+    publication_id: int
     nbytes: int = 0
 
 
@@ -492,7 +492,7 @@ class FetchStalled(TaggedStruct, frozen=True, kw_only=True):
 
     relay_id: str
     epoch: int
-    weights_id: int
+    publication_id: int
     source: str
 
 
@@ -506,7 +506,7 @@ class FetchFailed(TaggedStruct, frozen=True, kw_only=True):
 
     relay_id: str
     epoch: int
-    weights_id: int
+    publication_id: int
     try_number: int
     reason: RefusalReason
     error: str
@@ -569,7 +569,7 @@ class WeightsPublished(TaggedStruct, frozen=True, kw_only=True):
 
     epoch: int
     version: int
-    weights_id: int
+    publication_id: int
 
 
 class CheckpointCopied(TaggedStruct, frozen=True, kw_only=True):

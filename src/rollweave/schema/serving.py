@@ -199,7 +199,7 @@ class KvManifest(Struct, frozen=True, kw_only=True):
     id: str
     tokens: int
     key: bytes
-    weights_id: int
+    publication_id: int
     model: str
     layout: str
     dtype: str
@@ -336,7 +336,7 @@ class LoadCheckpoint(TaggedStruct, frozen=True, kw_only=True):
     """
 
     version: int
-    weights_id: int
+    publication_id: int
     directory: str
     dtype: str
 
@@ -437,14 +437,14 @@ class Staged(TaggedStruct, frozen=True, kw_only=True):
     """The weights are verified and ready to be swapped in."""
 
     version: int
-    weights_id: int
+    publication_id: int
 
 
 class StageFailed(TaggedStruct, frozen=True, kw_only=True):
     """The weights are not staged. Nothing has changed."""
 
     version: int
-    weights_id: int
+    publication_id: int
     error: str
 
 

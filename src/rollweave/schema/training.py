@@ -37,7 +37,7 @@ class Publish(TaggedStruct, frozen=True, kw_only=True):
     """
 
     version: int
-    weights_id: int
+    publication_id: int
     keep: tuple[int, ...] = ()
     release: bool = False
 

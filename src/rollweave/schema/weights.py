@@ -44,7 +44,7 @@ class WeightPart(Struct, frozen=True, kw_only=True):
 
 class WeightManifest(Struct, frozen=True, kw_only=True):
     """Describes a published weight version. `version` counts training steps;
-    `weights_id` is never reused and tags KV and caches.
+    `publication_id` is never reused and tags KV and caches.
 
     `location` is a path that any process on the host can open; `digest` is the xxh3-128
     of the payload, in hex. A version that ranks on several hosts have published is
@@ -53,7 +53,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     """
 
     version: int
-    weights_id: int
+    publication_id: int
     location: str
     tensors: tuple[TensorMeta, ...]
     nbytes: int
@@ -153,7 +153,7 @@ class VersionStalled(TaggedStruct, frozen=True, kw_only=True):
     continues. It is not an answer: another source may be better.
     """
 
-    weights_id: int
+    publication_id: int
     source: RelayAddress
 
 
@@ -165,7 +165,7 @@ class VersionFailed(TaggedStruct, frozen=True, kw_only=True):
     fetched; the received data is `broken`; or there is no `room` in memory.
     """
 
-    weights_id: int
+    publication_id: int
     reason: Literal["source", "base", "broken", "room"]
     error: str
 

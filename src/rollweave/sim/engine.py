@@ -38,7 +38,7 @@ class Done(Struct, frozen=True, kw_only=True):
 
 
 class SimEngine:
-    """One engine, whose loaded weights are `weights_id` (-1: none yet).
+    """One engine, whose loaded weights are `publication_id` (-1: none yet).
 
     Times are virtual seconds, in order of the calls. `next_at` gives the time of the
     next `advance`. Figures are as of the last step that had ended at the last
@@ -64,7 +64,7 @@ class SimEngine:
                 f"{chunk_tokens} and {block_tokens}"
             )
         self.cost = cost
-        self.weights_id = -1
+        self.publication_id = -1
         self.busy_s = 0.0
         self.tokens = self.prefill_tokens = self.recomputed_tokens = 0
         self._chunk_tokens = chunk_tokens
@@ -226,13 +226,13 @@ class SimEngine:
         self._cut(now)
         return self._end if self._left else now
 
-    def load(self, now: float, weights_id: int) -> None:
+    def load(self, now: float, publication_id: int) -> None:
         """Load new weights once the running step has ended.
 
         All KV is void, and turns in flight are computed again.
         """
         self._run_until(now)
-        self._loading = weights_id
+        self._loading = publication_id
         if self._left:
             self._cut(now)
         else:
@@ -470,7 +470,7 @@ class SimEngine:
     def _load(self) -> None:
         """Discard all KV and requeue every turn, in order."""
         assert self._loading is not None
-        self.weights_id, self._loading = self._loading, None
+        self.publication_id, self._loading = self._loading, None
         self._batch.at = self._at
         self._batch.void()
         self._chunk.clear()

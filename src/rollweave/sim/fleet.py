@@ -200,7 +200,7 @@ class SimFleet:
         if node.staging_id >= 0:
             self._clock.cancel(node.staging_ticket)
             self._staging_failed(node, node.staging_id, "another version took its place")
-        started, node.staging_id, node.staged_id = self._clock.now, command.weights_id, -1
+        started, node.staging_id, node.staged_id = self._clock.now, command.publication_id, -1
         engines = sum(other.loading or other.staging_id >= 0 for other in self.nodes.values())
         seconds = (
             0.0 if self._relays.relayed else self._trainer.load_s(engines=engines, tp=node.degree)
@@ -213,7 +213,7 @@ class SimFleet:
         node = self.nodes.get(command.engine_id)
         if node is None or node.engine is None:
             return
-        if node.staging_id == command.weights_id:
+        if node.staging_id == command.publication_id:
             node.deferred = command
             return
         node.loading = True
@@ -224,7 +224,7 @@ class SimFleet:
                 node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command)
             )
             return
-        if node.staged_id == command.weights_id:
+        if node.staged_id == command.publication_id:
             readers = sum(
                 other.loading and other.host == node.host for other in self.nodes.values()
             )
@@ -307,13 +307,13 @@ class SimFleet:
             self._post(msgspec.structs.replace(done, error="an engine is lost"))
             return
         started, reader, writer = self._clock.now, source.engine, target.engine
-        blocks, weights = reader.export_kv(started, key, shared_key), reader.weights_id
+        blocks, weights = reader.export_kv(started, key, shared_key), reader.publication_id
         tokens = blocks * BLOCK_TOKENS
 
         def arrived() -> None:
             if source.engine is not reader or target.engine is not writer:
                 self._post(msgspec.structs.replace(done, error="an engine was lost on the way"))
-            elif writer.weights_id != weights:
+            elif writer.publication_id != weights:
                 self._post(
                     msgspec.structs.replace(done, error="the engines have different weights")
                 )
@@ -378,24 +378,28 @@ class SimFleet:
 
     def _staged(self, node: Node, command: c.StageWeights, started: float) -> None:
         node.staging_id = -1
-        error = self._refusal(node, self._relays.serves(node.host, command.weights_id))
-        weights_id = command.weights_id
+        error = self._refusal(node, self._relays.serves(node.host, command.publication_id))
+        publication_id = command.publication_id
         if error:
-            self._staging_failed(node, weights_id, error)
+            self._staging_failed(node, publication_id, error)
         else:
-            node.staged_id = weights_id
+            node.staged_id = publication_id
             if self._trace is not None:
                 self._trace.span(
                     ENGINES, f"{node.id} weights", f"v{command.version}", started, self._clock.now
                 )
-            self._post(e.WeightsStaged(engine_id=node.id, epoch=node.epoch, weights_id=weights_id))
+            self._post(
+                e.WeightsStaged(engine_id=node.id, epoch=node.epoch, publication_id=publication_id)
+            )
         if node.deferred is not None:
             deferred, node.deferred = node.deferred, None
             self.load(deferred)
 
-    def _staging_failed(self, node: Node, weights_id: int, error: str) -> None:
+    def _staging_failed(self, node: Node, publication_id: int, error: str) -> None:
         self._post(
-            e.StagingFailed(engine_id=node.id, epoch=node.epoch, weights_id=weights_id, error=error)
+            e.StagingFailed(
+                engine_id=node.id, epoch=node.epoch, publication_id=publication_id, error=error
+            )
         )
 
     def _refusal(self, node: Node, there: bool) -> str:
@@ -411,19 +415,22 @@ class SimFleet:
         step = command.from_checkpoint
         if step is not None:
             error = self._refusal(node, step in self.checkpoints())
-        elif node.staged_id == command.weights_id:
+        elif node.staged_id == command.publication_id:
             error = ""  # the engine has verified them
         else:
-            error = self._refusal(node, self._relays.serves(node.host, command.weights_id))
+            error = self._refusal(node, self._relays.serves(node.host, command.publication_id))
         if error:
             failed = e.WeightsLoadFailed(
-                engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error=error
+                engine_id=node.id,
+                epoch=node.epoch,
+                publication_id=command.publication_id,
+                error=error,
             )
             self._post(failed)
             return
-        if node.staged_id <= command.weights_id:
+        if node.staged_id <= command.publication_id:
             node.staged_id = -1
-        node.engine.load(self._clock.now, command.weights_id)
+        node.engine.load(self._clock.now, command.publication_id)
         node.version = command.version
         self._touch(node)
         if self._trace is not None:
@@ -435,7 +442,7 @@ class SimFleet:
                 engine_id=node.id,
                 epoch=node.epoch,
                 version=command.version,
-                weights_id=command.weights_id,
+                publication_id=command.publication_id,
             )
         )
 

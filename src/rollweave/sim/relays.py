@@ -156,14 +156,14 @@ class SimRelays:
         """True if engines get weights from relays."""
         return self._hosts.relays > 0
 
-    def serves(self, host: int, weights_id: int) -> bool:
+    def serves(self, host: int, publication_id: int) -> bool:
         """Return whether an engine of this host can read these weights, from its relay
         or, without relays, from the trainer.
         """
         if not self.relayed:
             return True
         node = self.nodes.get(f"r{host}")
-        return node is not None and weights_id in node.versions
+        return node is not None and publication_id in node.versions
 
     # Weights.
 
@@ -175,15 +175,15 @@ class SimRelays:
             node.deferred.append(command)
             return
         former, now = node.fetch, self._clock.now
-        continues = former is not None and former.weights_id == command.weights_id
+        continues = former is not None and former.publication_id == command.publication_id
         node.received = self._received_share(node) if continues else 0.0
         if not continues:
             node.began = now
         self._clock.cancel(node.ticket)
         node.versions = {
-            weights_id: since
-            for weights_id, since in node.versions.items()
-            if weights_id in command.keep or weights_id == command.base_id
+            publication_id: since
+            for publication_id, since in node.versions.items()
+            if publication_id in command.keep or publication_id == command.base_id
         }
         node.fetch, node.since, node.awaits_source, node.seconds = command, now, False, math.inf
         self._resume(node)
@@ -281,8 +281,8 @@ class SimRelays:
             self._refuse(node, command, "broken", "the digest differs")
         elif command.source is None:
             self._finish(node, command)
-        elif source is not None and command.weights_id in source.versions:
-            since = source.versions[command.weights_id]
+        elif source is not None and command.publication_id in source.versions:
+            since = source.versions[command.publication_id]
             # A source that had all of it before adds no lag.
             lag = self._cost.lag_s() * self._slower(node, source.id)
             due = since + lag if since > node.since else 0.0
@@ -293,7 +293,7 @@ class SimRelays:
         elif (
             source is not None
             and source.fetch is not None
-            and source.fetch.weights_id == command.weights_id
+            and source.fetch.publication_id == command.publication_id
         ):
             node.awaits_source = True
         else:
@@ -301,17 +301,19 @@ class SimRelays:
                 node,
                 command,
                 "source",
-                f"{command.source} does not have weights {command.weights_id}",
+                f"{command.source} does not have weights {command.publication_id}",
             )
 
     def _finish(self, node: Node, command: c.FetchWeights) -> None:
-        node.versions[command.weights_id] = self._clock.now
+        node.versions[command.publication_id] = self._clock.now
         node.fetch = None
         if self._trace is not None:
-            name = f"fetch {command.weights_id} from {command.source or 'the trainer'}"
+            name = f"fetch {command.publication_id} from {command.source or 'the trainer'}"
             self._trace.span(RELAYS, node.id, name, node.began, self._clock.now)
         self._post(
-            e.WeightsFetched(relay_id=node.id, epoch=node.epoch, weights_id=command.weights_id)
+            e.WeightsFetched(
+                relay_id=node.id, epoch=node.epoch, publication_id=command.publication_id
+            )
         )
         self._release_fetchers(node)
 
@@ -323,7 +325,7 @@ class SimRelays:
             e.FetchFailed(
                 relay_id=node.id,
                 epoch=node.epoch,
-                weights_id=command.weights_id,
+                publication_id=command.publication_id,
                 try_number=command.try_number,
                 reason=reason,
                 error=error,

@@ -115,7 +115,7 @@ class SimTrainer:
 
     def publish(self, command: c.PublishWeights) -> None:
         done = e.WeightsPublished(
-            epoch=self.epoch, version=command.version, weights_id=command.weights_id
+            epoch=self.epoch, version=command.version, publication_id=command.publication_id
         )
         self._do(f"publish v{command.version}", self._cost.publish_s(), done)
 

@@ -109,7 +109,7 @@ class WeightPublisher:
         """Return the owner of each rank's payload: the first rank whose memory it
         reaches.
         """
-        probe = Draft((), version=0, weights_id=0, directory=self._directory)
+        probe = Draft((), version=0, publication_id=0, directory=self._directory)
         try:
             handles = self._ranks.all_gather(probe.handle)
             reached = []
@@ -142,7 +142,7 @@ class WeightPublisher:
             return self._publisher.draft(
                 metas,
                 version=command.version,
-                weights_id=command.weights_id,
+                publication_id=command.publication_id,
                 ranges=self._part(metas),
                 rank=self._ranks.rank,
             ), ""

@@ -31,7 +31,7 @@ class Base(TaggedStruct, frozen=True, kw_only=True):
     because two trainers may have used one id.
     """
 
-    weights_id: int
+    publication_id: int
     digest: str
 
 
@@ -42,7 +42,7 @@ class Request(TaggedStruct, frozen=True, kw_only=True):
     there is no delta, they come as raw bytes.
     """
 
-    weights_id: int
+    publication_id: int
     digest: str
     nbytes: int
     ranges: tuple[Range, ...]

@@ -181,7 +181,7 @@ class Draft:
         metas: tuple[TensorMeta, ...],
         *,
         version: int,
-        weights_id: int,
+        publication_id: int,
         directory: Path,
         memfd: bool = MEMFD,
         ranges: Sequence[tuple[int, int]] | None = None,
@@ -195,16 +195,16 @@ class Draft:
         `/proc/<pid>/fd/<n>`: any process that may read this process's descriptors may
         read it.
         """
-        self._metas, self._version, self._weights_id, self._memfd = (
+        self._metas, self._version, self._publication_id, self._memfd = (
             metas,
             version,
-            weights_id,
+            publication_id,
             memfd,
         )
         self._path: Path | None = None
         self._ranges, self._rank = ranges, rank
         nbytes = max((meta.offset + meta.nbytes for meta in metas), default=0)
-        mark = f"weights-{os.getpid()}-{weights_id}-{secrets.token_hex(8)}.bin"
+        mark = f"weights-{os.getpid()}-{publication_id}-{secrets.token_hex(8)}.bin"
         fd = -1
         try:
             if memfd:
@@ -257,7 +257,7 @@ class Draft:
             raise self.error(error) from error
         manifest = WeightManifest(
             version=self._version,
-            weights_id=self._weights_id,
+            publication_id=self._publication_id,
             location=self.handle.location,
             tensors=self._metas,
             nbytes=self.writer.nbytes,
@@ -301,7 +301,7 @@ class Publisher:
         tensors: Mapping[str, torch.Tensor],
         *,
         version: int,
-        weights_id: int,
+        publication_id: int,
         needed: Collection[int] | None = None,
     ) -> WeightManifest:
         """Publish `tensors`, and close every other publication whose id is not in
@@ -310,7 +310,7 @@ class Publisher:
         new = publish(
             tensors,
             version=version,
-            weights_id=weights_id,
+            publication_id=publication_id,
             directory=self._directory,
             memfd=self._memfd,
         )
@@ -321,7 +321,7 @@ class Publisher:
         metas: tuple[TensorMeta, ...],
         *,
         version: int,
-        weights_id: int,
+        publication_id: int,
         ranges: Sequence[tuple[int, int]] | None = None,
         rank: int = 0,
     ) -> Draft:
@@ -333,7 +333,7 @@ class Publisher:
         return Draft(
             metas,
             version=version,
-            weights_id=weights_id,
+            publication_id=publication_id,
             directory=self._directory,
             memfd=self._memfd,
             ranges=ranges,
@@ -354,7 +354,7 @@ class Publisher:
         kept = (
             last
             if needed is None
-            else [old for old in self._open if old.manifest.weights_id in needed]
+            else [old for old in self._open if old.manifest.publication_id in needed]
         )
         for old in self._open:
             if old not in kept:
@@ -367,7 +367,7 @@ def publish(
     tensors: Mapping[str, torch.Tensor],
     *,
     version: int,
-    weights_id: int,
+    publication_id: int,
     directory: Path,
     memfd: bool = MEMFD,
 ) -> Publication:
@@ -379,7 +379,7 @@ def publish(
         lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()),
         (tensor.detach().to("cpu") for tensor in tensors.values()),
         version=version,
-        weights_id=weights_id,
+        publication_id=publication_id,
         directory=directory,
         memfd=memfd,
     )
@@ -390,7 +390,7 @@ def publish_each(
     tensors: Iterable[torch.Tensor],
     *,
     version: int,
-    weights_id: int,
+    publication_id: int,
     directory: Path,
     memfd: bool = MEMFD,
 ) -> Publication:
@@ -399,7 +399,9 @@ def publish_each(
 
     Raises `WeightsError` if there is not enough memory, and what the iteration raises.
     """
-    draft = Draft(metas, version=version, weights_id=weights_id, directory=directory, memfd=memfd)
+    draft = Draft(
+        metas, version=version, publication_id=publication_id, directory=directory, memfd=memfd
+    )
     try:
         for meta, tensor in zip(metas, tensors, strict=True):
             draft.writer.write(meta.offset, bytes_of(tensor))

@@ -51,7 +51,7 @@ async def pull(
     try:
         await channel.send(
             Request(
-                weights_id=manifest.weights_id,
+                publication_id=manifest.publication_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
                 ranges=tuple(part for part in ranges if part[0] < part[1]),

@@ -160,15 +160,15 @@ class Relay:
 
     def fetch(self, command: FetchVersion) -> None:
         """Start to fetch a version. The answer is reported later."""
-        weights_id = command.manifest.weights_id
-        self._keep = {*command.keep, weights_id}
+        publication_id = command.manifest.publication_id
+        self._keep = {*command.keep, publication_id}
         for other, pending in list(self._pending.items()):
             if other not in self._keep:
                 self._cancel(
                     pending,
-                    f"evicted: the FetchVersion of weights id {weights_id} does not keep it",
+                    f"evicted: the FetchVersion of publication {publication_id} does not keep it",
                 )
-        pending = self._pending.setdefault(weights_id, _PendingVersion(command.manifest))
+        pending = self._pending.setdefault(publication_id, _PendingVersion(command.manifest))
         pending.cancel_reason, pending.cancelled = _SUPERSEDED, False
         if pending.expiry is not None:
             pending.expiry.cancel()
@@ -177,7 +177,7 @@ class Relay:
             pending.work.cancel()
         if pending.worker is None:
             pending.worker = asyncio.get_running_loop().create_task(
-                self._run_commands(pending), name=f"fetch {weights_id}"
+                self._run_commands(pending), name=f"fetch {publication_id}"
             )
 
     def serve_part(self, command: ServePart) -> None:
@@ -187,7 +187,7 @@ class Relay:
         manifest, part = command.manifest, command.manifest.parts[command.part]
         for served in [one for one in self._parts if one.version.manifest != manifest]:
             self._parts.remove(served)
-            served.close(f"weights id {manifest.weights_id} has been published")
+            served.close(f"publication {manifest.publication_id} has been published")
         if any(one.part == part for one in self._parts):
             return
         try:
@@ -198,9 +198,9 @@ class Relay:
         self._parts.append(ServedPart(manifest, part, fd))
         self._arrivals.notify_all()
 
-    def manifest(self, weights_id: int) -> WeightManifest | None:
+    def manifest(self, publication_id: int) -> WeightManifest | None:
         """Return the manifest of a stored version."""
-        stored = self._store.get(weights_id)
+        stored = self._store.get(publication_id)
         return stored.manifest if stored is not None else None
 
     def progress(self) -> tuple[int, int]:
@@ -242,14 +242,14 @@ class Relay:
 
     async def _run_commands(self, pending: _PendingVersion) -> None:
         """Execute the commands of one version, of which only the last counts."""
-        weights_id = pending.manifest.weights_id
+        publication_id = pending.manifest.publication_id
         while pending.commands:
             command = pending.commands[0]
             if pending.cancelled or any(
                 _supersedes(other, command) for other in list(pending.commands)[1:]
             ):
                 answer: FetchReply = VersionFailed(
-                    weights_id=weights_id, reason="source", error=pending.cancel_reason
+                    publication_id=publication_id, reason="source", error=pending.cancel_reason
                 )
             else:
                 pending.work = asyncio.get_running_loop().create_task(
@@ -260,8 +260,8 @@ class Relay:
             pending.commands.popleft()
             self._report(answer)
         pending.worker = None
-        if self._store.get(weights_id) is not None:
-            del self._pending[weights_id]
+        if self._store.get(publication_id) is not None:
+            del self._pending[publication_id]
         elif pending.writer is None or pending.cancelled:
             self._remove(pending)
         else:
@@ -271,10 +271,10 @@ class Relay:
             )
 
     def _answer(self, pending: _PendingVersion, work: "asyncio.Task[StoredVersion]") -> FetchReply:
-        weights_id = pending.manifest.weights_id
+        publication_id = pending.manifest.publication_id
         if work.cancelled():
             return VersionFailed(
-                weights_id=weights_id, reason="source", error=pending.cancel_reason
+                publication_id=publication_id, reason="source", error=pending.cancel_reason
             )
         error = work.exception()
         if error is None:
@@ -283,10 +283,12 @@ class Relay:
                 manifest=work.result().manifest, nbytes=pending.nbytes, seconds=seconds
             )
         if isinstance(error, FetchError):
-            return VersionFailed(weights_id=weights_id, reason=error.reason, error=str(error))
+            return VersionFailed(
+                publication_id=publication_id, reason=error.reason, error=str(error)
+            )
         traceback.print_exception(error, file=sys.stderr)
         return VersionFailed(
-            weights_id=weights_id, reason="broken", error=f"{type(error).__name__}: {error}"
+            publication_id=publication_id, reason="broken", error=f"{type(error).__name__}: {error}"
         )
 
     async def _fetch_version(
@@ -296,13 +298,13 @@ class Relay:
         manifest = command.manifest
         check_same(pending.manifest, manifest)
         self._store.check(manifest)
-        stored = self._store.get(manifest.weights_id)
+        stored = self._store.get(manifest.publication_id)
         if stored is not None:
             self._evict_unneeded()
             return stored
         base = self._store.base_version(command.base_id) if command.base_id is not None else None
         writer = await self._open_writer(command, pending)
-        version = self._served[manifest.weights_id]
+        version = self._served[manifest.publication_id]
         deltas = version.expect_delta(base.identity if base is not None else None)
         if command.parts:
             await self._fetch_parts(command, pending, writer, version)
@@ -314,13 +316,15 @@ class Relay:
         try:
             stored = writer.finish()
         except FetchError as error:
-            self._withdraw(manifest.weights_id, str(error))
+            self._withdraw(manifest.publication_id, str(error))
             raise
         self._store.add(stored)
         encodes = command.source is None or command.parts  # it has received no deltas
         if deltas is not None and base is not None and encodes:
             encoding = self._encode(version, deltas, base, stored, command.chunk_bytes)
-            self._encoding[manifest.weights_id] = asyncio.get_running_loop().create_task(encoding)
+            self._encoding[manifest.publication_id] = asyncio.get_running_loop().create_task(
+                encoding
+            )
         self._evict_unneeded()
         return stored
 
@@ -344,13 +348,13 @@ class Relay:
                 raise
             await asyncio.wait(self._freeing)
             writer = await in_thread(open_writer, command.manifest, undo=VersionWriter.close)
-        weights_id = command.manifest.weights_id
-        version = self._served.get(weights_id)
+        publication_id = command.manifest.publication_id
+        version = self._served.get(publication_id)
         if version is not None and not writer.copies:
             version.fd = writer.fd  # the same bytes, in the publisher's memory
         else:
-            self._withdraw(weights_id, "it is fetched again")
-            self._served[weights_id] = ServedVersion(command.manifest, writer.fd)
+            self._withdraw(publication_id, "it is fetched again")
+            self._served[publication_id] = ServedVersion(command.manifest, writer.fd)
             self._arrivals.notify_all()
         if pending.writer is not None:
             pending.writer.close()
@@ -432,9 +436,9 @@ class Relay:
         def opened(channel: Channel) -> None:
             stalls.channel = channel
 
-        weights_id = writer.manifest.weights_id
+        publication_id = writer.manifest.publication_id
         stalls = StallDetector(
-            lambda: self._report(VersionStalled(weights_id=weights_id, source=source))
+            lambda: self._report(VersionStalled(publication_id=publication_id, source=source))
         )
         try:
             await pull(
@@ -485,7 +489,9 @@ class Relay:
             return memoryview(encoded)
 
         stalls = StallDetector(
-            lambda: self._report(VersionStalled(weights_id=manifest.weights_id, source=source))
+            lambda: self._report(
+                VersionStalled(publication_id=manifest.publication_id, source=source)
+            )
         )
         channel: Channel | None = None
         try:
@@ -563,11 +569,11 @@ class Relay:
     def _evict_unneeded(self) -> None:
         """Evict what is no longer needed, after a version has arrived."""
         self._evict(self._keep)
-        for weights_id in sorted(self._store.ids())[:-DELTA_VERSIONS]:
-            self._served[weights_id].drop_deltas()
-        for weights_id, encoding in list(self._encoding.items()):
+        for publication_id in sorted(self._store.ids())[:-DELTA_VERSIONS]:
+            self._served[publication_id].drop_deltas()
+        for publication_id, encoding in list(self._encoding.items()):
             if encoding.done():
-                del self._encoding[weights_id]
+                del self._encoding[publication_id]
 
     def _evict(self, keep: set[int]) -> None:
         """Evict versions. Gigabytes are freed in a thread, so that serving and
@@ -575,8 +581,8 @@ class Relay:
         """
         evicted = self._store.evict_except(keep)
         for stored in evicted:
-            weights_id = stored.manifest.weights_id
-            self._withdraw(weights_id, f"weights id {weights_id} was evicted")
+            publication_id = stored.manifest.publication_id
+            self._withdraw(publication_id, f"publication {publication_id} was evicted")
         if evicted:
             freeing = asyncio.get_running_loop().create_task(
                 in_thread(close_all, evicted), name="free memory"
@@ -595,7 +601,7 @@ class Relay:
     def _remove(self, pending: _PendingVersion) -> None:
         if pending.expiry is not None:
             pending.expiry.cancel()
-        del self._pending[pending.manifest.weights_id]
+        del self._pending[pending.manifest.publication_id]
         self._discard(pending, pending.cancel_reason)
 
     def _discard(self, pending: _PendingVersion, reason: str) -> None:
@@ -603,10 +609,10 @@ class Relay:
         if pending.writer is not None:
             pending.writer.close()
             pending.writer = None
-            self._withdraw(pending.manifest.weights_id, reason)
+            self._withdraw(pending.manifest.publication_id, reason)
 
-    def _withdraw(self, weights_id: int, reason: str) -> None:
-        version = self._served.pop(weights_id, None)
+    def _withdraw(self, publication_id: int, reason: str) -> None:
+        version = self._served.pop(publication_id, None)
         if version is not None:
             version.withdraw(reason)
 
@@ -614,13 +620,14 @@ class Relay:
 
     def _find(self, request: Request) -> ServedVersion | None:
         """Return the requested version, or the part of it that is served here."""
-        version = self._served.get(request.weights_id)
+        version = self._served.get(request.publication_id)
         if version is not None:
             return version
         parts = (
             one.version
             for one in self._parts
-            if one.version.manifest.weights_id == request.weights_id and one.has(request.ranges[:1])
+            if one.version.manifest.publication_id == request.publication_id
+            and one.has(request.ranges[:1])
         )
         return next(parts, None)
 
@@ -677,7 +684,7 @@ def _request(writer: VersionWriter, base: StoredVersion | None) -> Request:
     """
     manifest, done = writer.manifest, writer.contiguous
     return Request(
-        weights_id=manifest.weights_id,
+        publication_id=manifest.publication_id,
         digest=manifest.digest,
         nbytes=manifest.nbytes,
         ranges=((done, manifest.nbytes),) if manifest.nbytes > done else (),

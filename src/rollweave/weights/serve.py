@@ -315,13 +315,13 @@ async def _lookup(
     until = loop.time() + UNKNOWN_VERSION_S
     while (version := lookup(request)) is None:
         if loop.time() > until:
-            raise FetchError("source", f"weights id {request.weights_id} is not stored here")
+            raise FetchError("source", f"publication {request.publication_id} is not stored here")
         if not await arrivals.wait():
             await channel.send(KeepAlive())
     if (version.manifest.digest, version.manifest.nbytes) != (request.digest, request.nbytes):
         raise FetchError(
             "source",
-            f"weights id {request.weights_id} is stored with another content "
+            f"publication {request.publication_id} is stored with another content "
             f"({version.manifest.digest}, not {request.digest}): are two trainers publishing at "
             "once?",
         )

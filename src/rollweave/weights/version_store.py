@@ -79,7 +79,7 @@ class StoredVersion:
     @property
     def identity(self) -> Base:
         """The base that a delta against this version must name."""
-        return Base(weights_id=self.manifest.weights_id, digest=self.manifest.digest)
+        return Base(publication_id=self.manifest.publication_id, digest=self.manifest.digest)
 
     def view(self) -> memoryview:
         """The payload. It stays readable as long as the view exists."""
@@ -265,13 +265,13 @@ class VersionWriter:
 
 
 class VersionStore:
-    """All versions of one host, by weights id."""
+    """All versions of one host, by publication id."""
 
     def __init__(self) -> None:
         self._versions: dict[int, StoredVersion] = {}
 
-    def get(self, weights_id: int) -> StoredVersion | None:
-        return self._versions.get(weights_id)
+    def get(self, publication_id: int) -> StoredVersion | None:
+        return self._versions.get(publication_id)
 
     def ids(self) -> list[int]:
         return list(self._versions)
@@ -282,7 +282,7 @@ class VersionStore:
         """
         _check_layout(manifest)
         for stored in self._versions.values():
-            if stored.manifest.weights_id == manifest.weights_id:
+            if stored.manifest.publication_id == manifest.publication_id:
                 check_same(stored.manifest, manifest)
             if stored.manifest.tensors != manifest.tensors:
                 raise FetchError(
@@ -295,7 +295,7 @@ class VersionStore:
         """Return the version that a delta is made from. Raises FetchError (base)."""
         stored = self._versions.get(base_id)
         if stored is None:
-            raise FetchError("base", f"weights id {base_id} is not stored; there are {self.ids()}")
+            raise FetchError("base", f"publication {base_id} is not stored; there are {self.ids()}")
         return stored
 
     def create(self, manifest: WeightManifest) -> VersionWriter:
@@ -345,17 +345,17 @@ class VersionStore:
 
     def add(self, stored: StoredVersion) -> None:
         """Make a version visible."""
-        assert stored.manifest.weights_id not in self._versions, "an id is added once"
-        self._versions[stored.manifest.weights_id] = stored
+        assert stored.manifest.publication_id not in self._versions, "an id is added once"
+        self._versions[stored.manifest.publication_id] = stored
 
     def evict_except(self, ids: Collection[int]) -> list[StoredVersion]:
         """Remove all other versions and return them. The caller closes them: freeing
         gigabytes takes seconds, and may be done in a thread.
         """
         return [
-            self._versions.pop(weights_id)
-            for weights_id in list(self._versions)
-            if weights_id not in ids
+            self._versions.pop(publication_id)
+            for publication_id in list(self._versions)
+            if publication_id not in ids
         ]
 
     def close(self) -> None:
@@ -389,8 +389,8 @@ def check_same(here: WeightManifest, other: WeightManifest) -> None:
     if (here.digest, here.nbytes, here.tensors) != (other.digest, other.nbytes, other.tensors):
         raise FetchError(
             "broken",
-            f"weights id {other.weights_id} is stored with another content ({here.digest}, not "
-            f"{other.digest}): are two trainers publishing at once?",
+            f"publication {other.publication_id} is stored with another content "
+            f"({here.digest}, not {other.digest}): are two trainers publishing at once?",
         )
 
 
@@ -404,7 +404,7 @@ def _allocate(manifest: WeightManifest) -> int:
     fd = -1
     try:
         fd = os.memfd_create(
-            f"weights-{manifest.weights_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            f"weights-{manifest.publication_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         )
         if manifest.nbytes:
             os.posix_fallocate(fd, 0, manifest.nbytes)

@@ -17,7 +17,7 @@ from tests.support.properties import examples
 
 def replica(name: str, kv_used: int, requests: int = 1, **fields: int) -> Replica:
     """Of KV 100, whose use has fallen, unless `fields` say otherwise."""
-    defaults = {"weights_id": 0, "kv_before": 1000, "kv_total": 100, "slots": 64}
+    defaults = {"publication_id": 0, "kv_before": 1000, "kv_total": 100, "slots": 64}
     return Replica(id=EngineId(name), kv_used=kv_used, requests=requests, **(defaults | fields))
 
 
@@ -33,7 +33,7 @@ def replicas(
             draw(st.integers(0, 12)),
             kv_before=draw(st.integers(0, 200)),
             kv_total=total,
-            weights_id=draw(st.integers(0, weights - 1)),
+            publication_id=draw(st.integers(0, weights - 1)),
             slots=draw(st.sampled_from([8, 16, 64])),
         )
         for number, total in enumerate(draw(st.lists(st.sampled_from(sizes), max_size=largest)))
@@ -61,7 +61,7 @@ def test_after_the_plan_every_bound_holds(
     assert not targets & set(sources)
     for target in targets:
         on_target = [by_id[target], *(by_id[move.source] for move in plan if move.target == target)]
-        assert len({one.weights_id for one in on_target}) == 1
+        assert len({one.publication_id for one in on_target}) == 1
         assert all(is_candidate(one, batch_max, kv_max) for one in on_target)
         assert sum(one.kv_used for one in on_target) <= kv_max * by_id[target].kv_total
         assert sum(one.requests for one in on_target) <= min(batch_max, by_id[target].slots)
@@ -83,7 +83,7 @@ def test_nothing_more_could_be_merged_after_the_plan(group: list[Replica], batch
             one.requests + removed.requests,
             kv_total=one.kv_total,
             slots=one.slots,
-            weights_id=one.weights_id,
+            publication_id=one.publication_id,
             kv_before=max(one.kv_before, one.kv_used + removed.kv_used)
             if one.kv_used <= one.kv_before
             else one.kv_before,
@@ -140,7 +140,7 @@ def test_no_candidate_is_one_that_fills_up_or_is_full_or_idle_or_busy() -> None:
         replica("idle", 0, requests=0),
         replica("busy", 20, requests=31),
         replica("queued", 20, requests=9, slots=8),
-        replica("newer", 20, weights_id=1),
+        replica("newer", 20, publication_id=1),
     ):
         assert repack([small, other], batch_max=31) == []
     assert repack([small, replica("level", 20, kv_before=20)], batch_max=31) != []

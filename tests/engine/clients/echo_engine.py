@@ -114,7 +114,7 @@ class EchoLoop:
                     for add in queued:
                         self._add(add)
                 case Stage(manifest=manifest):
-                    key = {"version": manifest.version, "weights_id": manifest.weights_id}
+                    key = {"version": manifest.version, "publication_id": manifest.publication_id}
                     bad = manifest.digest == "bad"
                     self._reply(StageFailed(**key, error="bad") if bad else Staged(**key))
                 case Load(manifest=manifest) if manifest.digest == "bad":
@@ -142,7 +142,7 @@ class EchoLoop:
                         else KvRefused(id=id, error="not cached")
                     )
                 case ImportKv(id=id, tokens=tokens, manifest=manifest):
-                    if manifest.weights_id:
+                    if manifest.publication_id:
                         self._reply(KvRefused(id=id, error="other weights"))
                     else:
                         self._cached.append(tokens[: manifest.tokens])
@@ -231,7 +231,7 @@ class EchoLoop:
 def kv_manifest(id: str, tokens: int) -> KvManifest:
     """Return a manifest of KV that does not exist."""
     return KvManifest(
-        id=id, tokens=tokens, key=b"", weights_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
+        id=id, tokens=tokens, key=b"", publication_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
         block_tokens=1, chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
     )  # fmt: skip
 

@@ -417,7 +417,7 @@ async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None
     assert (await client.stats()).version == -1
     await client.load(manifest(7))
     assert (await client.generate(request("r0", 5))).versions[0].version == 7
-    await client.load(LoadCheckpoint(version=6, weights_id=6, directory="", dtype="float32"))
+    await client.load(LoadCheckpoint(version=6, publication_id=6, directory="", dtype="float32"))
     assert (await client.generate(request("r1", 5))).versions[0].version == 6
 
 
@@ -443,7 +443,7 @@ async def test_refused_kv_raises_and_the_engine_still_serves(connect: Connect, k
     await client.ready()
     with pytest.raises(KvError, match="cache"):
         await client.export_kv([5] * 40, "shm")
-    foreign = msgspec.structs.replace(kv_manifest("kv", 1), weights_id=9)
+    foreign = msgspec.structs.replace(kv_manifest("kv", 1), publication_id=9)
     with pytest.raises(KvError, match="weights"):
         await client.import_kv([5], foreign)
     assert (await client.generate(request("r0", 5))).id == "r0"

@@ -140,7 +140,9 @@ async def test_concurrency_is_bounded_by_slots_except_for_health_checks() -> Non
 
 
 async def test_operations_of_the_owner_raise() -> None:
-    weights = WeightManifest(version=1, weights_id=1, location="", tensors=(), nbytes=0, digest="")
+    weights = WeightManifest(
+        version=1, publication_id=1, location="", tensors=(), nbytes=0, digest=""
+    )
     async with serving(FINE) as wire, connected(wire) as engine:
         with pytest.raises(EngineError, match="cannot be suspended from here"):
             await engine.suspend()
@@ -150,7 +152,7 @@ async def test_operations_of_the_owner_raise() -> None:
             await engine.stage(weights)
         with pytest.raises(WeightsError, match="cannot be given weights from here"):
             await engine.load(
-                LoadCheckpoint(version=1, weights_id=1, directory="", dtype="float32")
+                LoadCheckpoint(version=1, publication_id=1, directory="", dtype="float32")
             )
         with pytest.raises(KvError, match="cannot be asked for its KV from here"):
             await engine.export_kv([5], "tcp")

@@ -38,7 +38,7 @@ def test_keys_chain_over_the_whole_prefix_and_the_weights() -> None:
 
 
 def test_old_weights_are_never_hit() -> None:
-    ledger = BlockLedger(blocks=4, block_tokens=SIZE, weights_id=1)
+    ledger = BlockLedger(blocks=4, block_tokens=SIZE, publication_id=1)
     keys = ledger.keys(list(range(8)))
     blocks = ledger.allocate(2)
     for block, key in zip(blocks, keys, strict=True):

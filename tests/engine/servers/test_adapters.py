@@ -46,11 +46,11 @@ def test_a_version_has_all_weights_and_what_changes_has_the_format_of_its_adapte
     merging = AdapterMerger(model, shape, scale=SCALE)
     for number in (1, 2):  # the second does not build on the first
         with (
-            publish(adapters, version=number, weights_id=number, directory=tmp_path) as given,
+            publish(adapters, version=number, publication_id=number, directory=tmp_path) as given,
             merging.merged(given.manifest, tmp_path) as made,
         ):
             manifest = made.manifest
-            assert (manifest.version, manifest.weights_id) == (number, number)
+            assert (manifest.version, manifest.publication_id) == (number, number)
             tensors = read_tensors(manifest)
             shape.check({name: tensor.shape for name, tensor in tensors.items()})
             for name, tensor in tensors.items():
@@ -73,10 +73,10 @@ def test_a_checkpoint_gives_the_same_weights(tmp_path: Path) -> None:
     )
     checkpoint.save(tmp_path / "c", saved, export_dtype=torch.float32)
     command = LoadCheckpoint(
-        version=3, weights_id=8, directory=str(tmp_path / "c"), dtype="float32"
+        version=3, publication_id=8, directory=str(tmp_path / "c"), dtype="float32"
     )
     with (
-        publish(adapters, version=3, weights_id=8, directory=tmp_path) as given,
+        publish(adapters, version=3, publication_id=8, directory=tmp_path) as given,
         merging.merged(given.manifest, tmp_path) as one,
         published(command) as saved_adapters,
         merging.merged(saved_adapters.manifest, tmp_path) as other,
@@ -88,7 +88,7 @@ def test_whole_weights_are_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m")
     weights = dict(read_tensors_of(model))
     with (
-        publish(weights, version=1, weights_id=1, directory=tmp_path) as given,
+        publish(weights, version=1, publication_id=1, directory=tmp_path) as given,
         pytest.raises(WeightsError, match="tensors must be those of adapters"),
     ):
         AdapterMerger(model, read_shape(model), scale=SCALE).merged(given.manifest, tmp_path)
@@ -99,7 +99,7 @@ def test_a_model_that_is_gone_is_an_error_of_the_version(tmp_path: Path) -> None
     shape, adapters = read_shape(model), random_adapters(model, torch.float32)
     (model / "model.safetensors").unlink()
     with (
-        publish(adapters, version=1, weights_id=1, directory=tmp_path) as given,
+        publish(adapters, version=1, publication_id=1, directory=tmp_path) as given,
         pytest.raises(WeightsError, match=r"must hold model\.safetensors"),
     ):
         AdapterMerger(model, shape, scale=SCALE).merged(given.manifest, tmp_path)
@@ -113,7 +113,7 @@ def test_a_model_that_only_transformers_computes_is_that_of_the_export(
     model = build(name, tmp_path / name)
     trainer = Trainer(make_config(lora={"rank": 2}), model, tmp_path)
     assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
-    reply = trainer.handle(Publish(version=1, weights_id=1))
+    reply = trainer.handle(Publish(version=1, publication_id=1))
     assert isinstance(reply, Published), reply
     sizes = adapter_sizes(read_any_shape(model), LoraConfig(rank=2))
     assert {meta.name: meta.shape for meta in reply.manifest.tensors} == sizes

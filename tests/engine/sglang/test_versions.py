@@ -53,8 +53,12 @@ def test_no_sequence_exceeds_the_context() -> None:
 def test_requests_of_different_weights_never_share_a_prefix() -> None:
     dialect = own()
     keys = [sent(dialect).get("extra_key")]
-    for version, weights_id in ((1, 1), (2, 2), (1, 3)):  # the last is of a trainer that came back
-        dialect.changed(version, weights_id)
+    for version, publication_id in (
+        (1, 1),
+        (2, 2),
+        (1, 3),
+    ):  # the last is of a trainer that came back
+        dialect.changed(version, publication_id)
         keys.append(sent(dialect)["extra_key"])
     assert len(set(keys)) == len(keys)
 

@@ -52,8 +52,12 @@ def test_a_higher_rank_is_a_lower_priority_and_stop_tokens_are_ours() -> None:
 def test_requests_of_different_weights_never_share_a_prefix() -> None:
     dialect = OwnVllm(version=-1, stop_ids=())
     salts = [sent(dialect).get("cache_salt")]
-    for version, weights_id in ((1, 1), (2, 2), (1, 3)):  # the last is of a trainer that came back
-        dialect.changed(version, weights_id)
+    for version, publication_id in (
+        (1, 1),
+        (2, 2),
+        (1, 3),
+    ):  # the last is of a trainer that came back
+        dialect.changed(version, publication_id)
         salts.append(sent(dialect)["cache_salt"])
     assert len(set(salts)) == len(salts)
 

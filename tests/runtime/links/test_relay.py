@@ -151,7 +151,7 @@ async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
         ranges = ((nbytes - 1, nbytes),)
         await channel.send(
             Request(
-                weights_id=manifest.weights_id,
+                publication_id=manifest.publication_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
                 ranges=ranges,

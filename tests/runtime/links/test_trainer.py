@@ -85,7 +85,7 @@ async def test_replies_come_in_the_order_of_commands(
     if kind != "two ranks":  # the fake's ranks do not agree on which of them writes
         assert isinstance(await trainer.ask(Save(path=str(tmp_path / "saved"))), Saved)
         assert await trainer.ask(Restore(path=str(tmp_path / "saved"))) == Restored(step=4)
-    assert isinstance(await trainer.ask(Publish(version=4, weights_id=9)), Published)
+    assert isinstance(await trainer.ask(Publish(version=4, publication_id=9)), Published)
 
 
 @pytest.mark.parametrize("kind", KINDS)

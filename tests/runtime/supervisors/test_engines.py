@@ -33,21 +33,21 @@ async def test_what_an_engine_receives_is_reported_once(tmp_path: Path) -> None:
     manifests = Manifests()
     for number in (1, 2, 3):
         manifest = WeightManifest(
-            version=number, weights_id=number, location="", tensors=(), nbytes=0, digest=""
+            version=number, publication_id=number, location="", tensors=(), nbytes=0, digest=""
         )
         manifests.published(manifest, keep=(1, 2))
     async with staged(make, tmp_path, manifests=manifests) as stage:
         assert all(joined.stages for joined in await stage.until(EngineJoined, 2))
         for number in (1, 2, 3, 9):
-            stage.engines.stage(StageWeights(engine_id=A, version=number, weights_id=number))
-        stage.engines.stage(StageWeights(engine_id=B, version=1, weights_id=1))
+            stage.engines.stage(StageWeights(engine_id=A, version=number, publication_id=number))
+        stage.engines.stage(StageWeights(engine_id=B, version=1, publication_id=1))
         failed = await stage.until(StagingFailed, 2)
-        assert {event.weights_id: event.error for event in failed} == {
+        assert {event.publication_id: event.error for event in failed} == {
             2: "torn",
             9: "weights 9 are no longer available",
         }
         done = await stage.until(WeightsStaged, 2)
-        assert {(event.engine_id, event.epoch, event.weights_id) for event in done} == {
+        assert {(event.engine_id, event.epoch, event.publication_id) for event in done} == {
             (A, 0, 1),
             (B, 0, 1),
         }

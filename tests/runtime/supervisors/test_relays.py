@@ -44,9 +44,11 @@ def history(config: RunConfig) -> tuple[list[Event], list[Command]]:
     ]
 
 
-def takes(commands: Sequence[Command], weights_id: int) -> list[tuple[str, str | None]]:
+def takes(commands: Sequence[Command], publication_id: int) -> list[tuple[str, str | None]]:
     fetches = [
-        one for one in commands if isinstance(one, c.FetchWeights) and one.weights_id == weights_id
+        one
+        for one in commands
+        if isinstance(one, c.FetchWeights) and one.publication_id == publication_id
     ]
     return [(one.relay_id, one.source) for one in fetches]
 
@@ -59,13 +61,13 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
     assert summary.account.balanced
     events, commands = history(config)
     versions = {
-        (event.relay_id, event.weights_id)
+        (event.relay_id, event.publication_id)
         for event in events
         if isinstance(event, e.WeightsFetched)
     }
     loads = [command for command in commands if isinstance(command, c.LoadWeights)]
     assert loads
-    assert {(f"r{int(load.engine_id[1:]) % 2}", load.weights_id) for load in loads} <= versions
+    assert {(f"r{int(load.engine_id[1:]) % 2}", load.publication_id) for load in loads} <= versions
     assert '"take 0 from the trainer"' in (run_dir(config) / "trace.json").read_text()
     assert_no_processes(config)
 
@@ -98,7 +100,7 @@ def test_a_refused_delta_is_followed_by_a_full_fetch(tmp_path: Path) -> None:
         command
         for command in commands
         if isinstance(command, c.FetchWeights)
-        and (command.relay_id, command.weights_id) == (refused.relay_id, 1)
+        and (command.relay_id, command.publication_id) == (refused.relay_id, 1)
     ]
     assert [command.base_id for command in fetches] == [0, None]
     assert_trained_once(config)
@@ -135,10 +137,10 @@ def test_a_resumed_run_restarts_its_relays(tmp_path: Path) -> None:
     assert_no_processes(longer)
 
 
-def manifest(weights_id: int, location: str) -> WeightManifest:
+def manifest(publication_id: int, location: str) -> WeightManifest:
     return WeightManifest(
-        version=weights_id,
-        weights_id=weights_id,
+        version=publication_id,
+        publication_id=publication_id,
         location=location,
         tensors=(),
         nbytes=0,

@@ -7,9 +7,9 @@ from before the plan; so it can empty one that has just received work, and overf
 next (loads of 0.30, 0.35 and 0.40 put 1.05 on one). Here received work moves along with
 its receiver, and the plan names where each replica's work ends up.
 
-Invariants of a plan: moves are between replicas of one weights id; a source moves once,
-with all its work; no target is a source; after all moves each target holds at most
-`kv_max` of its KV and `batch_max` requests, and no more than its slots.
+Invariants of a plan: moves are between replicas of one publication; a source moves
+once, with all its work; no target is a source; after all moves each target holds at
+most `kv_max` of its KV and `batch_max` requests, and no more than its slots.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ alone give about 250.)
 
 
 class Replica(Struct, frozen=True, kw_only=True):
-    """An engine with trajectories in flight, of the weights `weights_id`.
+    """An engine with trajectories in flight, of the weights `publication_id`.
 
     `requests` counts all its trajectories, including those at their tools or waiting.
     They use `kv_used` of `kv_total` tokens. `kv_before` is the highest use of all
@@ -42,7 +42,7 @@ class Replica(Struct, frozen=True, kw_only=True):
     """
 
     id: EngineId
-    weights_id: int
+    publication_id: int
     kv_used: int
     kv_before: int
     kv_total: int
@@ -75,11 +75,11 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
     if len(set(ids)) < len(ids):
         raise ValueError(f"replicas must each be named once, got {ids}")
     final: dict[EngineId, EngineId] = {}
-    for weights_id in dict.fromkeys(replica.weights_id for replica in replicas):
+    for publication_id in dict.fromkeys(replica.publication_id for replica in replicas):
         group = [
             one
             for one in replicas
-            if one.weights_id == weights_id and _is_candidate(one, batch_max, kv_max)
+            if one.publication_id == publication_id and _is_candidate(one, batch_max, kv_max)
         ]
         final |= _merged(group, batch_max, kv_max)
     return [Move(source=one, target=final[one]) for one in ids if final.get(one, one) != one]

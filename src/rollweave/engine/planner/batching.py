@@ -171,7 +171,7 @@ class Batcher:
             entry.rank = rank
             insort(queue, entry, key=_order)
 
-    def retag(self, weights_id: int) -> int:
+    def retag(self, publication_id: int) -> int:
         """Switch to new weights, which voids all KV.
 
         All requests wait again, in order, and are recomputed. Return the number of
@@ -185,7 +185,7 @@ class Batcher:
                 insort(self.waiting, entry, key=_order)
             self._release(entry)
             entry.keys.clear()
-        self.ledger.retag(weights_id)
+        self.ledger.retag(publication_id)
         return lost
 
     # One step

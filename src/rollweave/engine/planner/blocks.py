@@ -19,9 +19,9 @@ that computed it (16 bytes).
 """
 
 
-def root_key(weights_id: int) -> Key:
-    """Return the parent key of a sequence's first block under weights `weights_id`."""
-    return hashlib.blake2b(b"weights:%d" % weights_id, digest_size=16).digest()
+def root_key(publication_id: int) -> Key:
+    """Return the parent key of a sequence's first block under these weights."""
+    return hashlib.blake2b(b"weights:%d" % publication_id, digest_size=16).digest()
 
 
 def child_key(parent: Key, tokens: Sequence[int]) -> Key:
@@ -38,7 +38,7 @@ class BlockLedger:
     """
 
     def __init__(
-        self, *, blocks: int, block_tokens: int, caching: bool = True, weights_id: int = -1
+        self, *, blocks: int, block_tokens: int, caching: bool = True, publication_id: int = -1
     ) -> None:
         if blocks < 1 or block_tokens < 1:
             raise ValueError(
@@ -47,8 +47,8 @@ class BlockLedger:
         self.total = blocks
         self.block_tokens = block_tokens
         self.caching = caching
-        self.weights_id = weights_id
-        self.root = root_key(weights_id)
+        self.publication_id = publication_id
+        self.root = root_key(publication_id)
         self._refs = [0] * blocks
         self._key_of: list[Key | None] = [None] * blocks
         self._index: dict[Key, int] = {}
@@ -149,13 +149,13 @@ class BlockLedger:
                 else:
                     self._idle[block] = None
 
-    def retag(self, weights_id: int) -> None:
+    def retag(self, publication_id: int) -> None:
         """Switch to new weights: clear all content.
 
         Held blocks stay held, and are no longer indexed.
         """
-        self.weights_id = weights_id
-        self.root = root_key(weights_id)
+        self.publication_id = publication_id
+        self.root = root_key(publication_id)
         self._index.clear()
         self._key_of = [None] * self.total
         self._blank.extend(self._idle)

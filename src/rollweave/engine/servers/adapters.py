@@ -39,7 +39,7 @@ class AdapterMerger:
             metas,
             (tensor.to(formats[name]) for name, tensor in weights),
             version=manifest.version,
-            weights_id=manifest.weights_id,
+            publication_id=manifest.publication_id,
             directory=folder,
         )
 

@@ -391,7 +391,7 @@ class ServerEngine:
         if former is not None:
             await asyncio.wait([former])
         self._drop_staged()
-        key = {"version": manifest.version, "weights_id": manifest.weights_id}
+        key = {"version": manifest.version, "publication_id": manifest.publication_id}
         try:
             self._staged = await asyncio.to_thread(self._hold, manifest)
             self._staged_from = manifest
@@ -471,7 +471,7 @@ class ServerEngine:
             if not self._suspended:
                 await self._continue()
             raise WeightsError(f"weights version {manifest.version}: {error}") from error
-        self._dialect.changed(manifest.version, manifest.weights_id)
+        self._dialect.changed(manifest.version, manifest.publication_id)
         self._version, self._label = manifest.version, str(manifest.version)
         with self._times.measured("swap"):
             await control.swap(held, self._label)

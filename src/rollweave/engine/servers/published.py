@@ -72,7 +72,7 @@ def published_model(
     try:
         metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors())
         each = (tensor for _, tensor in tensors())
-        return publish_each(metas, each, version=0, weights_id=0, directory=folder)
+        return publish_each(metas, each, version=0, publication_id=0, directory=folder)
     except ConfigError as error:
         raise WeightsError(str(error)) from error
 
@@ -89,6 +89,6 @@ def published(command: LoadCheckpoint) -> AbstractContextManager[Publication]:
     return publish(
         tensors,
         version=command.version,
-        weights_id=command.weights_id,
+        publication_id=command.publication_id,
         directory=directory / "published",
     )

@@ -22,7 +22,7 @@ MAX_SENT = 1 << 14
 class OwnDialect(Dialect, Protocol):
     """The dialect of a server that this process has started with its own settings."""
 
-    def changed(self, version: int, weights_id: int) -> None:
+    def changed(self, version: int, publication_id: int) -> None:
         """Record that the server gets these weights, while it is paused."""
 
 
@@ -38,9 +38,9 @@ class KnownVersions:
         self._versions = [max(0, version)]
         self._sent: dict[str, int] = {}
 
-    def changed(self, version: int, weights_id: int) -> None:
+    def changed(self, version: int, publication_id: int) -> None:
         """Record that the server gets these weights."""
-        self.key = str(weights_id)
+        self.key = str(publication_id)
         self._versions.append(version)
 
     def sent(self, request: GenerateRequest) -> None:

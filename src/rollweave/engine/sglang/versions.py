@@ -25,9 +25,9 @@ class OwnSglang(Sglang):
         self._stop_ids, self._max_context = stop_ids, max_context
         self._versions = KnownVersions(version)
 
-    def changed(self, version: int, weights_id: int) -> None:
+    def changed(self, version: int, publication_id: int) -> None:
         """Record that the server gets these weights, while it is paused."""
-        self._versions.changed(version, weights_id)
+        self._versions.changed(version, publication_id)
 
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         fields = super().fields(request)

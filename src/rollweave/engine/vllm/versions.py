@@ -31,9 +31,9 @@ class OwnVllm(Vllm):
         self._stop_ids, self._routes = stop_ids, routes
         self._versions = KnownVersions(version)
 
-    def changed(self, version: int, weights_id: int) -> None:
+    def changed(self, version: int, publication_id: int) -> None:
         """Record that the server gets these weights, while it is paused."""
-        self._versions.changed(version, weights_id)
+        self._versions.changed(version, publication_id)
 
     def encode(self, request: GenerateRequest) -> bytes:
         fields = self.fields(request)

@@ -183,7 +183,7 @@ class ProcessRelay(ProcessLink[RelayReady]):
             result.set_result(None)
             return result
         digest = command.manifest.digest
-        fetches = self._fetches.setdefault(command.manifest.weights_id, deque())
+        fetches = self._fetches.setdefault(command.manifest.publication_id, deque())
         for other, replaced in fetches:
             if other == digest:
                 _resolve(replaced, None)
@@ -205,9 +205,9 @@ class ProcessRelay(ProcessLink[RelayReady]):
             case RelayReady() as ready:
                 _resolve(self._ready, ready)
             case VersionFetched() as taken:
-                self._on_result(taken.manifest.weights_id, taken)
+                self._on_result(taken.manifest.publication_id, taken)
             case VersionFailed() as failed:
-                self._on_result(failed.weights_id, failed)
+                self._on_result(failed.publication_id, failed)
             case VersionStalled() as stalled:
                 self._on_stalled(stalled)
             case RelayHeartbeat() as heartbeat:
@@ -223,13 +223,15 @@ class ProcessRelay(ProcessLink[RelayReady]):
         if self._missed == SUSPECT_BEATS:
             self._on_suspected(True)
 
-    def _on_result(self, weights_id: int, result: FetchReply) -> None:
-        fetches = self._fetches.get(weights_id)
+    def _on_result(self, publication_id: int, result: FetchReply) -> None:
+        fetches = self._fetches.get(publication_id)
         if fetches is None:
-            return self._give_up(f"answered a fetch of weights {weights_id} that was never sent")
+            return self._give_up(
+                f"answered a fetch of weights {publication_id} that was never sent"
+            )
         _resolve(fetches.popleft()[1], result)
         if not fetches:
-            del self._fetches[weights_id]
+            del self._fetches[publication_id]
         return None
 
     def _on_gone(self, reason: str) -> None:

@@ -76,10 +76,10 @@ class EngineSupervisor:
     """All engines of a world.
 
     `make(slot, epoch)` starts a process, and may raise OSError. `manifests` locates
-    weights in memory; `checkpoint(version, weights_id)` locates those of a checkpoint,
-    on a file system that all hosts share. KV migrates through shared memory between
-    engines on one machine and through TCP between others, unless `kv_over` is given;
-    a migration takes at most `migration_s` seconds.
+    weights in memory; `checkpoint(version, publication_id)` locates those of a
+    checkpoint, on a file system that all hosts share. KV migrates through shared memory
+    between engines on one machine and through TCP between others, unless `kv_over` is
+    given; a migration takes at most `migration_s` seconds.
     """
 
     def __init__(
@@ -226,21 +226,23 @@ class EngineSupervisor:
         self._post(EngineSuspended(engine_id=engine_id, epoch=engine.epoch))
 
     async def _stage(self, command: StageWeights) -> None:
-        engine_id, weights_id = command.engine_id, command.weights_id
+        engine_id, publication_id = command.engine_id, command.publication_id
         engine = self._engines.get(engine_id)
         if engine is None or engine.link is None:
             return
-        manifest = self._manifests.on_host(engine.slot.host, weights_id)
+        manifest = self._manifests.on_host(engine.slot.host, publication_id)
         started = self._clock()
         staging = None if manifest is None else engine.link.stage(manifest)
-        if not await self._finish(staging, engine, weights_id, StagingFailed):
+        if not await self._finish(staging, engine, publication_id, StagingFailed):
             return
         lane = f"{engine_id} weights"
         self._trace.span(ENGINES, lane, f"v{command.version}", started, self._clock())
-        self._post(WeightsStaged(engine_id=engine_id, epoch=engine.epoch, weights_id=weights_id))
+        self._post(
+            WeightsStaged(engine_id=engine_id, epoch=engine.epoch, publication_id=publication_id)
+        )
 
     async def _load(self, command: LoadWeights) -> None:
-        engine_id, weights_id = command.engine_id, command.weights_id
+        engine_id, publication_id = command.engine_id, command.publication_id
         engine = self._engines.get(engine_id)
         if engine is None or engine.link is None:
             return
@@ -249,7 +251,7 @@ class EngineSupervisor:
         engine.loading = True
         try:
             loading = None if source is None else engine.link.load(source)
-            if not await self._finish(loading, engine, weights_id, WeightsLoadFailed):
+            if not await self._finish(loading, engine, publication_id, WeightsLoadFailed):
                 return
         finally:
             engine.loading = False
@@ -262,7 +264,7 @@ class EngineSupervisor:
                 engine_id=engine_id,
                 epoch=engine.epoch,
                 version=command.version,
-                weights_id=weights_id,
+                publication_id=publication_id,
             )
         )
 
@@ -271,15 +273,15 @@ class EngineSupervisor:
         gone.
         """
         if command.from_checkpoint is None:
-            return self._manifests.on_host(host, command.weights_id)
+            return self._manifests.on_host(host, command.publication_id)
         assert self._checkpoint is not None, "a world without a trainer has no checkpoints"
-        return self._checkpoint(command.from_checkpoint, command.weights_id)
+        return self._checkpoint(command.from_checkpoint, command.publication_id)
 
     async def _finish(
         self,
         giving: Awaitable[None] | None,
         engine: EngineProcess,
-        weights_id: int,
+        publication_id: int,
         failed: type[StagingFailed] | type[WeightsLoadFailed],
     ) -> bool:
         """Wait until an engine has received weights; return False if it has not.
@@ -289,14 +291,14 @@ class EngineSupervisor:
         """
         try:
             if giving is None:
-                raise WeightsError(f"weights {weights_id} are no longer available")
+                raise WeightsError(f"weights {publication_id} are no longer available")
             await giving
         except WeightsError as error:
             self._post(
                 failed(
                     engine_id=engine.slot.id,
                     epoch=engine.epoch,
-                    weights_id=weights_id,
+                    publication_id=publication_id,
                     error=str(error),
                 )
             )

@@ -142,7 +142,7 @@ class RelaySupervisor:
             )
         )
         self._tasks.spawn(
-            self._fetch(command, relay, reply), f"fetch {command.weights_id} {command.relay_id}"
+            self._fetch(command, relay, reply), f"fetch {command.publication_id} {command.relay_id}"
         )
 
     def restart(self, command: RestartRelay) -> None:
@@ -207,7 +207,7 @@ class RelaySupervisor:
             event = FetchStalled(
                 relay_id=relay.name,
                 epoch=relay.epoch,
-                weights_id=message.weights_id,
+                publication_id=message.publication_id,
                 source=source,
             )
             self._post(event)
@@ -218,9 +218,9 @@ class RelaySupervisor:
         Raises WeightsError.
         """
         locate = self._manifests.of_trainer if command.source is None else self._manifests.anywhere
-        manifest = locate(command.weights_id)
+        manifest = locate(command.publication_id)
         if manifest is None:
-            raise WeightsError(f"weights {command.weights_id} are no longer published")
+            raise WeightsError(f"weights {command.publication_id} are no longer published")
         if command.source is None:
             return manifest, None
         source = self._relays.get(command.source)
@@ -236,12 +236,12 @@ class RelaySupervisor:
         Raises WeightsError.
         """
         parts = []
-        for number, holder in enumerate(self._manifests.part_hosts(command.weights_id)):
+        for number, holder in enumerate(self._manifests.part_hosts(command.publication_id)):
             if self._hosts.share_memory(holder, host):
                 parts.append(PartSource(part=number))
             elif command.source is None:
                 relay = self._relays.get(relay_id(holder))
-                manifest = self._manifests.of_trainer(command.weights_id)
+                manifest = self._manifests.of_trainer(command.publication_id)
                 if relay is None or relay.link is None or relay.address is None:
                     raise WeightsError(f"relay {relay_id(holder)} is not running")
                 if manifest is not None:
@@ -262,7 +262,7 @@ class RelaySupervisor:
             # the relay is lost, which is an event by itself, or a later fetch of the
             # same weights replaced this one
             return
-        name = f"take {command.weights_id} from {command.source or 'the trainer'}"
+        name = f"take {command.publication_id} from {command.source or 'the trainer'}"
         nbytes, error = (
             (result.nbytes, "") if isinstance(result, VersionFetched) else (0, result.error)
         )
@@ -287,7 +287,7 @@ class RelaySupervisor:
             WeightsFetched(
                 relay_id=command.relay_id,
                 epoch=relay.epoch,
-                weights_id=command.weights_id,
+                publication_id=command.publication_id,
                 nbytes=result.nbytes,
             )
         )
@@ -299,7 +299,7 @@ def _failed(
     return FetchFailed(
         relay_id=command.relay_id,
         epoch=relay.epoch,
-        weights_id=command.weights_id,
+        publication_id=command.publication_id,
         try_number=command.try_number,
         reason=reason,
         error=error,

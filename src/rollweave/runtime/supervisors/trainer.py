@@ -317,7 +317,7 @@ class TrainerSupervisor:
             reply = await backend.ask(
                 Publish(
                     version=command.version,
-                    weights_id=command.weights_id,
+                    publication_id=command.publication_id,
                     keep=command.keep,
                     release=command.release,
                 )
@@ -342,7 +342,7 @@ class TrainerSupervisor:
         self._on_published(reply.manifest, command.keep, hosts)
         self._post(
             WeightsPublished(
-                epoch=trainer.epoch, version=command.version, weights_id=command.weights_id
+                epoch=trainer.epoch, version=command.version, publication_id=command.publication_id
             )
         )
 

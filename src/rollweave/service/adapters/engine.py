@@ -79,7 +79,7 @@ class TrainedEngine:
         """
         named = {name: tensor.detach() for name, tensor in tensors}
         self._updates += 1  # the checkpoint's weights are number 0
-        manifest = self._publisher.publish(named, version=version, weights_id=self._updates)
+        manifest = self._publisher.publish(named, version=version, publication_id=self._updates)
         self._loop.call(self._load(manifest))
 
     async def _open(self) -> None:

@@ -263,7 +263,7 @@ class Watched:
         metrics.watch(self.world)
         self.stall_s: list[float] = []
         self.transfers: dict[int, Transfer] = {}  # by version
-        self._versions: dict[int, int] = {}  # weights id → version
+        self._versions: dict[int, int] = {}  # publication id → version
         self._staging: dict[tuple[str, int], float] = {}
         self._suspended: dict[str, float] = {}
         self.world.start()
@@ -278,17 +278,17 @@ class Watched:
             if event.engine_id in self._suspended:
                 transfer.waits_s.append(now - self._suspended.pop(event.engine_id))
         elif isinstance(event, e.WeightsStaged):
-            transfer = self.transfers[self._versions[event.weights_id]]
-            began = self._staging.pop((event.engine_id, event.weights_id), now)
+            transfer = self.transfers[self._versions[event.publication_id]]
+            began = self._staging.pop((event.engine_id, event.publication_id), now)
             transfer.pulls_s.append(now - began)
         for command in commands:
             if isinstance(command, c.PublishWeights):
                 self.transfers[command.version] = Transfer(now)
-                self._versions[command.weights_id] = command.version
+                self._versions[command.publication_id] = command.version
             elif isinstance(command, c.FetchWeights) and command.base_id is not None:
-                self.transfers[self._versions[command.weights_id]].changes = True
+                self.transfers[self._versions[command.publication_id]].changes = True
             elif isinstance(command, c.StageWeights):
-                self._staging[command.engine_id, command.weights_id] = now
+                self._staging[command.engine_id, command.publication_id] = now
             elif isinstance(command, c.SuspendEngine):
                 self._suspended[command.engine_id] = now
             elif isinstance(command, c.RestartEngine):
@@ -310,7 +310,7 @@ class Watched:
         seconds since their publication.
         """
         state = self.world.core.state
-        published = state.publication.weights_id
+        published = state.publication.publication_id
 
         def everywhere() -> bool:
             relays = [relay for relay in state.relays.values() if relay.id != without]
