@@ -2,7 +2,6 @@
 is.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -67,12 +66,13 @@ def ended(pid: int) -> Iterator[None]:
         os.close(fd)
 
 
-async def wait_until_removed(places: list[str]) -> None:
-    """By the suite's own limit: another start on this machine may be removing them just
-    now.
+async def start_until_removed(places: list[str]) -> None:
+    """Start back ends until one has removed these folders: some process of their owner
+    may still be ending, and another test's start may be removing them just now.
     """
-    while any(map(os.path.exists, places)):  # noqa: ASYNC110 (there is no event)
-        await asyncio.sleep(0.01)
+    while any(map(os.path.exists, places)):
+        async with opened("plain") as backend:
+            await (await backend.start(SPEC)).stop()
 
 
 async def test_the_next_start_removes_folders_of_a_killed_owner() -> None:
@@ -82,8 +82,7 @@ async def test_the_next_start_removes_folders_of_a_killed_owner() -> None:
             with ended(supervisor):
                 process.kill()
             assert not any(map(os.path.exists, places[:2]))  # by the supervisor
-            await (await backend_.start(SPEC)).stop()
-            await wait_until_removed(places)
+            await start_until_removed(places)
             assert all(map(os.path.isdir, others))
             assert all(map(os.path.isdir, living))
 
@@ -95,9 +94,7 @@ async def test_the_next_start_removes_folders_of_an_owner_killed_with_its_superv
             os.kill(supervisor, signal.SIGKILL)
         process.kill()
         process.wait()  # any start on this machine may remove them from now on
-        async with opened("plain") as next_one:
-            await (await next_one.start(SPEC)).stop()
-            await wait_until_removed(places)
+        await start_until_removed(places)
 
 
 def test_a_temporary_folder_is_removed_with_those_of_killed_owners(
