@@ -97,7 +97,8 @@ async def test_a_full_batch_is_returned_at_once_and_cancels_stale_groups(tmp_pat
             RolloutClient(service.address) as client,
             DapoBatches(client, tasks, rule) as batches,
         ):
-            assert names(await batches.next(version=0)) == ["b0", "b1"]
+            first, second = names(await batches.next(version=0))
+            assert (first[0], second[0]) == ("b", "b")  # whichever were done first
             # the slow group is cancelled, because its gate never opened
             await wait_until(service.address, "/health", is_idle)
             assert service_reasons(await call(service.address, "GET", "/metrics")) >= {
@@ -126,7 +127,7 @@ async def test_groups_under_way_are_carried_over_to_the_next_batch(tmp_path: Pat
             RolloutClient(service.address) as client,
             DapoBatches(client, tasks, RULE) as batches,
         ):
-            assert names(await batches.next(version=0)) == ["c0", "c1"]
+            assert sorted(names(await batches.next(version=0))) == ["c0", "c1"]
             assert batches.account.carried == 1
             waiting = asyncio.create_task(batches.next(version=1))
             gate.touch()
@@ -150,7 +151,7 @@ async def test_rollouts_continue_while_the_trainer_trains(tmp_path: Path) -> Non
             assert batches.account.carried >= 2
             batch = await batches.next(version=1)
             assert {group.version for group in batch.groups} == {0}
-            assert int(names(batch)[-1][1:]) < started
+            assert all(int(name[1:]) < started for name in names(batch))
 
 
 async def test_cancelling_next_loses_nothing(tmp_path: Path) -> None:

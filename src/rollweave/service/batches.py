@@ -62,8 +62,8 @@ class DapoGroup(Struct, frozen=True, kw_only=True):
 
 
 class DapoBatch(Struct, frozen=True, kw_only=True):
-    """`rule.groups` groups on which to train weights `version`, in the order in which
-    they started.
+    """`rule.groups` groups on which to train weights `version`: those of the oldest
+    weights first, and among these as they were completed.
     """
 
     version: int
