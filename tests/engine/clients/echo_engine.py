@@ -143,7 +143,7 @@ class EchoLoop:
                     )
                 case ImportKv(id=id, tokens=tokens, manifest=manifest):
                     if manifest.publication_id:
-                        self._reply(KvRefused(id=id, error="other weights"))
+                        self._reply(KvRefused(id=id, error="publication_id of the KV must be 0"))
                     else:
                         self._cached.append(tokens[: manifest.tokens])
                         self._reply(KvImported(id=id, moved_tokens=manifest.tokens))
