@@ -26,6 +26,7 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import EngineSpec, FinishReason, GenerateRequest, Sampling
+from tests.support.asgi import guarded
 from tests.support.engines import engine_in_thread
 
 OPEN = ("/health", "/ready", "/metrics")
@@ -142,22 +143,10 @@ class Server:
             request: web.Request,
             handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
         ) -> web.StreamResponse:
-            status, parts = 0, list[bytes]()
-
-            async def receive() -> dict[str, Any]:
-                return {"type": "http.request", "body": await request.read()}
-
-            async def send(message: dict[str, Any]) -> None:
-                nonlocal status
-                status = message.get("status", status)
-                parts.append(message.get("body", b""))
-
-            headers = [(key.lower(), value) for key, value in request.raw_headers]
-            scope = {"type": "http", "path": request.path, "app": app, "headers": headers}
-            scope |= {"request": request, "handler": handler}
-            await guard(scope, receive, send)
-            response: web.StreamResponse | None = scope.get("response")
-            return response or web.Response(status=status, body=b"".join(parts))
+            answer, scope = await guarded(guard, request, app, request=request, handler=handler)
+            response: web.StreamResponse | None = scope.get("response", answer)
+            assert response is not None, "neither guard nor handler answered"
+            return response
 
         return middleware
 

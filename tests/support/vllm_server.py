@@ -38,6 +38,7 @@ from rollweave.schema.serving import (
     ServerName,
     ServerSpec,
 )
+from tests.support.asgi import guarded
 from tests.support.engines import ROOT, engine_in_thread, environment
 
 SECRET = "open sesame"
@@ -255,24 +256,9 @@ async def serve(arguments: argparse.Namespace) -> None:
         guard = guard_of(app)
 
         async def handle(request: web.Request) -> web.Response:
-            status, parts = 0, list[bytes]()
-
-            async def receive() -> dict[str, Any]:
-                return {"type": "http.request", "body": await request.read()}
-
-            async def send(message: dict[str, Any]) -> None:
-                nonlocal status
-                status = message.get("status", status)
-                parts.append(message.get("body", b""))
-
-            scope = {
-                "type": "http",
-                "path": request.path,
-                "app": app,
-                "headers": [(key.lower(), value) for key, value in request.raw_headers],
-            }
-            await guard(scope, receive, send)
-            return web.Response(status=status, body=b"".join(parts))
+            answer, _ = await guarded(guard, request, app)
+            assert answer is not None, "the guard sent nothing"
+            return answer
 
         await engine.ready()
         web_app = web.Application(client_max_size=1 << 26)

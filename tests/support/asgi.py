@@ -1,0 +1,30 @@
+"""The guards of inference servers, which are ASGI applications, before servers of
+aiohttp.
+"""
+
+from typing import Any
+
+from aiohttp import web
+
+
+async def guarded(
+    guard: Any, request: web.Request, app: Any, /, **more: Any
+) -> tuple[web.Response | None, dict[str, Any]]:
+    """Return what a guard before `app` answers to a request (None if nothing was sent),
+    and the scope that it was called with, to which `more` was added.
+    """
+    status, parts = 0, list[bytes]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await request.read()}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
+
+    headers = [(key.lower(), value) for key, value in request.raw_headers]
+    scope = {"type": "http", "path": request.path, "app": app, "headers": headers, **more}
+    await guard(scope, receive, send)
+    answer = web.Response(status=status, body=b"".join(parts)) if status else None
+    return answer, scope
