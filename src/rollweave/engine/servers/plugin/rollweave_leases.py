@@ -12,10 +12,11 @@ import hashlib
 import hmac
 import json
 import os
+import runpy
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -44,6 +45,26 @@ def require_token(variable: str) -> None:
     """Exit unless an environment variable has the token that requests must present."""
     if not os.environ.get(variable):
         sys.exit(f"{variable} must be set to the token that requests must present, got nothing")
+
+
+def run_server(module: str, arguments: Sequence[str]) -> None:
+    """Run a server's module with these arguments, as `python -m` does."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def about_model(path: object, model: Any, *, context: int) -> dict[str, Any]:
+    """Return what a server reports of its model: a configuration of vLLM or SGLang, of
+    which `path` is where it was loaded from and `context` the maximum number of tokens.
+    """
+    sizes = model.hf_text_config.to_dict()
+    return {
+        "model": str(path),
+        "architectures": list(model.hf_config.architectures or ()),
+        "sizes": {name: value for name, value in sizes.items() if type(value) is int},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "context": context,
+    }
 
 
 class Leases:

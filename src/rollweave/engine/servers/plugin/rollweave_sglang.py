@@ -6,11 +6,10 @@ place of SGLang's own keys, which it would compare with the token of a lease.
 """
 
 import os
-import runpy
 import sys
 from typing import Any
 
-from rollweave_leases import LeasedGuard, require_token
+from rollweave_leases import LeasedGuard, about_model, require_token, run_server
 
 TOKEN = "ROLLWEAVE_SGLANG_TOKEN"
 """The environment variable with the token that requests must present."""
@@ -41,8 +40,7 @@ def serve_alone() -> None:
     from sglang.srt.entrypoints.http_server import app
 
     app.add_middleware(SglangGuard)
-    sys.argv = [SERVER, *OPTIONS, *sys.argv[1:]]
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    run_server(SERVER, [*OPTIONS, *sys.argv[1:]])
 
 
 class SglangGuard(LeasedGuard):  # type: ignore[misc]
@@ -55,14 +53,9 @@ class SglangGuard(LeasedGuard):  # type: ignore[misc]
 
         state, arguments = http_server._global_state, app.server_args
         model = state.tokenizer_manager.model_config
-        sizes = model.hf_text_config.to_dict()
         return {
             "version": http_server.__version__,
-            "model": str(arguments.model_path),
-            "architectures": list(model.hf_config.architectures or ()),
-            "sizes": {name: value for name, value in sizes.items() if type(value) is int},
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "context": model.context_len,
+            **about_model(arguments.model_path, model, context=model.context_len),
             "slots": arguments.max_running_requests or 0,
             "policy": "priority" if arguments.enable_priority_scheduling else "fcfs",
             "preempts": not arguments.disable_priority_preemption,

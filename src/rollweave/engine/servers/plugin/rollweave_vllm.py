@@ -12,14 +12,13 @@ import ctypes
 import hmac
 import importlib
 import os
-import runpy
 import signal
 import sys
 import threading
 from collections.abc import Iterable
 from typing import Any
 
-from rollweave_leases import Application, Receive, Send
+from rollweave_leases import Application, Receive, Send, run_server
 
 NAME = "rollweave"
 """The name of the weight transfer in vLLM's `--weight-transfer-config`."""
@@ -48,8 +47,7 @@ def serve() -> None:
     end_with_parent()
     if os.getppid() != int(parent):
         os._exit(ORPHANED)
-    sys.argv = [SERVER, *arguments]
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    run_server(SERVER, arguments)
 
 
 def register() -> None:

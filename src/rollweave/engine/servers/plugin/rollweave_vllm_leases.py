@@ -6,7 +6,6 @@ arguments and those that an engine needs.
 
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ def serve_alone() -> None:
     }
     if "VLLM_PLUGINS" in os.environ:
         os.environ["VLLM_PLUGINS"] += f",{NAME}"
-    sys.argv = [SERVER, *OPTIONS, *sys.argv[1:]]
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    rollweave_leases.run_server(SERVER, [*OPTIONS, *sys.argv[1:]])
 
 
 class LeasedGuard(rollweave_leases.LeasedGuard):  # type: ignore[misc]
@@ -55,14 +53,9 @@ def about(config: Any) -> dict[str, Any]:
 
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     transfer = config.weight_transfer_config
-    sizes = model.hf_text_config.to_dict()
     return {
         "version": vllm.__version__,
-        "model": str(model.model),
-        "architectures": list(model.hf_config.architectures or ()),
-        "sizes": {name: value for name, value in sizes.items() if type(value) is int},
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "context": model.max_model_len,
+        **rollweave_leases.about_model(model.model, model, context=model.max_model_len),
         "logprobs": str(model.logprobs_mode),
         "slots": scheduler.max_num_seqs,
         "policy": str(scheduler.policy),
