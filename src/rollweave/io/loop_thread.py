@@ -1,11 +1,22 @@
-"""An event loop in a separate thread, for programs that have none."""
+"""An event loop in a separate thread, for programs that have none, and for code that
+does not know whether its thread has one.
+"""
 
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine in an event loop of another thread, and return its result or
+    raise its exception: the caller's thread may have a running loop.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 class LoopThread:

@@ -1,5 +1,5 @@
-"""What computes one reward of an attempt: a function of the user's own, the URL of an
-HTTP function (RollArt §5.3), or a judge.
+"""Sources of an attempt's reward: the user's function, the URL of an HTTP function
+(RollArt §5.3), or a judge.
 
 Invariants: a reward is a finite number, and a judge's is on its scale; what fails is an
 `EpisodeStopError`, never a number; the user's function does not run on the event loop
@@ -12,8 +12,7 @@ import functools
 import inspect
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -25,7 +24,9 @@ from rollweave.envs.base import payload_of
 from rollweave.envs.boundary import LARGEST_REWARD, checked_score, reward_from
 from rollweave.envs.registry import load
 from rollweave.envs.threads import EnvThreads
+from rollweave.io.loop_thread import run_apart
 from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.chat.tools import openai_message
 from rollweave.rollout.http_service import HttpService, ServiceError
 from rollweave.schema.base import Struct, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
@@ -139,7 +140,7 @@ class _Chat(msgspec.Struct, frozen=True):
 
 
 class Dialect(Protocol):
-    """What a service is sent, at `path` below `url`, and how its answer is read."""
+    """Builds the request to a service, at `path` below `url`, and reads its answer."""
 
     url: str
     path: str
@@ -200,7 +201,7 @@ class ServiceReward:
 
 
 class UrlDialect:
-    """The attempt as JSON, for `{"reward": NUMBER}`."""
+    """Sends the attempt as JSON and reads `{"reward": NUMBER}`."""
 
     path = ""
 
@@ -212,7 +213,7 @@ class UrlDialect:
         return {
             "name": self._name,
             "key": key,
-            "conversation": as_chat(finished.conversation),
+            "conversation": [openai_message(message) for message in finished.conversation],
             "task": {"id": task.id, "domain": task.tag, "seed": task.seed, **_payload(task)},
             "env_reward": finished.reward,
             "success": finished.success,
@@ -230,7 +231,7 @@ class UrlDialect:
 
 
 class JudgeDialect:
-    """A chat completion with a rubric, whose last line has the grade."""
+    """Asks for a chat completion with a rubric and reads the grade in its last line."""
 
     path = "/chat/completions"
 
@@ -241,7 +242,9 @@ class JudgeDialect:
     def body(self, finished: Finished, key: str) -> dict[str, Any]:
         judge = self._judge
         low, high = judge.scale
-        shown: dict[str, Any] = {"conversation": as_chat(finished.conversation)}
+        shown: dict[str, Any] = {
+            "conversation": [openai_message(message) for message in finished.conversation]
+        }
         if judge.reference is not None:
             shown["reference_answer"] = reference_in(finished.task, judge.reference)
         system = INSTRUCTIONS.format(
@@ -334,33 +337,6 @@ def reference_in(task: Task, key: str) -> Any:
         ) from None
 
 
-def as_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as OpenAI's API writes them."""
-    return [
-        {
-            "role": message.role,
-            "content": message.content,
-            **({"name": message.name} if message.name else {}),
-            **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
-            **(
-                {
-                    "tool_calls": [
-                        {
-                            "id": call.id,
-                            "type": "function",
-                            "function": {"name": call.name, "arguments": call.arguments},
-                        }
-                        for call in message.tool_calls
-                    ]
-                }
-                if message.tool_calls
-                else {}
-            ),
-        }
-        for message in messages
-    ]
-
-
 INVENTED = (
     Message(role="user", content="What is 2 + 2?"),
     Message(role="assistant", content="4"),
@@ -400,9 +376,7 @@ def check_reward(reward: RewardConfig, *, domain: str, limit_s: float) -> float:
         finally:
             await source.close()
 
-    # the caller's thread may have a running event loop
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, ask()).result()
+    return run_apart(ask())
 
 
 def _payload(task: Task) -> dict[str, Any]:

@@ -6,19 +6,18 @@ Invariants: a log-prob belongs to exactly the token that was sent; a call ends a
 nothing at the server.
 """
 
-import asyncio
 import functools
 import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.engine.clients.responses import ResponseError, parse
+from rollweave.io.loop_thread import run_apart
 from rollweave.rollout.http_service import HttpService, RefusedError, ServiceError
 from rollweave.schema.config.sections import TeacherConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -246,9 +245,7 @@ def check_teacher(config: TeacherConfig, tokenizer: Tokenizer, *, limit_s: float
         finally:
             await teacher.close()
 
-    # the caller's thread may have a running event loop
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            return thread.submit(asyncio.run, ask()).result()
-        except TeacherError as error:
-            raise ConfigError(str(error).removeprefix("teacher ")) from error
+    try:
+        return run_apart(ask())
+    except TeacherError as error:
+        raise ConfigError(str(error).removeprefix("teacher ")) from error

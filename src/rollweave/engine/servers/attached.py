@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ import msgspec
 
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.engine.servers.process import settings_of
+from rollweave.io.loop_thread import run_apart
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import EngineSpec
@@ -343,9 +343,7 @@ def check_servers(kind: LeasedKind, spec: EngineSpec) -> list[About]:
             servers.append(about)
         return servers
 
-    # the caller's thread may have a running event loop
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            return thread.submit(asyncio.run, ask()).result()
-        except EngineError as error:
-            raise ConfigError(str(error)) from error
+    try:
+        return run_apart(ask())
+    except EngineError as error:
+        raise ConfigError(str(error)) from error

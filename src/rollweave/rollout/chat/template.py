@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rollweave.rollout.chat.tools import openai_message
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, RollweaveError
 
@@ -85,7 +86,8 @@ class ChatTemplate:
         `tools` are JSON objects, each a tool's declaration in the form of OpenAI's
         `tools`.
         """
-        plain = [_plain(message) for message in messages]
+        # Templates take the arguments of a tool call as an object if they parse as one.
+        plain = [openai_message(message, arguments=_parsed) for message in messages]
         declarations = [json.loads(tool) for tool in tools] or None
         try:
             return self._template.render(
@@ -102,27 +104,6 @@ class ChatTemplate:
             raise ChatError(
                 f"{self._name}: chat template cannot render roles {roles}: {error}"
             ) from error
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message in the form of Hugging Face's templates: the arguments of a tool
-    call are an object if they parse as one.
-    """
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _parsed(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name:
-        plain["name"] = message.name
-    return plain
 
 
 def _parsed(arguments: str) -> Any:

@@ -7,11 +7,11 @@ Sampled tokens are unaffected: a call is a view of the tokens.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, Protocol
 
 from rollweave.schema.base import Struct
-from rollweave.schema.chat import ToolCall
+from rollweave.schema.chat import Message, ToolCall
 
 
 class ParsedReply(Struct, frozen=True, kw_only=True):
@@ -82,6 +82,34 @@ def tool_format_of(template: str) -> ToolFormat | None:
     its source; None if it is unknown.
     """
     return Hermes() if Hermes.MARK in template else None
+
+
+def openai_message(message: Message, *, arguments: Callable[[str], Any] = str) -> dict[str, Any]:
+    """Return a message in the form of OpenAI's API. `arguments` changes the JSON text
+    of a call's arguments.
+    """
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        fields["tool_calls"] = openai_calls(message, arguments=arguments)
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.name:
+        fields["name"] = message.name
+    return fields
+
+
+def openai_calls(
+    message: Message, *, arguments: Callable[[str], Any] = str
+) -> list[dict[str, Any]]:
+    """Return the tool calls of a message in the form of OpenAI's API."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments(call.arguments)},
+        }
+        for call in message.tool_calls
+    ]
 
 
 def call_key(calls: Sequence[ToolCall]) -> tuple[tuple[str, str], ...]:

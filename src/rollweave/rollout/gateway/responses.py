@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.tools import ParsedReply, ToolFormat
+from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
@@ -111,7 +111,7 @@ def completion(reply: ChatReply, chat: ChatRequest) -> Json:
             "role": "assistant",
             "content": reply.message.content or (None if reply.message.tool_calls else ""),
             "refusal": None,
-            **({"tool_calls": _calls(reply.message)} if reply.message.tool_calls else {}),
+            **({"tool_calls": openai_calls(reply.message)} if reply.message.tool_calls else {}),
         },
         "logprobs": _logprobs(reply.deltas, chat),
         "finish_reason": reply.finish_reason,
@@ -134,7 +134,7 @@ def completion_chunks(reply: ChatReply, chat: ChatRequest, *, forced: str) -> It
         # Calls are parsed once the turn is complete: only then it is known where a call
         # begins and which text surrounds it.
         yield chunk({"content": message.content or None}, reply.deltas)
-        for index, call in enumerate(_calls(message)):
+        for index, call in enumerate(openai_calls(message)):
             yield chunk(
                 {
                     "tool_calls": [
@@ -152,17 +152,6 @@ def completion_chunks(reply: ChatReply, chat: ChatRequest, *, forced: str) -> It
     yield chunk({}, (), reply.finish_reason)
     if chat.include_usage:
         yield {**_head(reply, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)}
-
-
-def _calls(message: Message) -> list[Json]:
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in message.tool_calls
-    ]
 
 
 def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
