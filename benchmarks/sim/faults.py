@@ -7,14 +7,13 @@ command that reproduces it.
 
 import multiprocessing
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.contract import Figure, Result
-from rollweave.io.boot import die_with
+from rollweave.io.boot import serve_parent
 from rollweave.sim.faults import Report, search
 from rollweave.sim.scenarios import STORM_S
 
@@ -87,18 +86,10 @@ def searched(seeds: Sequence[int], *, workers: int) -> Iterator[Report]:
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_die_with,
+        initializer=serve_parent,
         initargs=(os.getpid(),),
     )
     try:
         yield from pool.map(search, seeds, chunksize=4)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _die_with(parent: int) -> None:
-    """End this worker when the bench ends, however that happens; Ctrl-C is for the
-    bench alone.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)

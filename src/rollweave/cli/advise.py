@@ -1,6 +1,5 @@
 """`rollweave advise`: which split of GPUs, engines and mode, by simulation."""
 
-import dataclasses
 import json
 import sys
 import time
@@ -21,18 +20,11 @@ from rollweave.core.policy.ratio import (
 )
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.runtime.preflight.machine import cores
-from rollweave.runtime.preflight.memory import (
-    HEAD_COPIES,
-    HEAD_LOGITS,
-    batch_tokens,
-    rank_parts,
-    saved_bytes,
-)
+from rollweave.runtime.preflight.memory import activations, rank_parts
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.sim.advise import (
     FASTER,
     SEEDS,
@@ -47,7 +39,7 @@ from rollweave.sim.families import FAMILIES
 from rollweave.sim.hardware import gpu
 from rollweave.sim.hosts import NO_POOL, gpu_of
 from rollweave.sim.models import model
-from rollweave.sim.trials import Trials
+from rollweave.sim.trials import trials_in
 from rollweave.sim.world import PROFILE, section, workloads_of
 from rollweave.weights.checkpoint import ModelShape
 
@@ -61,7 +53,7 @@ LIMITS = {
     "weights": "the weights: engines wait for them {wait:.0%} of the time",
     "window": "the bound: engines may not run further ahead {wait:.0%} of the time",
 }
-"""What limits a candidate, as a sentence."""
+"""Sentences that say what limits a candidate."""
 
 PARTS = {
     "engines": "engine steps",
@@ -122,10 +114,8 @@ def advise(target: str | None, overrides: Sequence[str], asked: Asked, *, as_jso
         work=workloads_of(base),
         rank_bytes=rank_bytes,
     )
-    with Trials(question.work, processes=cores()) as trials:
-        advice = search(
-            question, trials.run, lambda line: err.print(f"[dim]{line}[/]", soft_wrap=True)
-        )
+    with trials_in(cores(), question.work) as run:
+        advice = search(question, run, lambda line: err.print(f"[dim]{line}[/]", soft_wrap=True))
     show(question, advice)
     err.print(f"[dim]answered in {human_seconds(time.monotonic() - began)}[/]")
     if as_json:
@@ -273,14 +263,8 @@ def rank_bytes(config: RunConfig) -> int:
         eos_token_ids=(),
     )
     parts = [part for part in rank_parts(config, sizes, rank=0) if part.on_device]
-    tokens = min(max(config.trainer.micro_tokens, config.max_tokens), batch_tokens(config))
-    inputs = sizes.layers * tokens * sizes.hidden * NUMBER_BYTES["bfloat16"]
-    layer = saved_bytes(
-        dataclasses.replace(sizes, layers=1), tokens, longest=0, width=2, on_cpu=False
-    )
-    logits = HEAD_COPIES * 4 * min(HEAD_LOGITS, tokens * sizes.vocab)
     state = sum(part.nbytes for part in parts if part.what != "activations")
-    return state + inputs + layer + logits
+    return state + activations(config, sizes, attention_weights=False)
 
 
 # The answer.

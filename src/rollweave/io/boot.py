@@ -40,6 +40,14 @@ def boot() -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def serve_parent(parent_pid: int) -> None:
+    """Have this process, a worker in a pool of the parent, end with it, and leave
+    Ctrl-C to it.
+    """
+    die_with(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the parent's thread that started it ends;
     end at once if the parent has ended already.

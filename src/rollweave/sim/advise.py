@@ -86,8 +86,8 @@ class Pool(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked. `base` has a [sim] section, and everything that the search leaves
-    as it is; `pools` are the GPUs by the name of their pool.
+    """A request for advice. `base` has a [sim] section, and all settings that the
+    search leaves unchanged; `pools` are the GPUs by the name of their pool.
 
     `rank_bytes` estimates the memory of a trainer's rank, from a configuration; None
     leaves it to the simulator, which counts the training state alone.
@@ -423,15 +423,13 @@ def _tokens(plan: Plan) -> tuple[int, int, float]:
 
 def cost_per_step(question: Question, candidate: Candidate, step_s: float) -> float | None:
     """Return the price of a step; None where that of a used pool is not known."""
-    used = {name: pool.gpus for name, pool in question.pools.items()}
-    split = candidate.split
-    for name in used:
-        count = sum(group.gpus for group in split.engines if group.pool == name)
-        used[name] = count if split.colocated else count + split.trainer * (name == split.pool)
-    prices = {name: question.pools[name].price for name in used if used[name]}
-    if any(price is None for price in prices.values()):
-        return None
-    return sum(used[name] * (price or 0.0) for name, price in prices.items()) * step_s / 3600
+    hourly = 0.0
+    for name, pool in question.pools.items():
+        used = candidate.split.gpus_of(name)
+        if used and pool.price is None:
+            return None
+        hourly += used * (pool.price or 0.0)
+    return hourly * step_s / 3600
 
 
 def fresher(advice: Advice, candidate: Candidate) -> Candidate | None:

@@ -4,17 +4,15 @@ Invariants: the results are in the order of the trials, whichever ends first; no
 outlives the pool, or the process that started it.
 """
 
+import contextlib
 import multiprocessing
 import os
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from rollweave.core.policy.ratio import Prediction
-from rollweave.io.boot import die_with
+from rollweave.io.boot import serve_parent
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.scaled import Factors, scaled, scaled_work
@@ -43,42 +41,26 @@ _work: dict[str, Workload] = {}
 """The workloads of the trials of a worker."""
 
 
-class Trials:
-    """A pool of `processes` workers, with one workload for each task domain; a context.
-
-    Of one process, this one runs the trials.
+@contextlib.contextmanager
+def trials_in(
+    processes: int, work: Mapping[str, Workload]
+) -> Iterator[Callable[[Sequence[Trial]], list[Result]]]:
+    """Yield what returns the result of each trial, with one workload for each task
+    domain. Of one process, this one runs the trials.
     """
-
-    def __init__(self, work: Mapping[str, Workload], *, processes: int) -> None:
-        self._work = dict(work)
-        self._pool = (
-            ProcessPoolExecutor(
-                processes,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_begin,
-                initargs=(os.getpid(), self._work),
-            )
-            if processes > 1
-            else None
-        )
-
-    def run(self, trials: Sequence[Trial]) -> list[Result]:
-        """Return the result of each trial."""
-        if self._pool is None:
-            return [run_trial(trial, self._work) for trial in trials]
-        return list(self._pool.map(_run, trials))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    if processes == 1:
+        yield lambda trials: [run_trial(trial, work) for trial in trials]
+        return
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(os.getpid(), dict(work)),
+    )
+    try:
+        yield lambda trials: list(pool.map(_run, trials))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def run_trial(trial: Trial, work: Mapping[str, Workload]) -> Result:
@@ -93,9 +75,8 @@ def run_trial(trial: Trial, work: Mapping[str, Workload]) -> Result:
 
 
 def _begin(parent: int, work: dict[str, Workload]) -> None:
-    """Prepare a worker: it ends with its parent, and Ctrl-C is for the parent alone."""
-    die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Prepare a worker."""
+    serve_parent(parent)
     _work.update(work)
 
 

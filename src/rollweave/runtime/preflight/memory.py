@@ -281,11 +281,12 @@ def kv_bytes(shape: ModelShape, width: int) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * width
 
 
-def activations(config: RunConfig, shape: ModelShape) -> int:
+def activations(config: RunConfig, shape: ModelShape, *, attention_weights: bool = True) -> int:
     """Return the bytes that one packed forward pass keeps for the backward pass.
 
     The pass has one sequence of the maximum length, or several with `micro_tokens` in
-    all. Weights that are converted or concatenated for a product are kept, too.
+    all. Weights that are converted or concatenated for a product are kept, too, and the
+    weights of attention unless `attention_weights` is False.
     """
     longest = max(task.max_tokens for task in config.tasks)
     on_cpu = config.model.device != "cuda"
@@ -305,7 +306,8 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
         # each layer's input, and one layer at a time
         kept += shape.layers * tokens * shape.hidden * width
         shape = dataclasses.replace(shape, layers=1)
-    kept += saved_bytes(shape, tokens, longest=longest, width=width, on_cpu=on_cpu)
+    weighed = longest if attention_weights else 0
+    kept += saved_bytes(shape, tokens, longest=weighed, width=width, on_cpu=on_cpu)
     return kept + _adapter_bytes(config, shape, tokens)
 
 

@@ -6,7 +6,6 @@ and does not stop the others; no process outlives the iteration.
 
 import multiprocessing
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from rollweave.io.boot import die_with
+from rollweave.io.boot import serve_parent
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.papers.registry import EXPERIMENTS
 from rollweave.sim.papers.rows import Experiment, Row
@@ -126,12 +125,8 @@ def _next(
 
 
 def _serve(theirs: Connection, parent: int) -> None:
-    """Run experiments by name in a worker until the parent ends.
-
-    The parent handles interruptions.
-    """
-    die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run experiments by name in a worker until the parent ends."""
+    serve_parent(parent)
     while True:
         try:
             name, quick = theirs.recv()
