@@ -503,6 +503,16 @@ class SitesDriver(Driver):
         return msgspec.structs.replace(super().begin(), hosts=hosts, ranks=(RankSlot(host=2),))
 
 
+def published_at_sites(*relays: str) -> SitesDriver:
+    """Return a run whose relays joined in this order before the first publication."""
+    driver = SitesDriver(len(relays))
+    for relay in relays:
+        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
+    driver.send(e.TrainerReady(epoch=0, step=0))
+    driver.publish()
+    return driver
+
+
 def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
     driver = SitesDriver(6)
     for relay in ("r1", "r4", "r3", "r0", "r2", "r5"):
@@ -514,11 +524,7 @@ def test_a_version_crosses_the_link_between_sites_once() -> None:
     """Whatever happens at the other site, a relay there has it from its own site as
     long as one there has it, or fetches it.
     """
-    driver = SitesDriver(6)
-    for relay in ("r2", "r4", "r0", "r1", "r3", "r5"):
-        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
-    driver.send(e.TrainerReady(epoch=0, step=0))
-    driver.publish()
+    driver = published_at_sites("r2", "r4", "r0", "r1", "r3", "r5")
 
     def crossing() -> list[str]:
         far = [name for name in ("r1", "r3", "r5") if driver.relay(name).fetch is not None]
@@ -535,11 +541,7 @@ def test_a_version_crosses_the_link_between_sites_once() -> None:
 
 
 def test_a_relay_waits_for_one_of_its_site_that_still_fetches_older_weights() -> None:
-    driver = SitesDriver(4)
-    for relay in ("r2", "r0", "r1", "r3"):
-        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
-    driver.send(e.TrainerReady(epoch=0, step=0))
-    driver.publish()
+    driver = published_at_sites("r2", "r0", "r1", "r3")
     older = driver.core.state.publication.publication_id
     for relay in ("r2", "r0"):
         driver.hold(relay, older)
@@ -556,11 +558,7 @@ def test_a_relay_waits_for_one_of_its_site_that_still_fetches_older_weights() ->
 
 
 def test_a_relay_does_not_wait_for_one_of_its_site_that_is_suspected() -> None:
-    driver = SitesDriver(4)
-    for relay in ("r2", "r0", "r1", "r3"):
-        driver.send(e.RelayJoined(relay_id=relay, epoch=0))
-    driver.send(e.TrainerReady(epoch=0, step=0))
-    driver.publish()
+    driver = published_at_sites("r2", "r0", "r1", "r3")
     older = driver.core.state.publication.publication_id
     driver.publish_again()
     driver.hold("r2", driver.core.state.publication.publication_id)

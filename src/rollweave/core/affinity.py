@@ -178,10 +178,11 @@ def _learn_costs(run: Run) -> dict[str, dict[str, Cost]]:
         return {}
     sampled = sum(profile.output_tokens for profile in profiles.values())
     batch = sum(profile.sequences for profile in profiles.values()) / sampled
+    by_pool = _engines_by_pool(run)
     costs: dict[str, dict[str, Cost]] = {}
     for name, profile in profiles.items():
         costs[name], affinity.token_costs[name] = {}, {}
-        for pool, engines in _engines_by_pool(run).items():
+        for pool, engines in by_pool.items():
             sizes = {engine.id: _batch_on(engine, profile, batch) for engine in engines}
             costs[name][pool] = together(
                 [_cost_on(run, engine, profile, fits, sizes[engine.id]) for engine in engines]

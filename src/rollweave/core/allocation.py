@@ -34,7 +34,6 @@ def plan(run: Run) -> None:
     if draining or allocation.pending_degrees or state.hosts.unplaced:
         return  # the fleet is still becoming that of the last plan
     allocation.planned_at = state.trainer.step
-    works = _batch(run)
     hardware = prevailing_hardware(run)
     known = state.measured.get(hardware, {})
     measured = [degree for degree in config.degrees if degree in known]
@@ -48,6 +47,7 @@ def plan(run: Run) -> None:
             "it is not planned with"
         )
         run.warn("allocation", why, count="degree_unmeasured")
+    works = _batch(run)
     if (
         len(measured) > 1
         and is_sum(config.budget, measured)

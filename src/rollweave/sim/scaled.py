@@ -13,8 +13,8 @@ from rollweave.sim.world import Costs
 
 
 class Factors(Struct, frozen=True, kw_only=True):
-    """By how much longer each part takes: engine steps, training steps, the transfer of
-    weights, and environments with rewards.
+    """Multiples of the time that each part takes: engine steps, training steps, the
+    transfer of weights, and environments with rewards.
     """
 
     engines: float = 1.0

@@ -131,11 +131,12 @@ class _Table:
                 return _binding(demand, host, pool)
         for pool, hosts in pools.items():
             if hosts:
-                fullness = {host.number: self._fullness(host, pool) for host in hosts}
-                least = min(fullness.values())
                 host = min(
-                    (host for host in hosts if fullness[host.number] == least),
-                    key=lambda host: self._by_load(host, demand.group),
+                    hosts,
+                    key=lambda host: (
+                        self._fullness(host, pool),
+                        self._by_load(host, demand.group),
+                    ),
                 )
                 return _binding(demand, host, pool)
         return self._unbound(demand)

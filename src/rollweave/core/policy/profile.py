@@ -1,5 +1,6 @@
-"""What a task domain asks of an engine, and what that costs on engines of each kind
-(RollArt §9: "per-domain prefill/decode latency").
+"""Profiles of task domains: the tokens that their turns have an engine compute, and the
+seconds which these take on each kind of engine (RollArt §9: "per-domain prefill/decode
+latency").
 
 A step of an engine computes tokens of many turns, so a turn's seconds show what its
 batch costs, not what its domain does. Prices are therefore learned by kind of engine,

@@ -1,6 +1,6 @@
-"""How many GPUs train and how many generate, and in which mode (RollArt §8 chooses a
-ratio of 1:5 and a bound of one by hand): the candidates, and the choice among
-predictions of them.
+"""Ways to split GPUs between trainer and engines, in each mode, and the choice among
+them by their predicted speeds (RollArt §8 chooses a ratio of 1:5 and a bound of one by
+hand).
 
 A prediction costs as much as the steps that were simulated for it, so candidates are
 dropped in rounds: all are screened by a closed form, few are simulated briefly, fewer
@@ -41,11 +41,11 @@ fill no cache entirely.
 """
 
 WAITS = ("environment", "stragglers", "reward", "weights")
-"""What engines wait for, beside the trainer."""
+"""Causes for which engines wait, other than the trainer."""
 
 
 class Pacing(Struct, frozen=True, kw_only=True, order=True):
-    """A mode, and `rollout.alpha` where the mode has a bound of its own (else 0)."""
+    """A mode, and its bound `rollout.alpha` (0 for modes without this setting)."""
 
     mode: ModeName
     alpha: int = 0
@@ -72,6 +72,11 @@ class Split(Struct, frozen=True, kw_only=True, order=True):
     trainer: int
     engines: tuple[EngineGroup, ...]
     colocated: bool = False
+
+    def gpus_of(self, pool: str) -> int:
+        """Return the number of GPUs of a pool that are used."""
+        engines = sum(group.gpus for group in self.engines if group.pool == pool)
+        return engines + (self.trainer if pool == self.pool and not self.colocated else 0)
 
 
 class Candidate(Struct, frozen=True, kw_only=True, order=True):

@@ -25,13 +25,13 @@ numbers.
 """
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""By task domain and pool: the seconds in which all engines of this pool together do
-all work of this domain. A pool that is missing must not have the domain.
+"""By task domain and pool: the seconds that all engines of the pool together need for
+all work of the domain. A domain must not run on a pool that it does not list.
 """
 
 Shares = Mapping[str, Mapping[str, float]]
-"""By task domain and pool: the share of the domain's work; they sum to 1. A domain that
-is missing, or that has no shares, is run by any engine.
+"""By task domain and pool: the share of the domain's work that runs on the pool. The
+shares of a domain sum to 1; a domain without shares runs on any engine.
 """
 
 
@@ -140,8 +140,8 @@ def solve(rows: list[list[int]], objective: list[int]) -> tuple[list[Fraction], 
 def makespan(seconds: Seconds, shares: Shares) -> float:
     """Return the seconds until the last pool has done its shares.
 
-    Domains without shares are run by whichever engine is free, so that all pools which
-    run them are done at once, each with the same mixture.
+    Domains without shares run on any engine that is free. So all pools that run them
+    finish at the same time, each with the same mixture of these domains.
     """
     loads: dict[str, float] = {}
     mixture: dict[str, float] = {}

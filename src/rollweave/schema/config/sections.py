@@ -90,8 +90,8 @@ values.
 """
 
 VLLM_HEAD_DIM = 32
-"""The same in a run with engines of kind vllm, which compute no narrower ones on a
-CPU.
+"""Width of an attention head of a model from scratch in a run with engines of kind
+vllm, which on a CPU compute no narrower heads.
 """
 
 
@@ -787,8 +787,8 @@ reward.
 
 
 class RewardConfig(Section):
-    """A reward beside that of the environment: a function of the user's own, a URL, or
-    a judge (`docs/REWARDS.md`).
+    """A reward that is added to that of the environment, computed by a function of the
+    user's, a URL, or a judge (`docs/REWARDS.md`).
     """
 
     name: Annotated[
@@ -830,7 +830,7 @@ class RewardConfig(Section):
 
     @property
     def kind(self) -> Literal["function", "url", "judge"]:
-        """What computes it."""
+        """The kind of source that computes the reward."""
         if self.function is not None:
             return "function"
         return "url" if self.url is not None else "judge"
