@@ -225,7 +225,7 @@ def check_sums(
     assert sums["ratio"] == pytest.approx(sum(ratios))
     assert sums["ratio_squared"] == pytest.approx(sum(r * r for r in ratios))
     assert sums["chi2"] == pytest.approx(sum((r - 1) ** 2 for r in ratios))
-    assert sums["kl_behaviour"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
+    assert sums["kl_rollout"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
     assert sums["clipped"] == sum(token.clipped for token in slow)
     assert sums["masked"] == sum(token.masked for token in slow)
 

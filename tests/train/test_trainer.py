@@ -63,7 +63,7 @@ def test_a_step_changes_the_weights_and_reports_metrics(model_dir: Path, tmp_pat
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert "lm_head.weight" not in after  # tied weights are published once
     expected = (
-        "loss reward_mean reward_std advantage_abs kl_behaviour chi2 ess kl_reference entropy "
+        "loss reward_mean reward_std advantage_abs kl_rollout chi2 ess kl_reference entropy "
         "clip_fraction mask_fraction"
     )
     expected += (
@@ -86,7 +86,7 @@ def test_training_raises_the_probability_of_rewarded_tokens(
     entropies = []
     for step in range(12):
         batch = msgspec.structs.replace(make_batch(7), step=step, version=step)
-        entropies.append(trained(trainer, batch)["kl_behaviour"])
+        entropies.append(trained(trainer, batch)["kl_rollout"])
     assert entropies[-1] > entropies[0]
 
 

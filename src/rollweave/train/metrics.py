@@ -9,7 +9,7 @@ not apply to a step are absent.
 | `loss` | mean loss of the optimizer steps |
 | `reward_mean`, `reward_std` | total reward of the batch's trajectories |
 | `advantage_abs` | mean absolute advantage per token |
-| `kl_behaviour` | k3 estimate of KL(rollout policy, trained policy), which grows with staleness and updates |
+| `kl_rollout` | k3 estimate of KL(rollout policy, trained policy), which grows with staleness and updates |
 | `chi2` | mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout policy |
 | `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
 | `kl_reference` | KL to the starting weights in the direction `algorithm.kl_direction`, where `algorithm.kl` is set |
@@ -44,7 +44,7 @@ from rollweave.train.distributed import RankGroup
 TOKEN_SUMS = (
     "count",
     "advantage_abs",
-    "kl_behaviour",
+    "kl_rollout",
     "ratio",
     "ratio_squared",
     "chi2",
@@ -69,7 +69,7 @@ def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, 
         return {"mask_fraction": 0.0}
     metrics = {
         "advantage_abs": total["advantage_abs"] / count,
-        "kl_behaviour": total["kl_behaviour"] / count,
+        "kl_rollout": total["kl_rollout"] / count,
         "chi2": total["chi2"] / count,
         "ess": total["ratio"] ** 2 / (count * total["ratio_squared"]),
         "entropy": total["entropy"] / count,

@@ -240,7 +240,7 @@ class _Writer:
     def _values(self, step: int) -> dict[str, float]:
         return {
             "loss": 0.1 * math.exp(-step / 15) + self._rng.gauss(0, 0.01),
-            "kl_behaviour": 0.004 + self._rng.random() * 0.002,
+            "kl_rollout": 0.004 + self._rng.random() * 0.002,
             "entropy": 1.4 * math.exp(-step / 20),
             "clip_fraction": 0.02 + 0.01 * self._rng.random(),
             "ess": 0.97,

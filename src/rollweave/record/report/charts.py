@@ -42,7 +42,7 @@ on a small screen.
 
 SIGNALS = {
     "loss": "loss",
-    "kl_behaviour": "KL to the rollout policy (k3)",
+    "kl_rollout": "KL to the rollout policy (k3)",
     "entropy": "entropy, nats",
     "clip_fraction": "clipped tokens",
     "mask_fraction": "masked tokens",
