@@ -9,7 +9,7 @@ from tests.support.hand import E0, E1, Hand, decoupled_config
 def outdated(*, context: int, **sections: dict[str, object]) -> Run:
     """Two engines with older weights, whose trajectories all have contexts so long."""
     run = Hand(decoupled_config(**sections)).core._run
-    run.state.publication.publication_id += 1
+    run.state.publication.id += 1
     lengthen(run, context)
     run.now = run.state.consolidated_at = 0.0
     return run
@@ -44,7 +44,7 @@ def test_it_runs_once_in_a_period() -> None:
 def test_engines_with_the_newest_weights_or_that_leave_are_not_considered() -> None:
     run = outdated(context=400)
     run.state.engines[E0].leaving = True
-    run.state.engines[E1].publication_id = run.state.publication.publication_id
+    run.state.engines[E1].publication_id = run.state.publication.id
     consolidation.run_now(run)
     assert [run.state.engines[engine_id].peak_kv for engine_id in (E0, E1)] == [None, None]
 

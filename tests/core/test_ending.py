@@ -20,7 +20,7 @@ def in_phase(phase: Phase, **sections: object) -> Run:
     state.drawing.active.clear()
     state.phase, state.trainer.status = phase, TrainerStatus.IDLE
     state.trainer.step = run.config.run.steps
-    state.publication.version = state.publication.publication_id = run.config.run.steps
+    state.publication.version = state.publication.id = run.config.run.steps
     run.out = []
     return run
 
@@ -104,10 +104,10 @@ def test_the_final_evaluation_waits_for_published_weights() -> None:
     ending.advance(run)
     assert run.state.evaluations.current is None
     run.state.trainer.status = TrainerStatus.IDLE
-    run.state.publication.publication_id = -1
+    run.state.publication.id = -1
     ending.advance(run)
     assert run.state.evaluations.current is None
-    run.state.publication.publication_id = 0
+    run.state.publication.id = 0
     ending.advance(run)
     assert run.state.evaluations.current is not None
 

@@ -149,7 +149,7 @@ def evaluating(**sections: Any) -> Run:
     run = running(**sections)
     for engine in run.state.engines.values():
         engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 4, 7
-    run.state.publication.publication_id = 7
+    run.state.publication.id = 7
     run.state.groups.clear()
     run.fleet_changed()
     run.out = []

@@ -26,7 +26,7 @@ def buffered(*groups: tuple[int, float], sample: str = "newest", evict: str = "a
             since=0.0,
             status=GroupStatus.BUFFERED,
             ratio=ratio,
-            ratio_publication_id=state.publication.publication_id,
+            ratio_publication_id=state.publication.id,
         )
         for member, reward in enumerate((None, 1.0, 0.5)):
             trajectory = Trajectory(
@@ -61,7 +61,7 @@ def test_a_ratio_counts_under_the_weights_of_its_measurement() -> None:
     run = buffered((0, 0.5))
     (group,) = [run.state.groups[group_id] for group_id in run.state.buffer]
     assert experience.ratio(run, group) == 0.5
-    run.state.publication.publication_id += 1
+    run.state.publication.id += 1
     assert experience.ratio(run, group) is None
 
 

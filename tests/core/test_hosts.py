@@ -535,18 +535,18 @@ def test_a_version_crosses_the_link_between_sites_once() -> None:
     assert crossing() == ["r1", "r3"], "the first one still receives"
     driver.hear("r1")
     for relay in ("r2", "r4", "r0", "r3", "r5"):
-        driver.hold(relay, driver.core.state.publication.publication_id)
+        driver.hold(relay, driver.core.state.publication.id)
     driver.refuse("r1", "source")
     assert driver.source("r1") == "r3", "it is behind, but at the same site"
 
 
 def test_a_relay_waits_for_one_of_its_site_that_still_fetches_older_weights() -> None:
     driver = published_at_sites("r2", "r0", "r1", "r3")
-    older = driver.core.state.publication.publication_id
+    older = driver.core.state.publication.id
     for relay in ("r2", "r0"):
         driver.hold(relay, older)
     driver.publish_again()
-    newer = driver.core.state.publication.publication_id
+    newer = driver.core.state.publication.id
     driver.hold("r2", newer)
 
     driver.hold("r3", older)
@@ -559,9 +559,9 @@ def test_a_relay_waits_for_one_of_its_site_that_still_fetches_older_weights() ->
 
 def test_a_relay_does_not_wait_for_one_of_its_site_that_is_suspected() -> None:
     driver = published_at_sites("r2", "r0", "r1", "r3")
-    older = driver.core.state.publication.publication_id
+    older = driver.core.state.publication.id
     driver.publish_again()
-    driver.hold("r2", driver.core.state.publication.publication_id)
+    driver.hold("r2", driver.core.state.publication.id)
     driver.hold("r3", older)
     driver.suspect("r1")
     assert driver.source("r3") == "r2"

@@ -190,9 +190,7 @@ def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpo
     hand.restore_trainer(1)
     for name in hand.on(E2):
         hand.end(name)
-    assert state.engines[E2].publication_id == state.publication.publication_id, (
-        "it goes on with the trainer"
-    )
+    assert state.engines[E2].publication_id == state.publication.id, "it goes on with the trainer"
 
 
 def test_an_engine_may_join_for_the_final_evaluation() -> None:

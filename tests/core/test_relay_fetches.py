@@ -18,7 +18,7 @@ def fetching(
     """The second of three relays fetches weights 20; the first one has them."""
     run = running(mode=mode)
     state = run.state
-    state.publication.publication_id, state.publication.retained = 20, {10: 1, 20: 2}
+    state.publication.id, state.publication.retained = 20, {10: 1, 20: 2}
     place_on_hosts(state, 3)
     for relay in state.relays.values():
         relay.status, relay.versions = RelayStatus.READY, [10]

@@ -100,7 +100,7 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
     for seconds in (1.0, 3.0, 1.0, 1.0):
         commands = driver.publish() if not forms else driver.publish_again()
         forms.append("whole" if bases(commands)["r1"] is None else "changes")
-        publication_id = driver.core.state.publication.publication_id
+        publication_id = driver.core.state.publication.id
         driver.hold("r0", publication_id)
         driver.wait(seconds)
         driver.hold("r1", publication_id)
@@ -717,9 +717,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
         for name in state.chain.order:
             relay = driver.relay(name)
             fetch = relay.fetch
-            version = (
-                fetch.publication_id if fetch is not None else state.publication.publication_id
-            )
+            version = fetch.publication_id if fetch is not None else state.publication.id
             better = [
                 other
                 for other in may_give(driver, name, version)
@@ -766,7 +764,4 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
                 fetch.source is None or fetch.publication_id in driver.relay(fetch.source).versions
             ):
                 driver.hold(name, fetch.publication_id)
-    assert all(
-        state.publication.publication_id in driver.relay(name).versions
-        for name in state.chain.order
-    )
+    assert all(state.publication.id in driver.relay(name).versions for name in state.chain.order)

@@ -212,7 +212,7 @@ def test_a_checkpoint_holds_the_version_republished_after_a_restart_until_it_is_
     )
     hand.lose_trainer()
     hand.restore_trainer(2)
-    assert (state.publication.version, state.publication.publication_id) == (2, 3)
+    assert (state.publication.version, state.publication.id) == (2, 3)
     assert state.publication.checkpointed == {1: 1, 2: 2, 3: 2}
     hand.lose_trainer()
     hand.restore_trainer(1)

@@ -93,7 +93,7 @@ def test_what_an_engine_launches_after_a_load() -> None:
     """A batch under the newest weights; under others what waits for them alone."""
     run = two_engines(batch=3)
     engine = run.state.engines[E0]
-    engine.loading_id, engine.launched = run.state.publication.publication_id, 9
+    engine.loading_id, engine.launched = run.state.publication.id, 9
     affinity.begin_load(run, engine)
     assert engine.launched == 0
     engine.loading_id = 55

@@ -92,7 +92,7 @@ def slow_begins(run: Run, engine: Engine) -> bool:
     if engine.launched < slow_batch(run, engine):
         return True
     newest = engine.publication_id in (
-        run.state.publication.publication_id,
+        run.state.publication.id,
         weights.newest(run, engine),
     )
     return newest and slow_other(run, engine) is None

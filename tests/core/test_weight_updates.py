@@ -21,7 +21,7 @@ def updating(status: EngineStatus = EngineStatus.LOADING, *, hosts: int = 0) -> 
         engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 1, 10
     first = state.engines[E0]
     first.status, first.loading_id = status, 20
-    state.publication.version, state.publication.publication_id = 2, 20
+    state.publication.version, state.publication.id = 2, 20
     state.publication.retained = {20: 2}
     place_on_hosts(state, hosts)
     for relay in state.relays.values():
@@ -215,7 +215,7 @@ def test_weights_published_in_the_meantime_follow_those_that_were_staged() -> No
     run = staging()
     engine = run.state.engines[E0]
     weight_updates.update(run)
-    run.state.publication.version, run.state.publication.publication_id = 3, 30
+    run.state.publication.version, run.state.publication.id = 3, 30
     run.state.publication.retained = {20: 2, 30: 3}
     weight_updates.update(run)
     assert len(run.out) == 1

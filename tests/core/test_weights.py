@@ -24,7 +24,7 @@ def published(*versions: int, hosts: int = 0) -> Run:
 def test_the_newest_version_is_kept_and_those_in_use() -> None:
     run = published(1, 2)
     publication = run.state.publication
-    assert (publication.version, publication.publication_id) == (2, 20)
+    assert (publication.version, publication.id) == (2, 20)
     assert publication.retained == {20: 2}
     run.state.engines[E0].publication_id = 20
     run.now = 7.0
@@ -89,7 +89,7 @@ def test_no_more_versions_are_kept_than_fit() -> None:
     run = published()
     publication = run.state.publication
     publication.retained = {number: number for number in range(20)}
-    publication.publication_id = 19
+    publication.id = 19
     run.state.relays = {
         f"r{number}": Relay(id=f"r{number}", host=0, versions=[number]) for number in range(20)
     }

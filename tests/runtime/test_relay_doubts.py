@@ -96,7 +96,7 @@ class Bench:
     async def publish(self, memory: Memory | Parts) -> None:
         """Publish as soon as the core requests it, the parts from the first hosts."""
         publication_id = memory.manifest.publication_id
-        await until(lambda: self.core.state.publication.next_publication_id == publication_id + 1)
+        await until(lambda: self.core.state.publication.next_id == publication_id + 1)
         self.manifests.published(memory.manifest, (), range(len(memory.manifest.parts)))
         self.pump.post(
             e.WeightsPublished(

@@ -60,7 +60,7 @@ class Driver:
     def publish(self) -> list[c.Command]:
         trainer, publication_id = (
             self.core.state.trainer,
-            self.core.state.publication.next_publication_id - 1,
+            self.core.state.publication.next_id - 1,
         )
         return self.send(
             e.WeightsPublished(

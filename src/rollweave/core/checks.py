@@ -159,7 +159,7 @@ def _check_measured(run: Run) -> None:
     for group in run.state.groups.values():
         assert (group.ratio is None) == (group.ratio_publication_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group
-        assert group.ratio_publication_id < run.state.publication.next_publication_id, group
+        assert group.ratio_publication_id < run.state.publication.next_id, group
 
 
 def _check_affinity(run: Run) -> None:

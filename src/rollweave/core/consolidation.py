@@ -39,7 +39,7 @@ def run_now(run: Run) -> None:
         if (
             engine.status is EngineStatus.SERVING
             and stays
-            and engine.publication_id != state.publication.publication_id
+            and engine.publication_id != state.publication.id
         ):
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as contexts grow; an engine for which no turn

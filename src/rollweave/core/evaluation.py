@@ -47,7 +47,7 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
     saved = run.state.checkpoints.newest == version
-    publication_id = run.state.publication.publication_id
+    publication_id = run.state.publication.id
     run.state.evaluations.current = Evaluation(
         version=version,
         final=final,

@@ -55,9 +55,7 @@ def ratio(run: Run, group: Group) -> float | None:
     """The ratio measured under the trainer's current weights; None if it was not
     measured.
     """
-    return (
-        group.ratio if group.ratio_publication_id == run.state.publication.publication_id else None
-    )
+    return group.ratio if group.ratio_publication_id == run.state.publication.id else None
 
 
 def surplus(run: Run) -> list[GroupId]:

@@ -78,7 +78,7 @@ class SharedPacing:
         state = run.state
         if not state.publication.retained:
             return  # nothing is published yet, or its holders are gone
-        if run.fleet.publication_ids <= {state.publication.publication_id}:
+        if run.fleet.publication_ids <= {state.publication.id}:
             return
         outdated = [
             engine

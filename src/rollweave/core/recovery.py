@@ -56,7 +56,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     groups.return_to_buffer(run, taken, trained=False)
     state.trainer.parts_done = 0
     state.trainer.restarts = 0
-    state.publication.publication_id = -1
+    state.publication.id = -1
     lost = {
         state.trajectories[member].group_id: None
         for member in event.missing

@@ -269,7 +269,7 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
     the master also older ones that are waited for, if no relay has them.
     """
     state = run.state
-    published, retained = state.publication.publication_id, state.publication.retained
+    published, retained = state.publication.id, state.publication.retained
     if (
         published in retained
         and published not in relay.versions
@@ -428,7 +428,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
         relay.fetch_began = run.now
     relay.fetch, relay.since = Fetch(publication_id=wanted, source=source, base=base), run.now
     relay.fetches += 1
-    if source is not None and wanted == run.state.publication.publication_id:
+    if source is not None and wanted == run.state.publication.id:
         form = "whole" if base is None else "changes"
         sent = run.state.chain.broadcast
         sent[form] = sent.get(form, 0) + 1
@@ -451,7 +451,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
 def _prefers_changes(run: Run) -> bool:
     seconds = run.state.chain.broadcast_s
     return sends_changes(
-        seconds.get("whole"), seconds.get("changes"), number=run.state.publication.publication_id
+        seconds.get("whole"), seconds.get("changes"), number=run.state.publication.id
     )
 
 
@@ -467,7 +467,7 @@ def _measure_broadcast(run: Run) -> None:
         if weights.takes_versions(state, relay, run.fleet.hosts)
     )
     if len(chain.broadcast) == 1 and all(
-        published.publication_id in relay.versions for relay in takers
+        published.id in relay.versions for relay in takers
     ):
         (form,) = chain.broadcast
         chain.broadcast_s[form] = run.now - published.at

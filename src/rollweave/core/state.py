@@ -536,9 +536,9 @@ class Publication(msgspec.Struct):
     """
 
     version: int = -1
-    publication_id: int = -1
+    id: int = -1
     at: float = 0.0
-    next_publication_id: int = 0
+    next_id: int = 0
     retained: dict[int, int] = {}  # weights that may be loaded from memory: id → version
     # weights in a checkpoint: id → its step, which is their version (mode decoupled)
     checkpointed: dict[int, int] = {}

@@ -208,7 +208,7 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
             group = state.groups[measured.id]
             group.ratio, group.ratio_publication_id = (
                 measured.ratio,
-                state.publication.publication_id,
+                state.publication.id,
             )
     _enter(run, TrainerStatus.IDLE)
 
@@ -304,7 +304,7 @@ def publish_best(run: Run, step: int) -> None:
 
 def on_published(run: Run, event: WeightsPublished) -> None:
     state, trainer = run.state, run.state.trainer
-    expected = (trainer.epoch, state.publication.next_publication_id - 1)
+    expected = (trainer.epoch, state.publication.next_id - 1)
     if (
         trainer.status is not TrainerStatus.PUBLISHING
         or (event.epoch, event.publication_id) != expected
@@ -359,7 +359,7 @@ def save(run: Run) -> None:
     trainer.save_pending = False
     trainer.saving, trainer.save_requested_at, trainer.exports = trainer.step, run.now, export
     trainer.saving_publication_id = (
-        state.publication.publication_id if state.publication.version == trainer.step else -1
+        state.publication.id if state.publication.version == trainer.step else -1
     )
     evaluations, checkpoints = state.evaluations, state.checkpoints
     evaluated = evaluations.current.version if evaluations.current is not None else None

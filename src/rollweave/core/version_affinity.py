@@ -132,7 +132,7 @@ def _launching(run: Run) -> list[Engine]:
     next_version, window, published = (
         run.next_version(),
         run.mode.window,
-        run.state.publication.publication_id,
+        run.state.publication.id,
     )
     return [
         engine

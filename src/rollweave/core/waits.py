@@ -76,7 +76,7 @@ def _engine(state: State, engine: Engine) -> str:
 
 def _relay(state: State, relay: Relay, received: tuple[int, int], *, needs: bool) -> Iterator[Wait]:
     name, since, what = f"relay {relay.id}{_on_host(state, relay.host)}", relay.since, ""
-    missing, (done, whole) = state.publication.publication_id, received
+    missing, (done, whole) = state.publication.id, received
     if relay.status is RelayStatus.STARTING:
         what = "starting"
     elif relay.fetch is not None:

@@ -132,7 +132,7 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     elif run.pacing.reloads_newest:
         _load(run, engine, weights.newest(run, engine))
     else:
-        if event.publication_id != run.state.publication.publication_id:
+        if event.publication_id != run.state.publication.id:
             weights.forget(run, event.publication_id)  # older versions are not sent again
         _make_stale(run, engine)
         _reassign(run)
@@ -218,7 +218,7 @@ def _release(run: Run, engine: Engine) -> None:
 
 def _stage(run: Run) -> None:
     """Let serving engines receive the newest weights that they can load."""
-    published = run.state.publication.publication_id
+    published = run.state.publication.id
     for engine in run.state.engines.values():
         if (
             engine.stages

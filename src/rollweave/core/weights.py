@@ -33,7 +33,7 @@ def needed(run: Run) -> tuple[int, ...]:
     Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
     state = run.state
-    ids = {state.publication.publication_id}
+    ids = {state.publication.id}
     for engine in state.engines.values():
         ids |= {engine.publication_id, engine.loading_id, engine.staging_id, engine.staged_id}
     for relay in state.relays.values():
@@ -43,15 +43,15 @@ def needed(run: Run) -> tuple[int, ...]:
             base = relay.fetch.base
             ids |= {relay.fetch.publication_id, base if base is not None else -1}
     ids |= run.pacing.bound_weights(run)
-    loadable = {*state.publication.retained, state.publication.publication_id} - {-1}
+    loadable = {*state.publication.retained, state.publication.id} - {-1}
     return tuple(sorted(ids & loadable))[-MAX_VERSIONS:]
 
 
 def take_id(run: Run) -> int:
     """The id of weights that are published now."""
     publication = run.state.publication
-    publication.next_publication_id += 1
-    return publication.next_publication_id - 1
+    publication.next_id += 1
+    return publication.next_id - 1
 
 
 def publish(run: Run, version: int, publication_id: int) -> None:
@@ -60,7 +60,7 @@ def publish(run: Run, version: int, publication_id: int) -> None:
     """
     state = run.state
     publication = state.publication
-    publication.version, publication.publication_id, publication.at = (
+    publication.version, publication.id, publication.at = (
         version,
         publication_id,
         run.now,
@@ -177,7 +177,7 @@ def newest(run: Run, engine: Engine) -> int | None:
     If the published ones are not in memory, as while the trainer is down, the newest
     ones of a checkpoint, unless the engine's own are newer.
     """
-    published, retained = run.state.publication.publication_id, run.state.publication.retained
+    published, retained = run.state.publication.id, run.state.publication.retained
     if run.state.chain.relayed:
         relay = relay_of(run, engine)
         held = relay.versions if relay is not None else ()

@@ -310,7 +310,7 @@ class Watched:
         seconds since their publication.
         """
         state = self.world.core.state
-        published = state.publication.publication_id
+        published = state.publication.id
 
         def everywhere() -> bool:
             relays = [relay for relay in state.relays.values() if relay.id != without]
