@@ -2,10 +2,13 @@
 packed sequences equal those of each alone.
 """
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -126,12 +129,41 @@ def test_large_attention_and_vocabularies_give_the_same_results(
     compare(model, checkpoint_dir, make_examples(5, seed=1))
 
 
+def test_with_torch_kernels_alone_the_results_are_the_same(
+    checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as on a GPU and in bfloat16
+    for name in ("model", "attention"):
+        module = importlib.import_module(f"rollweave.train.{name}")
+        monkeypatch.setattr(module, "keeps_scores", lambda x: False)
+    compare(
+        load_model(checkpoint_dir, dtype="float32", device=CPU), checkpoint_dir, make_examples(6)
+    )
+
+
 def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
     examples = make_examples(4)
     chosen = load_model(checkpoint_dir, dtype="bfloat16", device=CPU)(pack(examples), 1.0).logprobs
     exact = load_model(checkpoint_dir, dtype="float32", device=CPU)(pack(examples), 1.0).logprobs
     assert chosen.dtype == torch.float32
     assert (chosen - exact).abs().mean() < 0.1
+
+
+def test_no_layer_attends_with_a_mask_in_bfloat16(
+    checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With a mask, torch's kernels would hold all scores of a sequence.
+    masks = []
+    own = functional.scaled_dot_product_attention
+
+    def attend(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        masks.append(options["attn_mask"])
+        return own(*tensors, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    model = load_model(checkpoint_dir, dtype="bfloat16", device=CPU)
+    model(pack(make_examples(4)), 1.0)
+    assert masks == [None] * model.shape.layers
 
 
 def test_refuses_other_architectures(tmp_path: Path) -> None:

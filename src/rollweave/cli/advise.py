@@ -20,7 +20,7 @@ from rollweave.core.policy.ratio import (
 )
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.runtime.preflight.machine import cores
-from rollweave.runtime.preflight.memory import activations, rank_parts
+from rollweave.runtime.preflight.memory import rank_parts
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load, loads
 from rollweave.schema.config.root import RunConfig
@@ -232,8 +232,7 @@ def rank_bytes(config: RunConfig) -> int:
     experts 0, since only its training state is estimated, by the simulator.
 
     It is the estimate of `train --dry-run` for bfloat16, with activations that are
-    computed again, and for attention that keeps no weights, which every trainer for
-    long trajectories has.
+    computed again.
     """
     shape = model(section(config).model)
     if shape.experts:
@@ -262,9 +261,7 @@ def rank_bytes(config: RunConfig) -> int:
         inv_freq=(),
         eos_token_ids=(),
     )
-    parts = [part for part in rank_parts(config, sizes, rank=0) if part.on_device]
-    state = sum(part.nbytes for part in parts if part.what != "activations")
-    return state + activations(config, sizes, attention_weights=False)
+    return sum(part.nbytes for part in rank_parts(config, sizes, rank=0) if part.on_device)
 
 
 # The answer.

@@ -466,9 +466,7 @@ def _measure_broadcast(run: Run) -> None:
         for relay in (state.relays[name] for name in chain.order)
         if weights.takes_versions(state, relay, run.fleet.hosts)
     )
-    if len(chain.broadcast) == 1 and all(
-        published.id in relay.versions for relay in takers
-    ):
+    if len(chain.broadcast) == 1 and all(published.id in relay.versions for relay in takers):
         (form,) = chain.broadcast
         chain.broadcast_s[form] = run.now - published.at
         chain.broadcast = {}

@@ -114,6 +114,13 @@ class _Attend(torch.autograd.Function):
 _apply_attend = cast(Callable[..., torch.Tensor], _Attend.apply)
 
 
+def keeps_scores(x: torch.Tensor) -> bool:
+    """Return whether `attend` computes with scores of its own for rows like these,
+    unless they are too many.
+    """
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -135,11 +142,7 @@ def attend(
         if positions is None
         else torch.arange(length, device=q.device) <= positions[:, :, None]
     )
-    if (
-        q.device.type != "cpu"
-        or q.dtype != torch.float32
-        or batch * heads * width * length > max_scores
-    ):
+    if not keeps_scores(q) or batch * heads * width * length > max_scores:
         out = functional.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rollweave.schema.errors import ConfigError, TrainerError, WeightsError
-from rollweave.train.attention import MAX_SCORES, attend
+from rollweave.train.attention import MAX_SCORES, attend, keeps_scores
 from rollweave.train.distributed import (
     ALONE,
     RankGroup,
@@ -84,11 +84,15 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Map x [N, H] to the attention's output: [N, H], or [M, H] for the predicting
         rows in the `last` layer.
+
+        There, only these rows are queries, unless torch's kernels attend: for queries
+        at chosen positions these need a mask, and with it compute all scores.
         """
-        keys, queries = packed.keys, packed.queries if last else packed.keys
+        few = last and keeps_scores(x)
+        keys, queries = packed.keys, packed.queries if few else packed.keys
         device, dim = x.device, self.head_dim
         key_value = [(self.k_proj, _pair_order(self.kv_heads, dim, device)), (self.v_proj, None)]
-        if last:
+        if few:
             query = [(self.q_proj, _pair_order(self.heads, dim, device))]
             q = to_grid(
                 _fused_linear(x.index_select(0, packed.predicting), query),
@@ -107,12 +111,14 @@ class Attention(nn.Module):
                 kv[:, :, : self.heads + self.kv_heads], self.heads, rotary.rotations
             )
             q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
-        positions = queries.positions if last else None
+        positions = queries.positions if few else None
         out = attend(
             q, k, kv[:, :, -self.kv_heads :], positions, max_scores=self.max_scores
         ).reshape(len(q) * q.shape[1], -1)
         if not queries.dense:
             out = out.index_select(0, queries.flat)
+        if last and not few:
+            out = out.index_select(0, packed.predicting)
         return _fused_linear(out, [(self.o_proj, None)])
 
     def _normalize_and_rotate(

@@ -281,12 +281,11 @@ def kv_bytes(shape: ModelShape, width: int) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * width
 
 
-def activations(config: RunConfig, shape: ModelShape, *, attention_weights: bool = True) -> int:
+def activations(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes that one packed forward pass keeps for the backward pass.
 
     The pass has one sequence of the maximum length, or several with `micro_tokens` in
-    all. Weights that are converted or concatenated for a product are kept, too, and the
-    weights of attention unless `attention_weights` is False.
+    all. Weights that are converted or concatenated for a product are kept, too.
     """
     longest = max(task.max_tokens for task in config.tasks)
     on_cpu = config.model.device != "cuda"
@@ -306,8 +305,7 @@ def activations(config: RunConfig, shape: ModelShape, *, attention_weights: bool
         # each layer's input, and one layer at a time
         kept += shape.layers * tokens * shape.hidden * width
         shape = dataclasses.replace(shape, layers=1)
-    weighed = longest if attention_weights else 0
-    kept += saved_bytes(shape, tokens, longest=weighed, width=width, on_cpu=on_cpu)
+    kept += saved_bytes(shape, tokens, longest=longest, width=width, on_cpu=on_cpu)
     return kept + _adapter_bytes(config, shape, tokens)
 
 
@@ -336,10 +334,8 @@ def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     elif width == 4:
         attention = layers * scores
     else:
-        # These kernels keep no weights. The last layer has a mask, for which kernels of
-        # GPUs compute the weights in float32.
+        # torch's kernels keep the sum of each row's exponentials instead of weights
         attention = layers * shape.heads * 4
-        attention += longest * width if on_cpu else 2 * shape.heads * longest * 4
     qkv, gate_up = hidden * (q + 2 * kv), 2 * hidden * ffn
     copied = qkv + gate_up + (0 if width == 4 else hidden * q + hidden * ffn)
     return tokens * (layers * row + attention) + layers * copied * width
