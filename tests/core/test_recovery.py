@@ -2,14 +2,14 @@
 
 import pytest
 
-from rollweave.core import recovery
+from rollweave.core import continuation, recovery
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
-from rollweave.core.state import GroupStatus, Phase, Stage
+from rollweave.core.state import GroupStatus, Kept, Phase, Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId
-from rollweave.schema.work import Limits, Purpose, Task
+from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.support.states import E0, members, running
 
 
@@ -29,6 +29,7 @@ def under_way(*stages: Stage) -> Run:
             Stage.RUN: state.pools.run,
             Stage.EVAL_QUEUED: state.pools.eval_queued,
             Stage.EVAL: state.pools.eval,
+            Stage.CLOSING: state.pools.closing,
         }
         pools[stage][trajectory.id] = None
         run.reindex(trajectory)
@@ -93,3 +94,82 @@ def test_a_world_begins_with_its_engines_and_relays() -> None:
     assert list(state.engines) == ["e0", "e1", "e2"]
     assert (list(state.relays), state.chain.relayed) == (["r0", "r1"], True)
     assert (state.run_id, state.trainer.since, state.serving) == ("r", 3.0, False)
+
+
+def with_checkpoint(*stages: Stage, checkpoint: int | None = 3, initiated: int = 3) -> Run:
+    run = under_way(*stages)
+    run.state.checkpoints.newest = checkpoint
+    for one in members(run):
+        one.initiated = initiated
+    return run
+
+
+def lose_recorded(run: Run, *members: int) -> None:
+    names = tuple(one.id for one in run.state.trajectories.values() if one.member in members)
+    recovery.on_world_lost(run, e.WorldLost(engines=(e.EngineSlot(id=E0),), recorded=names))
+
+
+def test_recorded_attempts_are_kept_for_the_next_one() -> None:
+    run = with_checkpoint(Stage.RUN, Stage.RUN, Stage.EVAL_QUEUED, Stage.EVAL, Stage.QUEUED)
+    for one in members(run):
+        one.attempt = 4
+    lose_recorded(run, 0, 2, 3, 4)
+    kept = Kept(attempt=4, initiated=3, version=3)
+    assert [one.kept for one in members(run)] == [kept, None, kept, kept, None]
+
+
+@pytest.mark.parametrize(("checkpoint", "initiated"), [(2, 3), (None, 1), (3, -1)])
+def test_attempts_of_lost_weights_are_not_kept(checkpoint: int | None, initiated: int) -> None:
+    run = with_checkpoint(Stage.RUN, checkpoint=checkpoint, initiated=initiated)
+    lose_recorded(run, 0)
+    assert members(run)[0].kept is None
+
+
+def test_attempts_of_evaluations_and_closing_ones_are_not_kept() -> None:
+    run = with_checkpoint(Stage.CLOSING, Stage.RUN)
+    group, (closing, running_on) = run.state.groups[GroupId("g9")], members(run)
+    closing.closing = StopReason.STALE
+    lose_recorded(run, 0)
+    assert closing.kept is None
+    group.purpose = Purpose.EVAL
+    continuation.keep(run, running_on)
+    assert running_on.kept is None
+    group.purpose = Purpose.TRAIN
+    continuation.keep(run, running_on)
+    assert running_on.kept is not None
+
+
+def test_a_second_loss_keeps_what_the_first_one_kept_unless_it_is_gone() -> None:
+    run = with_checkpoint(Stage.RUN, Stage.RUN)
+    lose_recorded(run, 0, 1)
+    run.state.checkpoints.newest = 8
+    lose_recorded(run, 0)
+    first, second = members(run)
+    assert first.stage is Stage.QUEUED
+    assert first.kept == Kept(attempt=0, initiated=3, version=3), "8 is of another lineage"
+    assert second.kept is None
+
+
+def test_a_trainer_that_comes_back_earlier_takes_its_later_versions_along() -> None:
+    run = with_checkpoint(Stage.RUN, Stage.RUN)
+    first, second = members(run)
+    first.kept = Kept(attempt=0, initiated=3, version=5)
+    second.kept = Kept(attempt=0, initiated=5, version=5)
+    continuation.restored(run, 5)
+    assert second.kept is not None
+    continuation.restored(run, 4)
+    assert (first.kept, second.kept) == (Kept(attempt=0, initiated=3, version=4), None)
+
+
+@pytest.mark.parametrize(("initiated", "continues"), [(3, True), (2, True), (1, False), (4, False)])
+def test_the_next_attempt_counts_its_staleness_from_the_first_launch(
+    initiated: int, continues: bool
+) -> None:
+    run = with_checkpoint(Stage.QUEUED)  # mode bounded, alpha 1
+    (one,) = members(run)
+    run.state.trainer.step = run.state.publication.version = 3
+    one.kept = Kept(attempt=0, initiated=initiated, version=3)
+    expected = (initiated, c.Continuation(attempt=0, version=3)) if continues else (3, None)
+    assert continuation.take(run, one, 3) == expected
+    assert one.kept is None
+    assert run.state.counters.continued == continues

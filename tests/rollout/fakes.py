@@ -13,6 +13,7 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.io.wire import decoder_of, encode
 from rollweave.record.store import TrajectoryStore
+from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.driver import AgentConfig, MakeEpisode
@@ -22,7 +23,7 @@ from rollweave.rollout.rewards import DomainRewards
 from rollweave.rollout.teacher import Teach
 from rollweave.rollout.worker import RolloutWorker
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
-from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
+from rollweave.schema.commands import Continuation, StartEval, StartInit, StartRun, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnRequested
 from rollweave.schema.rollouts import (
@@ -281,6 +282,7 @@ class Harness:
         *,
         make: MakeEpisode | None = None,
         keep_partial_turns: bool = False,
+        log: TurnLog | None = None,
         teach: Teach | None = None,
         rewards: DomainRewards | None = None,
         **limits: Any,
@@ -309,6 +311,7 @@ class Harness:
             spans=NoSpans(),
             waiting_limit=2,
             keep_partial_turns=keep_partial_turns,
+            log=log,
         )
         self.worker = RolloutWorker(
             make_episode=make or self._episode,
@@ -322,7 +325,11 @@ class Harness:
         self.port: WorkerPort = wire if self.wired else self.worker
 
     def init(
-        self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY
+        self,
+        attempt: int = 0,
+        purpose: Purpose = Purpose.TRAIN,
+        id: TrajectoryId = TRAJECTORY,
+        continues: Continuation | None = None,
     ) -> StartInit:
         command = StartInit(
             trajectory_id=id,
@@ -332,6 +339,7 @@ class Harness:
             task=Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted", limits=self.limits),
             purpose=purpose,
             initiated_version=3,
+            continues=continues,
         )
         self.pipeline.start_init(command)
         return command

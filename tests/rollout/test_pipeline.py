@@ -13,11 +13,19 @@ import pytest
 
 from rollweave.envs.base import Observation, Score, Step
 from rollweave.record.store import TrajectoryReader, TrajectoryStore
+from rollweave.record.turn_log import TurnLog
 from rollweave.rollout import worker
 from rollweave.rollout.driver import Driver, TurnPort
 from rollweave.rollout.teacher import TeacherError
 from rollweave.schema.base import GroupId, TaskId
-from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn, StartInit
+from rollweave.schema.commands import (
+    AbortTurn,
+    CancelTrajectory,
+    Continuation,
+    Evict,
+    RerankTurn,
+    StartInit,
+)
 from rollweave.schema.errors import EngineError, EnvError, RewardError
 from rollweave.schema.events import (
     AttemptDelayed,
@@ -910,3 +918,79 @@ async def test_the_routes_of_each_turn_are_stored_for_training_only(
         (second.routes_from, sequence.turns[-1].end - 1),
     ]
     assert b"".join(part.data for part in sequence.routes) == bytes(range(sequence.routes[-1].end))
+
+
+# Attempts that continue after the loss of their controller.
+
+
+async def rolled_out(harness: Harness, attempt: int, *, turns: int) -> None:
+    """Begin the attempt, and let engines answer its first turns."""
+    await harness.until(EnvReady)
+    harness.run(attempt)
+    for number in range(turns):
+        await reached(lambda number=number: _open_turn(harness) == number)  # type: ignore[misc]
+        harness.turn(number, attempt=attempt)
+    await reached(lambda: _open_turn(harness) == turns or _is_over(harness))
+
+
+def _open_turn(harness: Harness) -> int:
+    return max((one.turn for one in harness.events if isinstance(one, TurnRequested)), default=-1)
+
+
+def _is_over(harness: Harness) -> bool:
+    return any(isinstance(event, TrajectoryEnded) for event in harness.events)
+
+
+THREE = Script(steps=[Step.of("on"), Step.of("further"), Step(reward=1.0, done=True)])
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_an_attempt_continues_with_the_recorded_turns(
+    store: TrajectoryStore, tmp_path: Path, *, repeats: bool
+) -> None:
+    """The environment starts again; if it repeats itself, no token is sampled twice."""
+    with TurnLog(tmp_path / "turns") as log:
+        former = Harness(store, THREE, log=log)
+        former.init()
+        await rolled_out(former, 0, turns=2)
+    former.pipeline.cancel(cancel())
+    await former.idle()
+    with TurnLog(tmp_path / "turns") as log:
+        log.keep([(TRAJECTORY, 0)])
+        script = THREE if repeats else Script(steps=[Step.of("elsewhere"), *THREE.steps[1:]])
+        harness = Harness(store, script, log=log)
+        harness.engine.answer = "ho"
+        harness.init(1, continues=Continuation(attempt=0, version=3))
+        await rolled_out(harness, 1, turns=3)
+        ended = await harness.until(TrajectoryEnded)
+        assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 3)
+        done = [event for event in harness.events if isinstance(event, TurnDone)]
+        assert [event.replayed for event in done] == [True, repeats, False]
+        assert len(harness.engine.requests) == (1 if repeats else 2)
+        (trajectory,) = store.get([TRAJECTORY])
+        text = CODEC.decode(trajectory.sequences[0].tokens)
+        said = ["hi", "hi" if repeats else "ho", "ho"]
+        assert [part.split("<|im_end|>")[0] for part in text.split("assistant\n")[1:]] == said
+        await harness.idle()
+    with TurnLog(tmp_path / "turns") as log:  # the next loss finds them as its own
+        assert len(log.recorded[TRAJECTORY, 1]) == 3 + (not repeats)
+
+
+async def test_only_training_is_recorded_and_only_while_it_is_under_way(
+    store: TrajectoryStore, tmp_path: Path
+) -> None:
+    with TurnLog(tmp_path / "turns", segment_bytes=1) as log:
+        for attempt, purpose in enumerate((Purpose.EVAL, Purpose.SERVE)):
+            harness = Harness(store, log=log)
+            harness.init(attempt, purpose=purpose)
+            await rolled_out(harness, attempt, turns=2)
+        assert not (tmp_path / "turns").exists()
+        harness = Harness(store, log=log)
+        await harness.play()
+        assert len(list((tmp_path / "turns").iterdir())) == 2
+        harness.eval()
+        await harness.until(RewardReady)
+        harness = Harness(store, log=log)
+        await harness.play()
+        assert len(list((tmp_path / "turns").iterdir())) == 2, "those of the first are deleted"
+        await harness.idle()

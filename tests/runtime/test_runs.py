@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.record.trace import ENGINES
@@ -22,6 +23,7 @@ from rollweave.runtime import launch
 from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
 from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.events import TurnDone
 from tests.runtime.whole import (
     FAKES,
     ROOT,
@@ -261,6 +263,32 @@ def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: in
     ]
     assert max(times) == lines(config, "finished")[0]["at"]
     assert_no_processes(config)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded", "decoupled"])
+def test_rollouts_of_a_killed_controller_continue(tmp_path: Path, mode: str) -> None:
+    """The controller dies while the environments of all rollouts wait, after a turn."""
+    gate = tmp_path / "open"
+    config = make_config(tmp_path, options={"wait": str(gate)}, rollout={"mode": mode})
+    died = controller(config)
+    journal, answered = run_dir(config) / "journal.bin", 0
+    deadline = time.monotonic() + 60
+    while answered < 4 and time.monotonic() < deadline:
+        if journal.exists():
+            events = [event for _, event, _ in Replay(journal, config)]
+            answered = sum(isinstance(event, TurnDone) for event in events)
+        time.sleep(0.01)
+    died.kill()
+    died.wait(60)
+    gate.touch()
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
+    (resumed,) = lines(config, "resumed")
+    assert resumed["recorded"] == summary.continued >= 4
+    assert_trained_once(config)
+    turns = [event for _, event, _ in Replay(journal, config) if isinstance(event, TurnDone)]
+    assert sum(event.replayed for event in turns) >= 4
+    assert not (run_dir(config) / "turns").exists()
 
 
 def test_a_finished_run_may_continue_with_more_steps(tmp_path: Path) -> None:

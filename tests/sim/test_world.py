@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from rollweave.record.journal import Replay
+from rollweave.core.core import Core
+from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.report.page import write_report
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
-from rollweave.sim.world import costs_of, workloads_of
+from rollweave.sim.world import World, costs_of, workloads_of
 from tests.support.simulation import config
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded")
@@ -39,6 +42,44 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     assert sum(outcome.idle("engines").values()) == pytest.approx(1.0)
     assert sum(outcome.idle("trainer").values()) == pytest.approx(1.0)
     assert len(outcome.step_s) == 3
+
+
+class Deaf:
+    """An observer of a run that ignores all reports."""
+
+    def warned(self, command: c.Warn) -> None: ...
+    def evaluated(self, command: c.RecordEvaluation) -> None: ...
+    def best(self, command: c.MarkBest) -> None: ...
+
+
+@pytest.mark.parametrize("mode", [*MODES, "decoupled"])
+def test_rollouts_of_a_lost_controller_continue(mode: str, tmp_path: Path) -> None:
+    """Lose the controller twice: before the first step, and again before all attempts
+    have started again.
+    """
+    run_config = config(tmp_path, mode=mode, max_running=16)
+    with RunJournal(tmp_path / "journal.bin") as journal:
+        world = World(run_config, observer=Deaf(), journal=journal)
+        world.start()
+        while world.core.state.counters.turns < 60:
+            world.step()
+        continued = 0
+        for _ in range(2):
+            world.revive(Core.restore(world.core.snapshot(), run_config), journal)
+            (lost,) = [event for event in world.inbox if isinstance(event, e.WorldLost)]
+            while world.core.state.counters.continued < continued + len(lost.recorded) // 2:
+                world.step()
+            continued = world.core.state.counters.continued
+        while world.over is None:
+            world.step()
+            world.core.check()
+    assert world.over == ""
+    assert continued >= 8
+    replay = Replay(tmp_path / "journal.bin", run_config)
+    done = [event for _, event, _ in replay if isinstance(event, e.TurnDone)]
+    assert sum(event.replayed for event in done) >= 10
+    assert world.core.state.counters.turns == sum(not event.replayed for event in done)
+    assert (replay.differing, world.core.account().balanced) == (0, True)
 
 
 @pytest.mark.slow

@@ -332,6 +332,7 @@ def _check_attempts(run: Run) -> None:
     )
     for one in state.trajectories.values():
         assert one.launched == (one.stage in ALIVE or one.stage is Stage.EVAL_QUEUED), one
+        assert one.kept is None or one.stage is Stage.QUEUED, one
     if not state.serving:
         started = counters.started + counters.eval_started + counters.relaunched
         assert counters.attempts == started, (

@@ -51,6 +51,7 @@ class Counters(msgspec.Struct):
     # reason
     attempts: int = 0
     relaunched: int = 0  # attempts at a trajectory after its first
+    continued: int = 0  # of these, attempts that continue one that was lost with its controller
     stop_reasons: dict[str, int] = {}
     eval_started: int = 0
     eval_scored: int = 0

@@ -77,11 +77,14 @@ def learn_request(run: Run, trajectory: Trajectory, context_tokens: int) -> None
     _request_prediction(run, trajectory)
 
 
-def learn_turn(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
-    """Learn from a turn that is over, after `turn_s` in a slot."""
+def learn_turn(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float | None) -> None:
+    """Learn from a turn that is over, after `turn_s` in a slot; None for one that was
+    sampled and learned from before the controller was lost.
+    """
     stats = run.domain_of(trajectory)
-    stats.turn_s = _mean(stats.turn_s, turn_s)
-    stats.turn_tokens = _mean(stats.turn_tokens, output_tokens)
+    if turn_s is not None:
+        stats.turn_s = _mean(stats.turn_s, turn_s)
+        stats.turn_tokens = _mean(stats.turn_tokens, output_tokens)
     trajectory.output_tokens += output_tokens
     trajectory.last_output_tokens = output_tokens
     trajectory.context_tokens += output_tokens

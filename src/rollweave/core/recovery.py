@@ -3,6 +3,7 @@
 """
 
 from rollweave.core import (
+    continuation,
     ending,
     engines,
     evaluation,
@@ -39,8 +40,9 @@ def on_started(run: Run, event: RunStarted) -> None:
 def on_world_lost(run: Run, event: WorldLost) -> None:
     """Every process of the old world is gone; what was scored and stored survives.
 
-    Attempts in flight end, blamed on the infrastructure, and start again. The trainer
-    comes back from its last checkpoint.
+    Attempts in flight end, blamed on the infrastructure, and start again; those whose
+    turns are recorded may continue (`core/continuation`). The trainer comes back from
+    its last checkpoint.
     """
     state = run.state
     if state.serving:
@@ -113,9 +115,13 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     workers.start(run, event.workers)
+    recorded = set(event.recorded)
+    continuation.forget_unrecorded(run, recorded)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             trajectory.turn = trajectory.migration = None
+            if trajectory.id in recorded and trajectory.closing is None:
+                continuation.keep(run, trajectory)
             if killed and trajectory.stage in ALIVE:
                 trajectories.suspect(run, trajectory)
             trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)

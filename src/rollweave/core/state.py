@@ -87,6 +87,16 @@ class Turn(msgspec.Struct, kw_only=True):
     use_before: Use = Use()  # of its engine, when it was given to it
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that was lost with its controller, and whose turns are recorded: its
+    number, the version at its launch, and the newest version that is not lost.
+    """
+
+    attempt: int
+    initiated: int
+    version: int
+
+
 class Trajectory(msgspec.Struct):
     id: TrajectoryId
     group_id: GroupId
@@ -131,6 +141,7 @@ class Trajectory(msgspec.Struct):
     started: bool = False  # counted as started
     launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
+    kept: Kept | None = None  # the attempt that the next one may continue
 
     @property
     def open_turn(self) -> Turn:

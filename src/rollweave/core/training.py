@@ -12,6 +12,7 @@ from rollweave.core import (
     allocation,
     bindings,
     consolidation,
+    continuation,
     evaluation,
     experience,
     groups,
@@ -71,6 +72,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     lost, before = max(0, trainer.step - event.step), _discarded(run)
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
+    continuation.restored(run, event.step)
     for step in [step for step in state.checkpoints.lineage if step >= event.step]:
         groups.return_to_buffer(run, state.checkpoints.lineage.pop(step), trained=True)
     groups.drop_expired(run)

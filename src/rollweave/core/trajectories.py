@@ -6,7 +6,7 @@ world reports that the stage is over. A cancelled attempt keeps its slot while i
 closes, so what the world holds never exceeds the pools.
 """
 
-from rollweave.core import affinity, attempts, lengths, migration
+from rollweave.core import affinity, attempts, continuation, lengths, migration
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.staleness import staleness
@@ -161,6 +161,7 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 def finish(run: Run, trajectory: Trajectory) -> None:
     """End the trajectory: no other attempt follows."""
+    trajectory.kept = None
     attempts.move(run, trajectory, Stage.ENDED)
 
 
@@ -190,7 +191,8 @@ def start_inits(run: Run) -> None:
         version = run.pacing.launch_version(run, trajectory, group.purpose)
         if version is None:
             return
-        trajectory.initiated, trajectory.launched_at = version, run.now
+        trajectory.initiated, continued = continuation.take(run, trajectory, version)
+        trajectory.launched_at = run.now
         state.counters.attempts += 1
         trajectory.launched = True
         if trajectory.started:
@@ -212,9 +214,10 @@ def start_inits(run: Run) -> None:
                 member=trajectory.member,
                 task=group.task,
                 purpose=group.purpose,
-                initiated_version=version,
+                initiated_version=trajectory.initiated,
                 decoding=group.decoding,
                 worker=worker,
+                continues=continued,
             )
         )
 

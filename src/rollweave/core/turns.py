@@ -63,13 +63,24 @@ def on_done(run: Run, event: TurnDone) -> None:
     if len(engine.active) > engine.max_slots:
         engine.oversubscribed_at = run.now
     attempts.vacate(run, engine, trajectory, turn)
-    time = costs.learn_turn(run, engine, turn, event)
-    affinity.learn_turn(run, trajectory, engine, turn, event, time)
+    if not event.replayed:
+        time = costs.learn_turn(run, engine, turn, event)
+        affinity.learn_turn(run, trajectory, engine, turn, event, time)
     run.dirty_queues += [None, engine.id]
     engine.consecutive_timeouts = 0
     if run.state.serving:
         engine.restarts = 0  # it loads no weights, which resets this in training
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
+    if not event.replayed:
+        _count(run, trajectory, turn, event)
+    turn_s = None if event.replayed else run.now - turn.since - event.queue_s
+    lengths.learn_turn(run, trajectory, event.output_tokens, turn_s)
+    if trajectory.predicted_at_turn >= 0:
+        # while the environment works the trajectory may move
+        dispatching.enqueue_all(run, migration.consider(run, trajectory))
+
+
+def _count(run: Run, trajectory: Trajectory, turn: Turn, event: TurnDone) -> None:
     counters = run.state.counters
     counters.turns += 1
     if event.cut:
@@ -79,10 +90,6 @@ def on_done(run: Run, event: TurnDone) -> None:
     counters.cached_tokens += event.cached_tokens
     counters.context_tokens += turn.context_tokens
     counters.scheduling.queue_s += event.queue_s
-    lengths.learn_turn(run, trajectory, event.output_tokens, run.now - turn.since - event.queue_s)
-    if trajectory.predicted_at_turn >= 0:
-        # while the environment works the trajectory may move
-        dispatching.enqueue_all(run, migration.consider(run, trajectory))
 
 
 def on_failed(run: Run, event: TurnFailed) -> None:

@@ -33,6 +33,7 @@ class RunDir:
         self.identity = path / "run.json"
         self.journal = path / "journal.bin"
         self.trajectories = path / "trajectories"
+        self.turns = path / "turns"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.model = path / "model"
@@ -112,7 +113,13 @@ class RunDir:
         """Raise ConfigError if a directory, a named pipe or a device stands in the
         place of one of a run's files, or a file in that of a directory.
         """
-        for directory in (self.trajectories, self.checkpoints, self.logs, self.model):
+        for directory in (
+            self.trajectories,
+            self.turns,
+            self.checkpoints,
+            self.logs,
+            self.model,
+        ):
             _must_be(directory, directory=True)
         replaced = (
             self.config,

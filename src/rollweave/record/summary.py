@@ -23,11 +23,12 @@ class Summary(Struct, frozen=True, kw_only=True):
     `max_turn_tokens`, `tokens` sampled tokens; `wall_s` is the run's time over all its
     lives; `error` is empty if the run did not fail. `attempts` counts launches:
     trajectories of training and of evaluations, and later attempts at them (`again`);
-    each has one of `stop_reasons`. `interrupted` is true if the user ended the run;
-    `ended_by` names the setting that ended it before `run.steps`, if one did. `engines`
-    counts engines that joined the run and that were withdrawn. `weights` has the
-    seconds in which engines that served received new weights, and those for which they
-    stopped.
+    each has one of `stop_reasons`; `continued` of them began with the recorded turns of
+    one that was lost with its controller. `interrupted` is true if the user ended the
+    run; `ended_by` names the setting that ended it before `run.steps`, if one did.
+    `engines` counts engines that joined the run and that were withdrawn. `weights` has
+    the seconds in which engines that served received new weights, and those for which
+    they stopped.
     """
 
     success_rate: dict[str, float]
@@ -45,6 +46,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     attempts: dict[str, int] = msgspec.field(default_factory=dict)
     account: Account
     best_step: int | None = None
+    continued: int = 0
     retried: dict[str, int]
     watchdog: dict[str, int]
     engines: dict[str, int] = msgspec.field(default_factory=dict)
@@ -90,6 +92,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         },
         account=account,
         best_step=state.evaluations.best_step,
+        continued=counters.continued,
         retried=dict(counters.retried),
         watchdog=dict(counters.watchdog),
         engines={"joined": counters.engines_joined, "left": counters.engines_left},

@@ -5,8 +5,8 @@ Invariant: the known part is a prefix of the turn, or empty. A delta that does n
 continue the known part exactly, or that is inconsistent, makes the turn unresumable for
 good: the turn is restarted rather than continued from wrong tokens.
 
-The pool lives in the controller's memory and is lost with it: after a crash attempts
-restart (docs/decisions/0007).
+The pool lives in the controller's memory. What a resumed run may use of it is also on
+disk (`record/turn_log.py`).
 """
 
 from rollweave.schema.serving import (

@@ -17,8 +17,10 @@ import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.record.store import Ended, Scored, TrajectoryStore
+from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.driver import record_of
 from rollweave.rollout.progress import ProgressReporter
+from rollweave.rollout.recorded import RecordedTurns
 from rollweave.rollout.turns import Spans, Turns
 from rollweave.rollout.worker import NOT_WAITING, Key
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -93,12 +95,14 @@ class Pipeline:
         spans: Spans,
         waiting_limit: int,
         keep_partial_turns: bool = False,
+        log: TurnLog | None = None,
     ) -> None:
         """Create a pipeline without attempts.
 
         `waiting_limit` is as in `rollout/worker.py`. With `keep_partial_turns`, the
         output of unfinished turns is kept for a `StartTurn` that resumes them, and the
-        progress of long turns is reported to the core.
+        progress of long turns is reported to the core. The turns of training attempts
+        are recorded in `log`, for a `StartInit` that continues one in another life.
         """
         self._worker, self._engine, self._store = worker, engine, store
         self._post, self._clock, self._spans = post, clock, spans
@@ -106,6 +110,7 @@ class Pipeline:
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Attempt] = {}
         self._waiting_limit = waiting_limit
+        self._log = log
         self._progress = ProgressReporter(post) if keep_partial_turns else None
 
     def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
@@ -145,10 +150,31 @@ class Pipeline:
             spans=self._spans,
             answer=worker.send,
             progress=self._progress,
+            log=self._log if command.purpose is Purpose.TRAIN else None,
+            recorded=self._continue(command),
         )
         attempt = _Attempt(command=command, worker=worker, turns=turns)
         self._attempts[attempt.key] = attempt
         worker.send(command)
+
+    def _continue(self, command: StartInit) -> RecordedTurns:
+        """Return the recorded turns of the attempt that this one continues, and record
+        them as turns of this one.
+        """
+        continues, log = command.continues, self._log
+        if continues is None or log is None:
+            return RecordedTurns()
+        former = (command.trajectory_id, continues.attempt)
+        recorded = RecordedTurns(log.take(former), version=continues.version)
+        for record in recorded.records(command.trajectory_id, command.attempt):
+            log.append(record)
+        log.release(former)
+        return recorded
+
+    def _is_over(self, key: Key) -> None:
+        """The attempt needs no recorded turns any longer."""
+        if self._log is not None:
+            self._log.forget(key)
 
     def start_run(self, command: StartRun) -> None:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
@@ -185,6 +211,7 @@ class Pipeline:
         active = self._attempts.get(key) or self._evaluations.get(key)
         if active is None:
             self._rolled_out.pop(key, None)
+            self._is_over(key)
             self._post(
                 TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason)
             )
@@ -250,6 +277,7 @@ class Pipeline:
         for table in (self._attempts, self._rolled_out, self._evaluations):
             for attempt in [one for one in table.values() if one.worker is worker]:
                 del table[attempt.key]
+                self._is_over(attempt.key)
                 attempt.turns.close()
                 self._spans.episode_over(_lane(attempt.key))
                 if table is self._attempts:
@@ -267,9 +295,13 @@ class Pipeline:
         if trajectory.stop_reason in TRAINABLE and attempt.cancelled is None:
             self._rolled_out[attempt.key] = attempt
             while len(self._rolled_out) > self._waiting_limit:
-                del self._rolled_out[next(iter(self._rolled_out))]
-        elif command.purpose is not Purpose.SERVE:  # a service delivers failures too
-            self._store.forget((command.trajectory_id,))
+                forgotten = next(iter(self._rolled_out))
+                del self._rolled_out[forgotten]
+                self._is_over(forgotten)
+        else:
+            self._is_over(attempt.key)
+            if command.purpose is not Purpose.SERVE:  # a service delivers failures too
+                self._store.forget((command.trajectory_id,))
         self._post(
             TrajectoryEnded(
                 trajectory_id=command.trajectory_id,
@@ -317,6 +349,7 @@ class Pipeline:
             )
         self._score(attempt, report)
         del self._evaluations[attempt.key]
+        self._is_over(attempt.key)
         trajectory_id, number = attempt.key
         if attempt.cancelled is not None:
             self._post(

@@ -5,10 +5,12 @@ Invariants: one turn is open at a time, and each requested turn ends in `TurnDon
 `TurnWithdrawn`, or with its attempt; a command for another turn or dispatch changes
 nothing; an abandoned turn generates nothing.
 
-Where partial turns are kept (`progress`), an engine streams their tokens. A turn that
-is aborted, or whose engine is lost, then continues where it stood if the core permits.
-A turn that an engine refuses restarts, since the partial output may be the reason for
-the refusal.
+Where partial turns are kept (`progress`), a turn that is aborted, or whose engine is
+lost, continues where it stood if the core permits. A turn that an engine refuses
+restarts, since the partial output may be the reason for the refusal.
+
+Where turns are recorded (`log`), engines stream their tokens, too, and the turns of an
+attempt that continues one of a lost controller begin with what is recorded.
 """
 
 import asyncio
@@ -20,9 +22,16 @@ from typing import Protocol
 import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
+from rollweave.record.turn_log import (
+    TurnAnswer,
+    TurnLog,
+    TurnTokens,
+    context_digest,
+)
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.partial import PartialTurn
 from rollweave.rollout.progress import ProgressReporter
+from rollweave.rollout.recorded import RecordedTurns, as_delta, replayed
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
@@ -81,6 +90,12 @@ class _OpenTurn:
     generating: asyncio.Future[GenerateResult] | None = None
     aborting: asyncio.Future[GenerateResult] | None = None
     next: StartTurn | None = None
+    context: bytes = b""
+    """The digest of `tokens`, if turns are recorded."""
+    answer: GenerateResult | None = None
+    """The recorded answer of this turn."""
+    recorded: PartialOutput | None = None
+    """The recorded tokens with which this turn begins."""
 
     def forget(self) -> None:
         """Stop the generation, if any, and discard its answer."""
@@ -100,7 +115,9 @@ class Turns:
     """The turns of the attempt that `command` started. `engine` returns the live engine
     with an id, or None; `answer` sends answers to the attempt's worker.
 
-    With `progress`, partial turns are kept, and their progress is reported to it.
+    With `progress`, partial turns are kept, and their progress is reported to it. Turns
+    are recorded in `log`, and `recorded` are those of the attempt that this one
+    continues.
     """
 
     command: StartInit
@@ -110,6 +127,8 @@ class Turns:
     spans: Spans
     answer: Callable[[AnswerTurn], None]
     progress: ProgressReporter | None = None
+    log: TurnLog | None = None
+    recorded: RecordedTurns = dataclasses.field(default_factory=RecordedTurns)
     abort_s: float = ABORT_S
     reward: float = 0.0
     """The reward before the last turn that was requested."""
@@ -159,6 +178,12 @@ class Turns:
             routes_from=max(0, len(context) - 1),
         )
         self.reward = asked.reward
+        if self.log is not None:
+            turn.context = context_digest(turn.tokens)
+        recorded = self.recorded.take(turn.number, turn.tokens, most=turn.sampling.max_tokens)
+        if recorded is not None:
+            turn.answer, turn.recorded = recorded.answer, recorded.partial
+            turn.partial_turn = PartialTurn(turn.recorded)
         self._request(turn)
 
     def withdraw(self, number: int) -> None:
@@ -204,9 +229,13 @@ class Turns:
             turn.generating = None  # the core has learned of the loss before this process
             self._stop_reporting()
         turn.dispatch = command.dispatch
+        if turn.answer is not None:
+            result = replayed(turn.answer, id=self.lane, context_tokens=len(turn.tokens))
+            self._finish(turn, command, result, replay=True)
+            return
         if not command.resume:
             turn.forget()
-            turn.partial_turn = PartialTurn()
+            turn.partial_turn = PartialTurn(turn.recorded)
         if turn.aborting is None:
             self._dispatch(turn, command)
         else:
@@ -252,9 +281,13 @@ class Turns:
             routes_from=turn.routes_from,
         )
         started, progress = self.clock(), self.progress
+        if resumed is not None:
+            self._record_tokens(turn, as_delta(resumed, turn.request_id))
 
         def on_tokens(piece: TokenDelta) -> None:
             known.append(piece)
+            if turn.partial_turn is known and turn.generating is not None:
+                self._record_tokens(turn, piece)
             if progress is not None and turn.partial_turn is known and turn.generating is not None:
                 progress.on_tokens(command, len(known))
 
@@ -265,7 +298,8 @@ class Turns:
                 self._generated(turn, command, started, future, resumed)
 
         try:
-            turn.generating = backend.generate(request, on_tokens if progress is not None else None)
+            streamed = progress is not None or self.log is not None
+            turn.generating = backend.generate(request, on_tokens if streamed else None)
         except Exception as error:  # a request that cannot be sent fails only its turn
             self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
             return
@@ -317,6 +351,30 @@ class Turns:
         elif turn.next is not None:
             turn.next = msgspec.structs.replace(turn.next, rank=command.rank)
 
+    def _record_tokens(self, turn: _OpenTurn, delta: TokenDelta) -> None:
+        if self.log is not None:
+            self.log.append(
+                TurnTokens(
+                    trajectory_id=self.command.trajectory_id,
+                    attempt=self.command.attempt,
+                    turn=turn.number,
+                    context=turn.context,
+                    delta=delta,
+                )
+            )
+
+    def _record_answer(self, turn: _OpenTurn, result: GenerateResult) -> None:
+        if self.log is not None:
+            self.log.append(
+                TurnAnswer(
+                    trajectory_id=self.command.trajectory_id,
+                    attempt=self.command.attempt,
+                    turn=turn.number,
+                    context=turn.context,
+                    result=result,
+                )
+            )
+
     def _stop_reporting(self) -> None:
         if self.progress is not None:
             self.progress.remove(self.command.trajectory_id)
@@ -345,7 +403,7 @@ class Turns:
         if isinstance(raised, EngineLostError):
             return  # `EngineLost` fails all turns of the engine at once
         if isinstance(raised, EngineError):
-            turn.partial_turn = PartialTurn()
+            turn.partial_turn, turn.recorded = PartialTurn(), None
             self._failed(command, str(raised))
             return
         result = future.result()
@@ -359,9 +417,22 @@ class Turns:
             if result.finish is FinishReason.ABORTED:
                 turn.partial_turn.finish(result)
             else:
-                turn.partial_turn = PartialTurn()
+                turn.partial_turn, turn.recorded = PartialTurn(), None
             self._failed(command, flaw)
             return
+        self._record_answer(turn, result)
+        self._finish(turn, command, result)
+        # No caller here can handle a trace that cannot be written: the next writer
+        # reports the failure.
+        with contextlib.suppress(DiskError):
+            self.spans.episode_span(
+                self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock()
+            )
+
+    def _finish(
+        self, turn: _OpenTurn, command: StartTurn, result: GenerateResult, *, replay: bool = False
+    ) -> None:
+        """Answer the turn. With `replay`, the answer is a recorded one."""
         self._leave(turn)
         self._contexts[turn.number] = turn.tokens + result.tokens
         self.plan = self.plan or result.tokens[:PLAN_TOKENS]
@@ -377,17 +448,12 @@ class Turns:
             queue_s=result.queue_s,
             cut=result.finish is FinishReason.LENGTH
             and turn.sampling.max_tokens == limit <= len(result.tokens),
+            replayed=replay,
         )
         self.post(self._done)
         if self.command.purpose is not Purpose.TRAIN and result.routes is not None:
             result = msgspec.structs.replace(result, routes=None)
         self._answer(command, result=result)
-        # No caller here can handle a trace that cannot be written: the next writer
-        # reports the failure.
-        with contextlib.suppress(DiskError):
-            self.spans.episode_span(
-                self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock()
-            )
 
     def _answer(
         self,

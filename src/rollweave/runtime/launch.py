@@ -27,6 +27,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
 from rollweave.record.trace import Trace
+from rollweave.record.turn_log import TurnLog
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts import user_files
@@ -42,7 +43,7 @@ from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.processes import Processes, Programs
 from rollweave.runtime.pump import RunClock
-from rollweave.runtime.recover import Beginning, lost, model_dir, recover, settle
+from rollweave.runtime.recover import Beginning, lost, model_dir, recall, recover, settle
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.sinks import open_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
@@ -125,9 +126,10 @@ class _Start:
         if not self._run.config.exists():
             # before any other file: a directory with a configuration can be resumed
             self._run.write_config(self._config)
-        with TrajectoryStore(self._run.trajectories) as store:
+        run = self._run
+        with TrajectoryStore(run.trajectories) as store, TurnLog(run.turns) as self._turn_log:
             # before hosts join: a long replay is silent, and would end their leases
-            beginning = recover(self._config, self._run, store)
+            beginning = recall(recover(self._config, run, store), self._turn_log)
             return await self._gather_and_run(store, beginning)
 
     async def _gather_and_run(self, store: TrajectoryStore, beginning: Beginning) -> Summary:
@@ -241,6 +243,7 @@ class _Start:
                 events=beginning.events,
                 differing=beginning.differing,
                 missing=len(beginning.missing),
+                recorded=loss.recorded,
                 step=loss.step,
                 steps_lost=loss.steps,
                 trajectories_lost=loss.trajectories + loss.missing,
@@ -328,6 +331,10 @@ class _Start:
             teacher=episodes.teacher,
             rewards=episodes.rewards,
             service_waits=episodes.service_waits,
+            turn_log=self._turn_log,
+        )
+        self._turn_log.on_failure = lambda error: metrics.warned(
+            Warn(component="turns", message=f"{error}; a resumed run will sample them again")
         )
         return World(
             wiring,

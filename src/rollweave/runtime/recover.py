@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.state import ALIVE, Stage, State
 from rollweave.envs.rules import rules_of
@@ -28,6 +29,7 @@ from rollweave.record.identity import (
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore, stored_bytes
+from rollweave.record.turn_log import TurnLog
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.metrics import written_steps
 from rollweave.schema.base import TrajectoryId
@@ -59,6 +61,7 @@ class Beginning:
     resumed: bool
     identity: Identity
     missing: tuple[TrajectoryId, ...] = ()
+    recorded: tuple[TrajectoryId, ...] = ()
     doubts: tuple[Warn, ...] = ()
     """Warnings of what is missing or was changed in the directory, which does not
     prevent the run.
@@ -85,6 +88,7 @@ class Beginning:
                 ranks=ranks,
                 workers=workers,
                 missing=self.missing,
+                recorded=self.recorded,
                 relays=relays,
             )
         return RunStarted(
@@ -110,6 +114,8 @@ class Lost:
     """Number of steps that were trained after the checkpoint, and are trained again."""
     trajectories: int
     """Number of attempts that were in flight, and start again."""
+    recorded: int
+    """Number of these whose turns are recorded, so that they may continue."""
     missing: int
     """Number of stored trajectories whose tokens are lost."""
     seconds: float
@@ -125,9 +131,11 @@ class Lost:
             if self.missing
             else ""
         )
+        kept = f" (the turns of {self.recorded} are recorded)" if self.recorded else ""
         return (
             f"{where}; lost: {self.steps} trained step{'s' * (self.steps != 1)} after its "
-            f"checkpoint, {self.trajectories} rollouts in flight, {stored}{self.seconds:.0f} s"
+            f"checkpoint, {self.trajectories} rollouts in flight{kept}, "
+            f"{stored}{self.seconds:.0f} s"
         )
 
 
@@ -145,6 +153,7 @@ def lost(beginning: Beginning) -> Lost:
         steps=max(0, state.trainer.step - step),
         trajectories=in_flight,
         missing=len(beginning.missing),
+        recorded=len(beginning.recorded),
         seconds=max(0.0, beginning.at - state.checkpoints.requested_at),
     )
 
@@ -165,6 +174,22 @@ def recover(
     )
     doubts = (*beginning.doubts, Warn(component="trajectories", message=text))
     return dataclasses.replace(beginning, missing=missing, doubts=doubts)
+
+
+def recall(beginning: Beginning, log: TurnLog) -> Beginning:
+    """Return the beginning with the attempts that may continue, whose turns the log
+    has, and forget all others in the log.
+    """
+    log.keep(continuable(beginning.core.state))
+    doubts = [
+        Warn(component="turns", message=f"{text}; turns without a record are sampled again")
+        for text in log.damaged
+    ]
+    return dataclasses.replace(
+        beginning,
+        recorded=tuple(trajectory_id for trajectory_id, _ in log.recorded),
+        doubts=(*beginning.doubts, *doubts),
+    )
 
 
 def settle(config: RunConfig, run: RunDir, beginning: Beginning) -> Beginning:

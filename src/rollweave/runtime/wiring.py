@@ -11,6 +11,7 @@ from rollweave.engine.clients.base import EngineBackend
 from rollweave.record.journal import RunJournal
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, Trace
+from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
 from rollweave.rollout.rewards import DomainRewards
@@ -65,6 +66,8 @@ class Wiring:
     """
     service_waits: Callable[[], tuple[ServiceWait, ...]] = tuple
     """Returns the waits of this process for services."""
+    turn_log: TurnLog | None = None
+    """Records the turns of attempts under way, if a resumed run may continue these."""
 
 
 class RolloutRuntime:
@@ -111,6 +114,7 @@ class RolloutRuntime:
             spans=_EpisodeSpans(wiring.trace),
             waiting_limit=limit,
             keep_partial_turns=keep_partial_turns,
+            log=wiring.turn_log,
         )
         self.workers = WorkerSupervisor(
             make=wiring.make_worker,

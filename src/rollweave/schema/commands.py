@@ -22,12 +22,25 @@ class DrawTask(TaggedStruct, frozen=True, kw_only=True):
     purpose: Purpose
 
 
+class Continuation(Struct, frozen=True, kw_only=True):
+    """An earlier attempt, lost with its controller, whose recorded turns a new one
+    uses, as far as weights up to `version` sampled them.
+    """
+
+    attempt: int
+    version: int
+
+
 class StartInit(TaggedStruct, frozen=True, kw_only=True):
     """Start the environment of an attempt in a worker, or in the controller ("").
 
     → EnvReady | TrajectoryEnded (if the environment failed to start). Until its end,
     the attempt may also be lost with its worker (WorkerLost), and AttemptDelayed may
     come at any time, in RUN and EVAL, too.
+
+    With `continues`, a turn whose context is that of the earlier attempt's turn is
+    answered by the recorded tokens, or continues after them; `initiated_version` is
+    then that of the earlier attempt.
     """
 
     trajectory_id: TrajectoryId
@@ -39,6 +52,7 @@ class StartInit(TaggedStruct, frozen=True, kw_only=True):
     initiated_version: int
     decoding: Decoding = Decoding()
     worker: str = ""
+    continues: Continuation | None = None
 
 
 class StartRun(TaggedStruct, frozen=True, kw_only=True):

@@ -61,8 +61,9 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     """The controller was restarted, and every process of the former world is gone
     (docs/decisions/0007).
 
-    Trajectories in flight start again as new attempts. Scored ones survive, except
-    `missing`, which the store lacks.
+    Trajectories in flight start again as new attempts; `recorded` names those whose
+    turns are on disk (record/turn_log.py). Scored ones survive, except `missing`, which
+    the store lacks.
     """
 
     engines: tuple[EngineSlot, ...]
@@ -70,6 +71,7 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     ranks: tuple[RankSlot, ...] = ()
     workers: tuple[WorkerSlot, ...] = ()
     missing: tuple[TrajectoryId, ...] = ()
+    recorded: tuple[TrajectoryId, ...] = ()
     relays: int = 0
 
 
@@ -168,7 +170,9 @@ class TurnDone(TaggedStruct, frozen=True, kw_only=True):
 
     `queue_s` is the part of the time since `StartTurn` that the turn waited on the
     engine, before its first slot and while preempted. `cut` is true if the turn ended
-    at the task's `max_turn_tokens`, and not because the agent was done.
+    at the task's `max_turn_tokens`, and not because the agent was done. With
+    `replayed`, the answer was recorded before the controller was lost, and no engine
+    has worked.
     """
 
     trajectory_id: TrajectoryId
@@ -180,6 +184,7 @@ class TurnDone(TaggedStruct, frozen=True, kw_only=True):
     version: int
     queue_s: float = 0.0
     cut: bool = False
+    replayed: bool = False
 
 
 class TurnFailed(TaggedStruct, frozen=True, kw_only=True):

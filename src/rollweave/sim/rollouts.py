@@ -7,7 +7,7 @@ with no event of an attempt after its last.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -49,6 +49,22 @@ class Attempt:
     # report
     reported: int = -1
     began_part: float = 0.0  # start of the open turn, or of the environment's work
+    replays: int = 0  # first turns, whose answers are recorded
+    recorded_tokens: int = 0  # of the turn after these
+    version: int = -1  # the newest one that sampled a finished turn
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The turns of an attempt that was lost with its controller: its plan, the number
+    of its finished turns, the tokens of the next one that its engine had reported, and
+    the newest version that sampled any.
+    """
+
+    plan: Plan
+    turns: int
+    tokens: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +108,7 @@ class Rollouts:
         self._attempts: dict[TrajectoryId, Attempt] = {}
         self._by_key: dict[str, Attempt] = {}
         self.scored: dict[TrajectoryId, Scored] = {}
+        self._recorded: dict[tuple[TrajectoryId, int], Recorded] = {}
         fleet.on_done, fleet.on_lost = self._on_turn_done, self._on_engine_lost
 
     @property
@@ -109,11 +126,17 @@ class Rollouts:
             ),
             task.limits,
         )
+        recorded = self._continued(command)
+        if recorded is not None:
+            plan = recorded.plan
         attempt = Attempt(
             start=command,
             plan=plan,
             key=f"{command.trajectory_id}/{command.attempt}",
             began=self._clock.now,
+            replays=recorded.turns if recorded is not None else 0,
+            version=recorded.version if recorded is not None else -1,
+            recorded_tokens=recorded.tokens if recorded is not None else 0,
         )
         self._attempts[command.trajectory_id] = attempt
         self._by_key[attempt.key] = attempt
@@ -145,8 +168,15 @@ class Rollouts:
             return
         attempt.engine, attempt.dispatch, attempt.reported = command.engine_id, command.dispatch, -1
         attempt.awaits_engine = False
+        if attempt.turn < attempt.replays:
+            attempt.engine = None
+            tokens = attempt.plan.turns[attempt.turn].output_tokens
+            self._answer(attempt, tokens, attempt.tokens, attempt.version, replayed=True)
+            return
         if not command.resume:
             attempt.kept_tokens = 0
+        if attempt.turn == attempt.replays:
+            attempt.kept_tokens = max(attempt.kept_tokens, attempt.recorded_tokens)
         request = Request(
             key=attempt.key,
             shared_key=attempt.start.group_id,
@@ -234,10 +264,47 @@ class Rollouts:
     def forget_all(self) -> None:
         """Drop everything in flight, which is lost with the controller.
 
-        Scored trajectories stay in the store.
+        Scored trajectories stay in the store, and the turns of training attempts in the
+        turn log (`record/turn_log.py`). Call before the engines are dropped.
         """
+        reported = self._fleet.reported_tokens()
         for attempt in list(self._attempts.values()):
+            self._record(attempt, reported)
             self._forget(attempt)
+
+    def recorded(self, attempts: Collection[tuple[TrajectoryId, int]]) -> tuple[TrajectoryId, ...]:
+        """Return which of these attempts are recorded, and forget all others."""
+        self._recorded = {key: self._recorded[key] for key in attempts if key in self._recorded}
+        return tuple(trajectory_id for trajectory_id, _ in self._recorded)
+
+    def _record(self, attempt: Attempt, reported: Mapping[EngineId, Mapping[str, int]]) -> None:
+        """Keep what is known of the attempt's turns; of a turn that is being replayed,
+        all that was recorded before.
+        """
+        if attempt.start.purpose is not Purpose.TRAIN:
+            return
+        turns = max(attempt.turn, attempt.replays)
+        tokens = attempt.kept_tokens if attempt.turn == turns else 0
+        if attempt.engine is not None:
+            tokens += reported.get(attempt.engine, {}).get(attempt.key, 0)
+        if turns == attempt.replays:
+            tokens = max(tokens, attempt.recorded_tokens)
+        if turns < len(attempt.plan.turns):
+            tokens = min(tokens, attempt.plan.turns[turns].output_tokens - 1)
+        if turns or tokens:
+            key = (attempt.start.trajectory_id, attempt.start.attempt)
+            version = max(attempt.version, attempt.start.initiated_version)
+            self._recorded[key] = Recorded(attempt.plan, turns, tokens, version)
+
+    def _continued(self, command: c.StartInit) -> Recorded | None:
+        """Return the record that the attempt continues. Tokens of versions are not told
+        apart here: one that is lost makes the whole record useless.
+        """
+        if command.continues is None:
+            return None
+        recorded = self._recorded.pop((command.trajectory_id, command.continues.attempt), None)
+        usable = recorded is not None and recorded.version <= command.continues.version
+        return recorded if usable else None
 
     # Unfinished turns.
 
@@ -325,15 +392,31 @@ class Rollouts:
             return
         attempt.engine = None
         self._span(attempt, f"turn {attempt.turn} {engine_id}", attempt.began_part)
+        tokens, cached = attempt.kept_tokens + done.output_tokens, done.cached_tokens
+        self._answer(attempt, tokens, cached, version, queue_s=done.queue_s)
+
+    def _answer(
+        self,
+        attempt: Attempt,
+        output_tokens: int,
+        cached_tokens: int,
+        version: int,
+        *,
+        queue_s: float = 0.0,
+        replayed: bool = False,
+    ) -> None:
+        """Answer the open turn, and let the environment act on it."""
+        attempt.version = max(attempt.version, version)
         attempt.done = e.TurnDone(
             trajectory_id=attempt.start.trajectory_id,
             attempt=attempt.start.attempt,
             turn=attempt.turn,
             dispatch=attempt.dispatch,
-            output_tokens=attempt.kept_tokens + done.output_tokens,
-            cached_tokens=min(done.cached_tokens, attempt.tokens),
+            output_tokens=output_tokens,
+            cached_tokens=min(cached_tokens, attempt.tokens),
             version=version,
-            queue_s=done.queue_s,
+            queue_s=queue_s,
+            replayed=replayed,
         )
         self._post(attempt.done)
         attempt.kept_tokens = 0

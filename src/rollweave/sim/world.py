@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.state import Stage
@@ -167,8 +168,8 @@ class World:
         self.trainer.start()
 
     def revive(self, core: Core, journal: Journal) -> None:
-        """Restart the world after the loss of its controller: only the store survives
-        (docs/decisions/0007).
+        """Restart the world after the loss of its controller: only the store and the
+        turn log survive (docs/decisions/0007).
         """
         self.core, self._journal = core, journal
         known = [
@@ -182,9 +183,9 @@ class World:
             c.Evict(trajectory_ids=tuple(store.keys() - set(known)), reason="world_lost")
         )
         self.inbox.clear()
+        self.rollouts.forget_all()
         self.fleet.drop_all()
         self.relays.drop_all()
-        self.rollouts.forget_all()
         self.trainer.drop()
         self.predictor.drop()
         self.hosts.begin()
@@ -196,6 +197,7 @@ class World:
                 engines=self.slots,
                 hosts=self.hosts.first,
                 missing=tuple(missing),
+                recorded=self.rollouts.recorded(continuable(core.state)),
                 relays=self.hosts.relays,
             )
         )

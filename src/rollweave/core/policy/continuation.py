@@ -1,0 +1,34 @@
+"""Decide whether an attempt that was lost with its controller may be continued.
+
+Its environment is gone and starts again; what may be kept is what engines sampled
+(Laminar §3.2, §3.3 keep it when an engine is lost). The staleness of a continued
+attempt is counted from its first launch, so a continuation is nothing but a long pause.
+"""
+
+from rollweave.core.policy.modes import Mode
+from rollweave.core.policy.staleness import acceptable
+
+
+def surviving_version(checkpoint: int | None, *, warms_up: bool) -> int:
+    """Return the newest version that a restored trainer has or had; -1 if none is
+    certain.
+
+    Later versions are of a lost lineage: their numbers will mean other weights. Without
+    a checkpoint the trainer begins anew, with the same weights unless it warms up.
+    """
+    if checkpoint is not None:
+        return checkpoint
+    return -1 if warms_up else 0
+
+
+def may_continue(initiated: int, *, launch: int, next_version: int, mode: Mode) -> bool:
+    """True if an attempt that began under version `initiated` may continue under
+    `launch`, in time for a step that starts from `next_version`.
+
+    In mode decoupled, a trajectory has one version. In mode sync the window has the
+    same effect: an attempt continues only if no step was lost or trained since it
+    began.
+    """
+    if mode.independent_updates and initiated != launch:
+        return False
+    return initiated <= launch and acceptable(initiated, next_version, mode.window)

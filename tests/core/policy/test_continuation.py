@@ -1,0 +1,42 @@
+"""Attempts of a lost controller continue only with weights that survive, and only while
+their staleness allows.
+"""
+
+import itertools
+
+import pytest
+
+from rollweave.core.policy.continuation import may_continue, surviving_version
+from rollweave.core.policy.modes import preset
+from rollweave.schema.config.sections import ModeName
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "warms_up", "version"),
+    [(7, False, 7), (7, True, 7), (0, True, 0), (None, False, 0), (None, True, -1)],
+)
+def test_weights_after_the_checkpoint_are_lost(
+    checkpoint: int | None, warms_up: bool, version: int
+) -> None:
+    assert surviving_version(checkpoint, warms_up=warms_up) == version
+
+
+@pytest.mark.parametrize("name", ModeName)
+def test_an_attempt_continues_within_the_window(name: ModeName) -> None:
+    mode = preset(name, alpha=2, max_age=3)
+    windows = {"sync": 0, "one_step": 1, "stream": 1, "partial": 2, "bounded": 2}
+    for initiated, launch, ahead in itertools.product(range(6), range(6), range(4)):
+        trained_at = launch + ahead
+        if name is ModeName.DECOUPLED:
+            expected = initiated == launch and ahead <= 3
+        else:
+            expected = initiated <= launch and trained_at - initiated <= windows[name]
+        assert expected == may_continue(
+            initiated, launch=launch, next_version=trained_at, mode=mode
+        ), (initiated, launch, trained_at)
+
+
+def test_decoupled_without_a_maximum_age_needs_only_the_same_weights() -> None:
+    mode = preset(ModeName.DECOUPLED, alpha=1)
+    assert may_continue(2, launch=2, next_version=99, mode=mode)
+    assert not may_continue(2, launch=3, next_version=3, mode=mode)

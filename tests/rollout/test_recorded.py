@@ -1,0 +1,118 @@
+"""Recorded turns are used for their own contexts, and only if their weights survive."""
+
+import pytest
+
+from rollweave.record.turn_log import TurnAnswer, TurnRecord, TurnTokens, context_digest
+from rollweave.rollout.recorded import RecordedTurns
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.serving import FinishReason, GenerateResult, TokenDelta, VersionSpan
+
+ID, MOST = TrajectoryId("g0.0"), 100
+
+
+def context(turn: int) -> tuple[int, ...]:
+    return tuple(range(10 * turn + 5))
+
+
+def spans(versions: str, start: int = 0) -> tuple[VersionSpan, ...]:
+    """One span for each run of equal digits: "334" are two tokens of 3 and one of 4."""
+    found, begin = list[VersionSpan](), 0
+    for end in range(1, len(versions) + 1):
+        if end == len(versions) or versions[end] != versions[begin]:
+            version = int(versions[begin])
+            found.append(VersionSpan(start=start + begin, end=start + end, version=version))
+            begin = end
+    return tuple(found)
+
+
+def answer(turn: int, versions: str = "333") -> TurnAnswer:
+    count = len(versions)
+    result = GenerateResult(
+        id="r",
+        tokens=tuple(range(count)),
+        logprobs=(-0.5,) * count,
+        versions=spans(versions),
+        finish=FinishReason.STOP,
+        generate_s=float(count),
+    )
+    digest = context_digest(context(turn))
+    return TurnAnswer(trajectory_id=ID, attempt=0, turn=turn, context=digest, result=result)
+
+
+def tokens(turn: int, versions: str = "33", *, start: int = 0) -> TurnTokens:
+    end = start + len(versions)
+    delta = TokenDelta(
+        id="r",
+        start=start,
+        tokens=tuple(range(start, end)),
+        logprobs=(-0.5,) * len(versions),
+        versions=spans(versions, start),
+        generate_s=float(end),
+    )
+    digest = context_digest(context(turn))
+    return TurnTokens(trajectory_id=ID, attempt=0, turn=turn, context=digest, delta=delta)
+
+
+def known(records: list[TurnRecord], version: int = 9) -> list[tuple[int, bool]]:
+    """Return the number of tokens of each turn that is used, and whether it is an
+    answer.
+    """
+    recorded, found = RecordedTurns(records, version=version), list[tuple[int, bool]]()
+    while (turn := recorded.take(len(found), context(len(found)), most=MOST)) is not None:
+        found.append((len(turn), turn.answer is not None))
+    return found
+
+
+def test_turns_are_assembled_from_their_records() -> None:
+    assert known([]) == []
+    assert known([tokens(0), tokens(0, start=2)]) == [(4, False)]
+    assert known([tokens(0), answer(0), tokens(1)]) == [(3, True), (2, False)]
+    assert known([tokens(0), tokens(0, start=2), tokens(0, "3")]) == [(1, False)], "started over"
+    assert known([tokens(0), tokens(0, start=3)]) == [], "there is a gap"
+    assert known([tokens(0, start=2)]) == [], "the beginning is missing"
+    assert known([answer(1)]) == [], "an earlier turn is missing"
+    assert known([tokens(0), answer(1)]) == [(2, False)], "nothing follows an unfinished turn"
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (9, [(3, True), (4, True), (2, False)]),
+        (5, [(3, True), (4, True), (2, False)]),
+        (4, [(3, True), (3, False)]),
+        (3, [(3, True), (1, False)]),
+        (2, []),
+    ],
+)
+def test_tokens_of_lost_versions_are_cut_off(
+    version: int, expected: list[tuple[int, bool]]
+) -> None:
+    assert known([answer(0), answer(1, "3445"), tokens(2, "55")], version) == expected
+
+
+def test_a_cut_turn_keeps_tokens_log_probs_and_versions_together() -> None:
+    recorded = RecordedTurns([answer(0, "3345")], version=4)
+    turn = recorded.take(0, context(0), most=MOST)
+    assert turn is not None
+    assert turn.partial is not None
+    assert turn.partial.tokens == (0, 1, 2)
+    assert turn.partial.versions == spans("334")
+    assert turn.partial.generate_s == 3.0
+
+
+def test_another_context_ends_the_use_of_records() -> None:
+    recorded = RecordedTurns([answer(0), answer(1)], version=9)
+    assert recorded.take(0, (9, 9), most=MOST) is None
+    assert recorded.take(1, context(1), most=MOST) is None
+
+
+def test_a_turn_that_is_longer_than_allowed_is_not_used() -> None:
+    assert RecordedTurns([answer(0)], version=9).take(0, context(0), most=2) is None
+    assert RecordedTurns([answer(0)], version=9).take(0, context(0), most=3) is not None
+
+
+def test_records_of_another_attempt_have_what_is_left() -> None:
+    recorded = RecordedTurns([answer(0), answer(1, "3345")], version=4)
+    again = list(recorded.records(ID, 7))
+    assert {record.attempt for record in again} == {7}
+    assert known(again) == known([answer(0), answer(1, "3345")], 4) == [(3, True), (3, False)]
