@@ -3,9 +3,11 @@ them is missing, cut or changed.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.journal_file import SNAPSHOT, journal_format
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore
+from rollweave.runtime.links.trainer import TrainerBackend
+from rollweave.runtime.processes import Processes
 from rollweave.runtime.recover import lost, rebuild, recover
 from rollweave.schema import commands as c
 from rollweave.schema.config.loading import load
@@ -210,8 +214,44 @@ def test_the_journal_is_synced_before_a_checkpoint_is_written(
     synced: list[int] = []
     monkeypatch.setattr(RunJournal, "sync", watched)
     run(config)
-    # before each save and after it; one may be requested while another is written
-    assert (synced[0], synced[-1], len(synced)) == (1, 3, 6), synced
+    # at the start, and before and after each save; one may be requested while another
+    # is written
+    assert (synced[:2], synced[-1], len(synced)) == ([0, 1], 3, 7), synced
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_epoch_of_the_trainer_is_on_the_disk_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool
+) -> None:
+    """Otherwise a power loss could make a resumed run count it again."""
+    config = make_config(tmp_path, steps=3)
+    if resume:
+        fault(config, "kill-controller-1")
+        killed(config)
+    fault(config, "kill-trainer-2")
+    journal, on_disk, named = RunDir(run_dir(config)).journal, [0], [False]
+    fsync, trainer = os.fsync, Processes.trainer
+    began: list[int] = []
+
+    def synced(fd: int) -> None:
+        fsync(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path in (journal, journal.with_name("journal.bin.new")):
+            on_disk[0] = os.fstat(fd).st_size
+        named[0] |= path == journal.parent and on_disk[0] > 0
+
+    def begin(processes: Processes, epoch: int, *rest: Any) -> TrainerBackend:
+        copy = tmp_path / "on-disk.bin"
+        copy.write_bytes(journal.read_bytes()[: on_disk[0]])
+        assert named[0]
+        assert Replay(copy, config).finish().state.trainer.epoch == epoch
+        began.append(epoch)
+        return trainer(processes, epoch, *rest)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Processes, "trainer", begin)
+    assert run(config, resume=resume).steps == 3
+    assert began == ([1, 2] if resume else [0, 1])
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:

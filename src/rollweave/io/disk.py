@@ -60,6 +60,10 @@ class AppendFile:
         self.path = path
         self.size = keep
         """Number of bytes written, all of them in whole pieces."""
+        self._is_named = path.exists()
+        """Whether the directory's entry of the file is on the disk, or was there
+        before.
+        """
         with writing(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -89,12 +93,17 @@ class AppendFile:
         return offset
 
     def sync(self) -> None:
-        """Sync the file to the disk, so that it would survive a power loss.
+        """Sync the file to the disk, and its name if it is new, so that it would
+        survive a power loss.
 
         Raises DiskError.
         """
         with writing(self.path):
             os.fsync(self._fd)
+        if not self._is_named:
+            with contextlib.suppress(OSError):  # some file systems cannot sync a directory
+                sync(self.path.parent)
+            self._is_named = True
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""

@@ -145,12 +145,10 @@ class World:
         rollouts = self._rollouts
         async with rollouts.tasks:
             try:
-                rollouts.pump.post(first)
+                rollouts.pump.post(first, functools.partial(self._begin, first) if fresh else None)
                 rollouts.engines.start(first.engines)
                 rollouts.workers.start(first.workers)
                 self._relays.start(first.relays)
-                if fresh:
-                    self._trainer.start(0, ranks=first.ranks or (RankSlot(),))
                 if self._predicts:
                     self._predictor.start()
                 self._control.open()
@@ -199,6 +197,7 @@ class World:
             **training_handlers(trainer=self._trainer, relays=self._relays, draw=draw),
             c.StartEngine: self._start_engine,
             c.RemoveEngine: self._remove_engine,
+            c.RestartTrainer: self._restart_trainer,
             c.SaveCheckpoint: self._save,
             c.RecordEvaluation: self._metrics.evaluated,
             c.MarkBest: self._mark_best,
@@ -213,6 +212,18 @@ class World:
     def _remove_engine(self, command: c.RemoveEngine) -> None:
         self._metrics.event("engine", engine=command.engine_id, change="is removed")
         self._rollouts.engines.remove(command)
+
+    # An epoch of the trainer begins once it is on the disk. Otherwise a run that is
+    # resumed after a power loss could count it again, while ranks of the former one
+    # still run on other hosts, and write under the same names.
+
+    def _begin(self, first: RunStarted | WorldLost) -> None:
+        self._journal.sync()
+        self._trainer.start(0, ranks=first.ranks or (RankSlot(),))
+
+    def _restart_trainer(self, command: c.RestartTrainer) -> None:
+        self._journal.sync()
+        self._trainer.restart(command)
 
     def _save(self, command: c.SaveCheckpoint) -> None:
         # otherwise a power loss could leave a checkpoint that the journal does not know
