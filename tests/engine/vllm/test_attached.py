@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from rollweave.engine.servers import attached
 from rollweave.engine.servers.attached import About, attach, check_servers, objection, server_token
@@ -88,6 +90,77 @@ async def test_a_server_left_in_an_update_is_taken_over_by_its_run(
         await asyncio.wait([engine.lost])
     async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
         await agrees(engine, weights, 0)
+
+
+class Guarded:
+    """The guard of a server, behind a listener of this process."""
+
+    def __init__(self, guard: Any) -> None:
+        self._guard, self.requests = guard, asyncio.Queue[str]()
+
+    async def __aenter__(self) -> str:
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", self._handle)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        headers = [
+            (name.lower().encode(), value.encode()) for name, value in request.headers.items()
+        ]
+        sent, body = list[dict[str, Any]](), await request.read()
+
+        async def receive() -> dict[str, Any]:
+            return {"body": body}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await self._guard({"type": "http", "path": request.path, "headers": headers}, receive, send)
+        self.requests.put_nowait(request.path)
+        return web.Response(status=sent[0]["status"], body=sent[1]["body"])
+
+
+async def healthy(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def test_a_lease_is_renewed_while_its_engine_does_something_else(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine restores a model for ten minutes, and sends nothing. The time is
+    injected.
+    """
+    now, wake = 0.0, asyncio.Queue[None]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        await wake.get()
+        now += seconds
+
+    monkeypatch.setenv(plugin.TOKEN, "t")
+    clock = SimpleNamespace(monotonic=lambda: now)  # the event loop keeps its own
+    monkeypatch.setattr(plugin.rollweave_leases, "time", clock)
+    guard = plugin.LeasedGuard(healthy)
+    server = Guarded(guard)
+    async with asyncio.timeout(20), server as url:
+        token = guard._leases.take("h:/first e0")
+        leased = attached.AttachedServer("vLLM", url, token, sleep=sleep)
+        ended = asyncio.create_task(leased.ended())
+        while now < 600:
+            wake.put_nowait(None)
+            assert await server.requests.get() == "/health"
+            assert guard._leases.take("h:/second e0") is None
+        leased.kill()
+        assert "was given up" in await ended
+        assert guard._leases.take("h:/second e0") is not None
 
 
 async def test_two_runs_never_have_one_server(weights: Weights, port: int, tmp_path: Path) -> None:

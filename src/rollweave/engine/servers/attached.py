@@ -2,7 +2,8 @@
 
 Invariants: such a server is never ended or signaled from here; what it must be is
 checked before it is leased; one engine of one run uses it at a time, since all its
-requests carry the token of the lease (`plugin/rollweave_leases.py`).
+requests carry the token of the lease (`plugin/rollweave_leases.py`); the lease is
+renewed for as long as the engine lives, whatever else it does.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,14 @@ PROTOCOL = 1
 """Version of the plug-in's routes, as in `plugin/rollweave_leases.py`."""
 
 ABOUT, LEASE, RELEASE = "/rollweave/about", "/rollweave/lease", "/rollweave/release"
+
+HEALTH = "/health"
+"""The route that renews the lease, as any with its token does."""
+
+RENEW_S = 5.0
+"""Seconds between two renewals of a lease, which lasts for 30 s: an engine that maps,
+verifies and loads a large model sends no other request for minutes.
+"""
 
 CALL_S = 10.0
 """Maximum seconds for one of these calls."""
@@ -120,21 +129,42 @@ class AttachedServer:
     lease.
     """
 
-    def __init__(self, name: str, url: str, token: str) -> None:
-        self._name, self.url, self.token = name, url, token
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        token: str,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._name, self.url, self.token, self._sleep = name, url, token, sleep
         self._given_up = asyncio.Event()
 
     def on_ready(self) -> None:
         """Do nothing: the server is its owner's."""
 
     async def ended(self) -> str:
-        """Wait until the engine gives the server up, and end the lease. That the server
-        has ended shows in its health alone.
+        """Renew the lease until the engine gives the server up, then end it. That the
+        server has ended shows in its health alone.
         """
-        await self._given_up.wait()
+        renewing = asyncio.create_task(self._renew(), name="renew the lease")
+        try:
+            await self._given_up.wait()
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
         with contextlib.suppress(EngineError):
             await _call(self._name, self.url, RELEASE, self.token, {})
         return f"{self._name} at {self.url} was given up"
+
+    async def _renew(self) -> None:
+        """Renew the lease again and again. A call that fails has no consequence: the
+        next one follows, and the engine's requests show the loss of the server.
+        """
+        while True:
+            await self._sleep(RENEW_S)
+            with contextlib.suppress(EngineError):
+                await _call(self._name, self.url, HEALTH, self.token)
 
     def kill(self) -> None:
         """Give the server up, which keeps running. This does not wait."""
@@ -269,17 +299,24 @@ def _shown(value: object) -> str:
 
 
 async def _call(
-    name: str, url: str, path: str, token: str, body: dict[str, Any], *, may_conflict: bool = False
+    name: str,
+    url: str,
+    path: str,
+    token: str,
+    body: dict[str, Any] | None = None,
+    *,
+    may_conflict: bool = False,
 ) -> bytes:
-    """Call a route of the plug-in, and return its answer. Raises UnreachableError if
-    the server does not answer, else EngineError.
+    """Call a route of the server, by GET if there is no `body`, and return its answer.
+    Raises UnreachableError if the server does not answer, else EngineError.
     """
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as session,
-            session.post(
+            session.request(
+                "GET" if body is None else "POST",
                 url + path,
-                data=as_json(body),
+                data=None if body is None else as_json(body),
                 headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
                 allow_redirects=False,
             ) as response,

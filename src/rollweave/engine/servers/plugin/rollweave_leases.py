@@ -27,8 +27,8 @@ PROTOCOL = 1
 """Version of the routes and fields of this module, which the engine compares."""
 
 LEASE_S = 30.0
-"""Maximum seconds between two requests of the holder, which checks the server's health
-every 5 s.
+"""Maximum seconds between two requests of the holder, which renews its lease every
+5 s.
 """
 
 OPEN = "/health"
