@@ -1,6 +1,7 @@
 """The process table of a dry run: that of the example of two nodes, and wrong input."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_a_dry_run_prints_the_table_and_passes() -> None:
     assert "19 processes" in output
     assert "ready: all checks passed" in output
     assert "only config.json is here" in output
+
+
+def test_hosts_without_gpus_offer_an_unlimited_resource(tmp_path: Path) -> None:
+    """As agents with `--resource train` do; an amount of one has room for one rank."""
+    hosts = tmp_path / "hosts.toml"
+    host = '[[hosts]]\nname = "{}"\ncpus = 8\nmemory_gib = 2048\nresources = {{ {} = {} }}\n'
+    arguments = ["--set", "pools.training.resource=train", "--set", "pools.rollouts.resource=roll"]
+    one_host = list[bool]()
+    for amount in ("inf", "1"):
+        text = host.format("a", "train", amount) + host.format("b", "train", amount)
+        hosts.write_text(text + host.format("c", "roll", "inf"))
+        code, output, errors = invoke(
+            "train", RUN, "--dry-run", "--hosts", str(hosts), *arguments,
+            "--set", "trainer.ranks=2", "--set", "model.device=cpu", "--set", "model.dtype=float32",
+        )  # fmt: skip
+        assert (code, errors) == (0, []), output
+        words = " ".join(output.split())
+        one_host.append(
+            re.search(r"trainer rank 0 training \S+ GiB trainer rank 1", words) is not None
+        )
+    assert one_host == [True, False]
 
 
 def test_a_dry_run_without_hosts_names_what_is_unknown() -> None:

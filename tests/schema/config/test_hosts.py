@@ -1,5 +1,6 @@
 """A file that describes hosts."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_several_equal_hosts_have_numbered_names_and_gpus_in_order(tmp_path: Pat
     assert (plain.devices, plain.memory_bytes) == ((), GIB // 2)
 
 
+def test_an_unlimited_resource_is_what_an_agent_offers_without_an_amount(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.toml"
+    file.write_text(f"{HOST}resources = {{ fast = inf, slow = 2 }}")
+    (host,) = load_hosts(file).values()
+    assert host.labels == {"fast": math.inf, "slow": 2}
+
+
 HOST = '[[hosts]]\nname = "a"\ncpus = 1\nmemory_gib = 1\n'
 
 
@@ -66,6 +74,9 @@ HOST = '[[hosts]]\nname = "a"\ncpus = 1\nmemory_gib = 1\n'
         ),
         (f"{HOST}count = 1000000000", ["hosts.0.count must be at most 10000, got 1000000000"]),
         (f"{HOST}resources = {{ x = 0 }}", ["hosts.0.resources.x must be above 0, got 0"]),
+        (f"{HOST}resources = {{ x = -inf }}", ["hosts.0.resources.x must be above 0, got -inf"]),
+        (f"{HOST}resources = {{ x = nan }}", ["hosts.0.resources.x must be above 0, got nan"]),
+        (f"{HOST}resources = {{ x = true }}", ["hosts.0.resources.x must be a number, got True"]),
         (HOST + HOST, ["hosts must have distinct names, got 'a' a second time"]),
         (
             f"{HOST}count = 2\n" + HOST.replace('"a"', '"a-1"'),

@@ -11,6 +11,9 @@ from rollweave.schema.hosts import Device, Resources
 
 GIB = 1 << 30
 
+Amount = Annotated[float, Field(gt=0, strict=True)]
+"""An amount of a resource, which may be infinite; NaN is not above 0."""
+
 MAX_HOSTS, MAX_GPUS = 10_000, 1_000
 """Maximum number of equal hosts, and of equal GPUs on a host."""
 
@@ -39,8 +42,9 @@ class HostDescription(Section):
     cpus: PositiveInt = Field(description="Number of its CPU cores.")
     memory_gib: Positive = Field(description="Its main memory, in GiB.")
     gpus: tuple[GpuDescription, ...] = Field((), description="Its GPUs, in order.")
-    resources: dict[str, Positive] = Field(
-        default_factory=dict, description="What its agent names with --resource."
+    resources: dict[str, Amount] = Field(
+        default_factory=dict,
+        description="What its agent names with --resource; inf is a resource without an amount.",
     )
 
     @property
