@@ -5,6 +5,7 @@ import pytest
 from rollweave.core import allocation
 from rollweave.core.costs import groups_of
 from rollweave.core.policy.allocation import allocate_groups
+from rollweave.core.policy.turn_times import TurnTimes
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Unplaced
@@ -104,6 +105,62 @@ def test_the_plan_waits_for_the_costs_of_engines_that_run() -> None:
     run.state.measured[""][2] = costs
     run.state.trainer.step += 1
     allocation.plan(run)
+    assert degrees_of(run) == [1, 4]
+
+
+def later(run: Run) -> list[str]:
+    """Plan after another step, and return the warnings."""
+    run.out = []
+    run.state.trainer.step += 1
+    allocation.plan(run)
+    return [command.message for command in run.out if isinstance(command, c.Warn)]
+
+
+def test_a_plan_waits_for_costs_for_a_few_steps_only() -> None:
+    """Then the engine whose costs are not known stays, and the others are planned."""
+    run = fleet(1, 2, 2, lengths=TAIL)
+    costs = run.state.measured[""].pop(1)
+    run.state.turn_times[""] = {1: TurnTimes(count=5)}
+    run.state.trainer.step = 0
+    run.state.allocation.planned_at = -1
+    for _ in range(allocation.WAIT_STEPS):
+        assert later(run) == []
+        assert degrees_of(run) == [1, 2, 2]
+    (warning,) = later(run)
+    assert "after 4 steps the engines of degree 1 have finished 5 of the 16 turns" in warning
+    assert degrees_of(run) == [1, 4], "4 is the budget that is left"
+    run.state.allocation.pending_degrees = []
+    for engine in [one for one in run.state.engines.values() if one.draining]:
+        del run.state.engines[engine.id]
+    assert later(run) == [], "it is named once"
+    run.state.measured[""][1] = costs
+    for engine in run.state.engines.values():
+        engine.draining = False
+    run.state.allocation.pending_degrees = []
+    later(run)
+    assert run.state.allocation.awaited == {}
+
+
+def test_a_fleet_of_unknown_costs_stays() -> None:
+    run = fleet(2, 1, 1, lengths=TAIL)
+    known = run.state.measured.pop("")
+    for _ in range(allocation.WAIT_STEPS + 3):
+        later(run)
+        assert degrees_of(run) == [1, 1, 2]
+    warned = run.state.counters.watchdog
+    assert (warned["degree_1_unlearned"], warned["degree_2_unlearned"]) == (1, 1)
+    run.state.measured[""] = known
+    later(run)
+    assert degrees_of(run) != [1, 1, 2]
+
+
+def test_a_degree_that_is_learned_in_time_is_not_named() -> None:
+    run = fleet(2, 1, 1, 1, lengths=TAIL)
+    costs = run.state.measured[""].pop(2)
+    for _ in range(allocation.WAIT_STEPS):
+        assert later(run) == []
+    run.state.measured[""][2] = costs
+    assert later(run) == []
     assert degrees_of(run) == [1, 4]
 
 

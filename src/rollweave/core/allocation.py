@@ -4,7 +4,9 @@ engine by engine (Heddle §6).
 An engine that the plan lacks takes no more turns and is removed when its last one is
 done; engines that the plan has and the fleet lacks are started as the budget allows.
 Only degrees are compared at which an engine has measured itself or, with an inference
-server, has finished enough turns (`core/costs`).
+server, has finished enough turns (`core/costs`). A plan waits for the costs of engines
+that run, but for a few steps only: then these engines stay as they are, and the rest of
+the budget is planned without them until their costs are known.
 """
 
 from collections import Counter
@@ -13,15 +15,20 @@ from rollweave.core import engines, membership
 from rollweave.core.costs import groups_of, kind_of, prevailing_hardware
 from rollweave.core.policy.allocation import allocate_groups, is_sum
 from rollweave.core.policy.placement import place_groups
+from rollweave.core.policy.turn_times import FIRST_TURNS
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
-from rollweave.core.state import State
-from rollweave.schema.config.sections import AllocationConfig
+from rollweave.core.state import Engine, State
 from rollweave.schema.events import EngineSlot
 
 MIN_GAIN = 0.05
 """Minimum share of the predicted makespan that another fleet must save: changing the
 fleet costs starts of engines.
+"""
+
+WAIT_STEPS = 4
+"""Number of steps for which the plan waits for the costs of engines of a degree: with
+usual batches, engines finish the turns that are needed in one or two.
 """
 
 
@@ -37,34 +44,64 @@ def plan(run: Run) -> None:
     hardware = prevailing_hardware(run)
     known = state.measured.get(hardware, {})
     measured = [degree for degree in config.degrees if degree in known]
-    kinds = {kind_of(run, engine) for engine in state.engines.values()}
-    if any(kind == hardware and degree not in known for kind, degree in kinds):
-        return  # the costs of one that runs are still being learned
-    if len(measured) < len(config.degrees) and not state.counters.watchdog.get("degree_unmeasured"):
-        missing = ", ".join(str(degree) for degree in config.degrees if degree not in known)
+    if _waits_for_costs(run, hardware):
+        return
+    absent = [degree for degree in config.degrees if degree not in (*known, *allocation.awaited)]
+    if absent and not state.counters.watchdog.get("degree_unmeasured"):
+        missing = ", ".join(map(str, absent))
         why = (
             f"no engine of degree {missing} fits the budget of {config.budget} beside the others; "
             "it is not planned with"
         )
         run.warn("allocation", why, count="degree_unmeasured")
     works = _batch(run)
-    if (
-        len(measured) > 1
-        and is_sum(config.budget, measured)
-        and len(works) >= config.budget // min(measured)
-    ):
-        _change(run, config, works, measured)
+    planned = [one for one in state.engines.values() if one.degree not in allocation.awaited]
+    budget = config.budget - _used(state) + sum(engine.degree for engine in planned)
+    degrees = [degree for degree in measured if degree <= budget]
+    if len(degrees) > 1 and is_sum(budget, degrees) and len(works) >= budget // min(degrees):
+        _change(run, budget, works, degrees, planned)
+
+
+def _waits_for_costs(run: Run, hardware: str) -> bool:
+    """True while the plan waits for the costs of an engine that runs. A degree that has
+    been waited for long enough is named once.
+    """
+    state, allocation = run.state, run.state.allocation
+    known, step = state.measured.get(hardware, {}), state.trainer.step
+    kinds = {kind_of(run, engine) for engine in state.engines.values()}
+    unknown = sorted(degree for kind, degree in kinds if kind == hardware and degree not in known)
+    allocation.awaited = {degree: allocation.awaited.get(degree, step) for degree in unknown}
+    for degree, since in allocation.awaited.items():
+        late, name = step - since >= WAIT_STEPS, f"degree_{degree}_unlearned"
+        if late and not state.counters.watchdog.get(name):
+            times = state.turn_times.get(hardware, {}).get(degree)
+            text = (
+                f"after {step - since} steps the engines of degree {degree} have finished "
+                f"{times.count if times is not None else 0} of the {FIRST_TURNS} turns that show "
+                "their costs (turns do not count during which weights were loaded, or that began "
+                "on another engine): they stay as they are, and the rest of the budget is planned "
+                "without them"
+            )
+            run.warn("allocation", text, count=name)
+    return any(step - since < WAIT_STEPS for since in allocation.awaited.values())
 
 
 def _change(
-    run: Run, config: AllocationConfig, works: list[tuple[int, int]], degrees: list[int]
+    run: Run,
+    budget: int,
+    works: list[tuple[int, int]],
+    degrees: list[int],
+    engines_now: list[Engine],
 ) -> None:
+    """Compare the fleet `engines_now` with the best one of these degrees for the same
+    work and `budget`, and begin to replace it if that is worth it.
+    """
     state = run.state
     hardware = prevailing_hardware(run)
     groups = groups_of(run, works, {degree: (hardware, degree) for degree in degrees})
-    allocation = allocate_groups(groups, config.budget, degrees)
-    now = [engine.degree for engine in state.engines.values()]
-    if set(now) <= set(degrees) and len(now) <= len(works):
+    allocation = allocate_groups(groups, budget, degrees)
+    now = [engine.degree for engine in engines_now]
+    if now and set(now) <= set(degrees) and len(now) <= len(works):
         before_s = place_groups(groups, sorted(now, reverse=True)).makespan_s
         if allocation.makespan_s > (1 - MIN_GAIN) * before_s:
             return
@@ -72,7 +109,7 @@ def _change(
     if wanted == Counter(now):
         return
     state.counters.scheduling.reallocations += 1
-    for engine in list(state.engines.values()):
+    for engine in engines_now:
         if wanted[engine.degree] > 0:
             wanted[engine.degree] -= 1
         else:

@@ -513,6 +513,8 @@ class Allocation(msgspec.Struct):
 
     pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
     planned_at: int = 0  # step of the last plan
+    # degrees of engines that run, and whose costs are not known → step since when
+    awaited: dict[int, int] = {}
 
 
 class Affinity(msgspec.Struct):
