@@ -19,9 +19,13 @@ SIZE, BATCH = 2, 3
 """Members of a group, and groups of a step, in `tests/support/core`."""
 
 
-def rolling_out(*, dynamic: bool = False, mode: str = "bounded", spare: int = 0) -> Run:
+def rolling_out(
+    *, dynamic: bool = False, mode: str = "bounded", spare: int = 0, size: int = SIZE
+) -> Run:
     run = running(
-        rollout={"dynamic_sampling": dynamic, "spare_members": spare}, eval={"every": 0}, mode=mode
+        rollout={"dynamic_sampling": dynamic, "spare_members": spare, "group_size": size},
+        eval={"every": 0},
+        mode=mode,
     )
     run.state.groups.clear()
     run.state.drawing.active.clear()
@@ -205,6 +209,63 @@ def test_groups_that_no_step_accepts_expire(mode: str) -> None:
     assert (stale.status is GroupStatus.DROPPED) is aborts
     assert fresh.status is GroupStatus.ACTIVE
     assert run.state.counters.dropped == {StopReason.STALE: 1}
+
+
+def aged(run: Run, group: Group, *initiated: int) -> None:
+    """Let the members have begun at these versions, of which 0 is too old now."""
+    run.state.trainer.step = (run.mode.window or 0) + 1
+    for name, version in zip(group.members, initiated, strict=True):
+        run.state.trajectories[name].initiated = version
+
+
+def test_members_that_are_too_old_leave_an_active_group() -> None:
+    run = rolling_out(size=4)
+    group = group_of(run, 1.0, 0.0, Stage.RUN, Stage.RUN, Stage.QUEUED)
+    aged(run, group, 0, 1, 0, 1, 0)
+    groups.drop_expired(run)
+    assert group.status is GroupStatus.ACTIVE
+    assert group.chosen == ["g9.1"]
+    assert evicted(run) == [(("g9.0",), StopReason.STALE)]
+    assert stages(run, group) == [
+        Stage.ENDED,
+        Stage.SCORED,
+        Stage.CLOSING,
+        Stage.RUN,
+        Stage.QUEUED,
+    ]
+    assert run.state.counters.dropped == {StopReason.STALE: 1}
+
+
+def test_members_that_are_too_old_leave_a_buffered_group() -> None:
+    run = rolling_out(size=3, mode="partial")
+    group = group_of(run, 1.0, 0.0, 0.5, Stage.ENDED)
+    group.status, group.ratio, group.ratio_publication_id = GroupStatus.BUFFERED, 1.5, 3
+    del run.state.drawing.active[group.id]
+    run.state.buffer[group.id] = None
+    aged(run, group, 1, 0, 1, 0)
+    groups.drop_expired(run)
+    assert list(run.state.buffer) == [group.id]
+    assert group.chosen == ["g9.0", "g9.2"]
+    assert (group.ratio, group.ratio_publication_id) == (None, -1)
+    assert run.state.counters.dropped == {StopReason.STALE: 1}
+
+
+def test_a_group_is_dropped_with_the_one_member_that_is_not_too_old() -> None:
+    run = rolling_out(size=4)
+    group = group_of(run, 1.0, 0.0, Stage.RUN, Stage.CLOSING)
+    aged(run, group, 0, 1, 0, 1)
+    groups.drop_expired(run)
+    assert group.status is GroupStatus.DROPPED
+    assert run.state.counters.dropped == {StopReason.STALE: 2}
+
+
+def test_a_complete_group_goes_on_without_what_was_not_aborted() -> None:
+    run = rolling_out(size=3, mode="partial")
+    group = group_of(run, 1.0, 0.0, 0.5)
+    aged(run, group, 0, 1, 1)
+    groups.evaluate_group(run, group)
+    assert list(run.state.buffer) == [group.id]
+    assert group.chosen == ["g9.1", "g9.2"]
 
 
 def test_groups_of_a_lost_step_return_to_the_buffer() -> None:

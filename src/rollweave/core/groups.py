@@ -3,8 +3,11 @@ trained on together.
 
 Invariant (`core/accounting`): every training trajectory that was started is trained,
 dropped for a named reason, cancelled, buffered or in flight. Only scored members of
-complete groups enter the buffer; a dropped group takes all its members with it.
+complete groups enter the buffer; a dropped group takes all its members with it. A
+member that is too old leaves its group, if enough others stay.
 """
+
+from collections.abc import Sequence
 
 from rollweave.core import attempts, experience, lengths, trajectories
 from rollweave.core.policy.mixture import next_domain
@@ -147,8 +150,8 @@ def evaluate_group(run: Run, group: Group) -> None:
         for member in members:
             if member.stage is not Stage.SCORED:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
-        if not run.mode.aborts and not _is_fresh(run, group, run.next_version()):
-            drop(run, group, StopReason.STALE)  # it was not aborted when it expired
+        if not run.mode.aborts:  # what expired was not aborted then
+            _drop_stale(run, group, run.next_version(), StopReason.STALE)
         if group.id in run.state.buffer:
             make_room(run)
     else:
@@ -200,6 +203,12 @@ def drop(run: Run, group: Group, reason: str) -> None:
     group.status = GroupStatus.DROPPED
     stop = StopReason(reason) if reason in STOP_REASONS else StopReason.SURPLUS
     members = [state.trajectories[member] for member in group.members]
+    _end_members(run, members, reason, stop)
+    forget_if_stopped(run, group)
+
+
+def _end_members(run: Run, members: Sequence[Trajectory], reason: str, stop: StopReason) -> None:
+    """Evict the scored ones of these members for `reason`, and cancel the others."""
     scored = [member for member in members if member.stage is Stage.SCORED]
     if scored:
         _count_ended(run, reason, len(scored))
@@ -209,14 +218,14 @@ def drop(run: Run, group: Group, reason: str) -> None:
         attempts.move(run, member, Stage.ENDED)
     for member in members:
         trajectories.cancel(run, member, stop)
-    forget_if_stopped(run, group)
 
 
 def drop_expired(run: Run) -> None:
-    """Drop groups that no step from the next one on would accept (RollArt §6.2).
+    """Drop the trajectories that no step from the next one on would accept (RollArt
+    §6.2), and groups of which too few others are left.
 
-    A mode that does not abort drops only buffered groups; one under way is dropped when
-    it is complete.
+    A mode that does not abort drops only buffered ones, and others when their group is
+    complete.
     """
     state, version = run.state, run.next_version()
     if state.drawing.swept_for_version == version:
@@ -225,19 +234,35 @@ def drop_expired(run: Run) -> None:
     reason = StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
     for group_id in [*(state.drawing.active if run.mode.aborts else ()), *state.buffer]:
         group = state.groups.get(group_id)
-        if group is not None and not _is_fresh(run, group, version):
-            drop(run, group, reason)
+        if group is not None:
+            _drop_stale(run, group, version, reason)
 
 
-def _is_fresh(run: Run, group: Group, version: int) -> bool:
-    """True if every member that is or may be chosen would be accepted at `version`."""
-    for member_id in group.chosen if group.status is GroupStatus.BUFFERED else group.members:
-        member = run.state.trajectories[member_id]
-        if member.stage in (Stage.QUEUED, Stage.CLOSING, Stage.OVER, Stage.ENDED):
-            continue  # not launched yet, or no longer needed
-        if not acceptable(member.initiated, version, run.mode.window):
-            return False
-    return True
+def _drop_stale(run: Run, group: Group, version: int, reason: StopReason) -> None:
+    """Drop the members that would not be accepted at `version`; with too few others,
+    the group.
+    """
+    names = group.chosen if group.status is GroupStatus.BUFFERED else group.members
+    members = [
+        member
+        for member in map(run.state.trajectories.__getitem__, names)
+        if member.stage not in (Stage.CLOSING, Stage.OVER, Stage.ENDED)
+    ]
+    stale = [
+        member
+        for member in members
+        if member.stage is not Stage.QUEUED  # else it is not launched yet
+        and not acceptable(member.initiated, version, run.mode.window)
+    ]
+    if not stale:
+        return
+    if len(members) - len(stale) < min(MIN_MEMBERS, run.group_sizes[group.name]):
+        drop(run, group, reason)
+        return
+    _end_members(run, stale, reason, reason)
+    left = {member.id for member in stale}
+    group.chosen = [name for name in group.chosen if name not in left]
+    group.ratio, group.ratio_publication_id = None, -1
 
 
 def drop_unfinished(run: Run) -> None:
