@@ -2,6 +2,7 @@
 
 import ast
 
+from tests.mutants.__main__ import all_mutants, explained
 from tests.mutants.mutations import mutations
 
 CODE = '''
@@ -52,3 +53,7 @@ def test_each_mutation_changes_one_line_and_is_taken_back() -> None:
         ("Box.take", "return max(self.left, 0)", "return min(self.left, 0)"),
         ("Box.take", "return max(self.left, 0)", "return max(self.left, 1)"),
     }
+
+
+def test_explanations_are_of_mutants_that_exist() -> None:
+    assert explained(all_mutants())
