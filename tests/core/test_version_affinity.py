@@ -463,8 +463,8 @@ def test_contradictory_settings_are_refused() -> None:
             "ablation.policies must have the placement pinned in mode decoupled, got affinity",
         ),
         (
-            {"rollout": {"scheduling": "trajectory"}},
-            "rollout.scheduling must be turn in mode decoupled.*, got trajectory",
+            {"rollout": {"scheduling": "trajectory"}, "ablation": {"policies": ["gain"]}},
+            "ablation.policies must have the migration never in mode decoupled, got gain",
         ),
         (
             {"buffer": {"groups": 1}, "rollout": {"groups_per_step": 2}},

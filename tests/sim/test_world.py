@@ -44,6 +44,21 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     assert len(outcome.step_s) == 3
 
 
+def test_decoupled_engines_run_the_longest_trajectories_first(tmp_path: Path) -> None:
+    run_config = config(tmp_path, mode="decoupled", scheduling="trajectory")
+    with directory_of(run_config) as run:
+        outcome = simulate(run_config, run=run)
+        replay = Replay(run.journal, run_config)
+        started = [
+            command
+            for _, _, commands in replay
+            for command in commands
+            if isinstance(command, c.StartTurn)
+        ]
+    assert (outcome.summary.error, outcome.summary.account.balanced) == ("", True)
+    assert len({command.rank for command in started}) > 3, "turns have ranks by length"
+
+
 class Deaf:
     """An observer of a run that ignores all reports."""
 

@@ -145,9 +145,8 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
     others.
     """
     data["rollout"].pop("spare_groups")
-    by_length = data["rollout"].pop("scheduling", "turn") == "trajectory"
-    orders = [one for one in data["ablation"]["policies"] if one in PRIORITIES]
-    data["ablation"]["policies"] = orders or (["longest_first"] if by_length else [])
+    policies = data["ablation"]["policies"]
+    data["ablation"]["policies"] = [one for one in policies if one in PRIORITIES]
     if data.pop("allocation", None) is not None:
         data["engines"]["count"] = draw.randint(1, 4)
     data["rollout"] |= {"mode": "decoupled", "engine_batch": draw.choice([None, 1, 6])}

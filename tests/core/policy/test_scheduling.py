@@ -1,9 +1,11 @@
 """The presets of scheduling and the settings that override them."""
 
+from typing import Literal
+
 import pytest
 
 from rollweave.core.policy.scheduling import Scheduling, scheduling
-from rollweave.schema.config.sections import AblationConfig, RolloutConfig
+from rollweave.schema.config.sections import AblationConfig, ModeName, RolloutConfig
 
 
 @pytest.mark.parametrize("placement", ["affinity", "least_load", "pinned", "partition"])
@@ -35,3 +37,13 @@ def test_settings_override_presets() -> None:
     assert pinned.migration == "never"
     assert pinned.assigns
     assert not pinned.by_rank
+
+
+@pytest.mark.parametrize(("name", "priority"), [("turn", "fcfs"), ("trajectory", "longest_first")])
+def test_in_mode_decoupled_a_preset_is_its_priority(
+    name: Literal["turn", "trajectory"], priority: str
+) -> None:
+    """Engines launch trajectories by their weights, and consolidation moves them."""
+    rollout = RolloutConfig(scheduling=name, mode=ModeName.DECOUPLED)
+    expected = Scheduling(priority=priority, placement="pinned", migration="never")
+    assert scheduling(rollout, AblationConfig()) == expected

@@ -56,7 +56,8 @@ class Scheduling(Struct, frozen=True, kw_only=True):
 def scheduling(rollout: RolloutConfig, ablation: AblationConfig) -> Scheduling:
     """Return the preset with the overrides. Nothing migrates without a partition.
 
-    In mode decoupled a trajectory stays on its engine until that is consolidated.
+    In mode decoupled a trajectory stays on its engine until that is consolidated, so
+    that only the priority is the preset's.
     """
     priority, placement, migration = POLICIES[rollout.scheduling]
     placement = "pinned" if rollout.mode is ModeName.DECOUPLED else ablation.placement or placement

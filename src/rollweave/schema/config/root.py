@@ -578,12 +578,6 @@ class RunConfig(Section):
                     f"got mode {rollout.mode.value}"
                 )
             return
-        if rollout.scheduling != "turn":
-            raise ValueError(
-                "rollout.scheduling must be turn in mode decoupled, where a trajectory keeps to "
-                'its engine (its order alone: ablation.policies = ["longest_first"]), got '
-                f"{rollout.scheduling}"
-            )
         ablation = self.ablation
         fixed = {
             "placement": (ablation.placement, "pinned"),

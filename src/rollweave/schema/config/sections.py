@@ -341,7 +341,8 @@ class RolloutConfig(Section):
         "turn",
         description="Preset of the policies that decide when and where turns run "
         "(core/policy/scheduling.py). turn: fcfs, affinity, never migrated; trajectory: "
-        "longest_first, partition, migrated by gain (Heddle).",
+        "longest_first, partition, migrated by gain (Heddle); in mode decoupled, which has a "
+        "placement of its own, longest_first alone.",
     )
     affinity: Literal["declared", "learned"] = Field(
         "declared",
