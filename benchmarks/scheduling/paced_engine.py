@@ -47,8 +47,8 @@ class StepPace:
     much.
     """
 
-    def __init__(self) -> None:
-        self.cost = EngineCost(gpu=gpu(GPU), model=model(MODEL), tp=1)
+    def __init__(self, on: str = GPU, of: str = MODEL) -> None:
+        self.cost = EngineCost(gpu=gpu(on), model=model(of), tp=1)
 
     def step_s(self, amounts: StepWork) -> float:
         return self.cost.step_s(
@@ -71,9 +71,13 @@ class Pacer:
     """
 
     def __init__(
-        self, reply: Callable[[EngineReply], None], *, sleep: Callable[[float], None] = time.sleep
+        self,
+        reply: Callable[[EngineReply], None],
+        *,
+        pace: StepPace | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._reply, self._sleep, self._pace = reply, sleep, StepPace()
+        self._reply, self._sleep, self._pace = reply, sleep, pace or StepPace()
         self._held_back: list[EngineReply] = []
 
     def reply(self, reply: EngineReply) -> None:
@@ -100,17 +104,17 @@ class Pacer:
         self._held_back.clear()
 
 
-def main() -> None:
-    """Run like `runtime/entrypoints/engine.main`."""
+def serve(pace_of: Callable[[EngineSpec], StepPace] = lambda spec: StepPace()) -> None:
+    """Run like `runtime/entrypoints/engine.main`, at the pace of the engine."""
     parent = Parent.from_arguments()
     spec = decoder_of(EngineSpec)(parent.receive())
     decode = decoder_of(EngineCommand)
-    pacer = Pacer(lambda reply: parent.send(encode(reply)))
+    pacer = Pacer(lambda reply: parent.send(encode(reply)), pace=pace_of(spec))
     engine = EngineLoop(spec, pacer.reply, watch=pacer.watch)
     parent.listen(lambda payload: engine.post(decode(payload)))
     engine.run()
 
 
 if __name__ == "__main__":
-    main()
+    serve()
     os._exit(0)

@@ -75,6 +75,10 @@ class World:
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
         self.engine_degrees = {str(slot.id): slot.degree for slot in first_engines(config)}
+        self.engine_groups = {str(slot.id): slot.group for slot in first_engines(config)}
+        self.splits = any(group.phase == "prefill" for group in config.engines)
+        # turns whose prompt was given to a prefill engine, until they begin elsewhere
+        self.prefilled: set[tuple[str, int, int]] = set()
         self.names = {*self.engine_degrees}  # of all engines that ever existed
         self.engine_epoch: dict[str, int] = dict.fromkeys(self.engine_degrees, 0)
         self.engine_version: dict[str, int] = {}
@@ -112,7 +116,12 @@ class World:
             name: number % hosts for number, name in enumerate(self.engine_degrees)
         }
         return tuple(
-            e.EngineSlot(id=EngineId(name), degree=degree, host=self.engine_hosts[name])
+            e.EngineSlot(
+                id=EngineId(name),
+                degree=degree,
+                group=self.engine_groups.get(name, 0),
+                host=self.engine_hosts[name],
+            )
             for name, degree in self.engine_degrees.items()
         )
 
@@ -218,6 +227,11 @@ class World:
                 self.unanswered_turns[engine_id] = 0
         elif isinstance(event, e.TurnFailed):
             self.note_failure(event)
+        elif isinstance(event, e.PrefillDone):
+            trajectory = self.core.state.trajectories.get(event.trajectory_id)
+            turn = trajectory.turn if trajectory is not None else None
+            if turn is not None and turn.prompt is not None and turn.dispatch == event.dispatch:
+                self.unanswered_turns[turn.prompt.engine] = 0
         elif isinstance(event, e.WeightsLoaded):
             loads = self.loads.get(event.engine_id, [])
             last = max(
@@ -389,11 +403,14 @@ class World:
             case c.StartRun():
                 self.turns_of[command.trajectory_id, command.attempt] = 0
                 self.next_turn(command.trajectory_id, command.attempt)
+            case c.StartTurn(prefill=True):
+                self.prefill(command)
             case c.StartTurn():
                 assert command.engine_id in self.engine_version, (
                     "a turn on an engine without weights"
                 )
                 assert not self.colocated or command.engine_id in self.with_memory, command
+                assert self.core.state.engines[command.engine_id].samples, command
                 self.check_retry(command)
                 key = {
                     "trajectory_id": command.trajectory_id,
@@ -496,6 +513,26 @@ class World:
             self.failed_on.setdefault(turn, []).append(engine_id)
             del self.open[turn]
 
+    def prefill(self, command: c.StartTurn) -> None:
+        """Compute a prompt, or fail to. Answers may be doubled."""
+        assert command.engine_id in self.engine_version, "a prompt on an engine without weights"
+        assert not self.colocated or command.engine_id in self.with_memory, command
+        assert not self.core.state.engines[command.engine_id].samples, command
+        self.prefilled.add((command.trajectory_id, command.attempt, command.turn))
+        key = {
+            "trajectory_id": command.trajectory_id,
+            "attempt": command.attempt,
+            "turn": command.turn,
+            "dispatch": command.dispatch,
+        }
+        if command.engine_id in self.silent_engines:
+            return
+        if self.fails():
+            self.later(e.TurnFailed(**key, error="broken"))
+            return
+        for _ in range(1 + self.fails()):
+            self.later(e.PrefillDone(**key, cached_tokens=0))
+
     def check_retry(self, command: c.StartTurn) -> None:
         """Assert that a turn is retried within the limit, and not where it failed while
         another engine could take it.
@@ -510,6 +547,8 @@ class World:
                 f"{command} of an evaluation of {evaluation.version} on version {version}"
             )
         turn = (command.trajectory_id, command.attempt, command.turn)
+        chosen_before = turn in self.prefilled
+        self.prefilled.discard(turn)
         failed = self.failed_on.get(turn, [])
         assert len(failed) <= self.config.rollout.retries, f"{command} after {len(failed)} failures"
         assert command.attempt <= self.config.rollout.retries or self.lost_worlds, (
@@ -519,7 +558,8 @@ class World:
         # perhaps after this one
         freed = any(isinstance(one, c.CancelTrajectory | c.AbortTurn) for one in self.commands[-1])
         # else its own engine may be the better one
-        if command.engine_id in failed and not run.scheduling.assigns and not freed:
+        free_choice = not run.scheduling.assigns and not freed and not chosen_before
+        if command.engine_id in failed and free_choice:
             others = {
                 one.id for one in run.fleet.loads.values() if one.active < one.slots
             } - self.tried_on[turn]
@@ -589,7 +629,9 @@ class World:
                 after,
             )
         else:
-            self.later(e.TurnRequested(**key, turn=turn, context_tokens=10), after)
+            # long prompts, where engines compute them for others
+            tokens = 100 * (turn + 1) if self.splits else 10
+            self.later(e.TurnRequested(**key, turn=turn, context_tokens=tokens), after)
 
     def execute_plant(self, command: c.Command) -> None:
         match command:

@@ -1,11 +1,15 @@
 """Configurations of the core, and helpers that drive a random world."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from rollweave.core.core import Core
+from rollweave.core.policy.disaggregation import PrefillSite
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import PRIORITIES
 from tests.core.world import World
@@ -28,6 +32,10 @@ SCHEDULINGS: dict[str, dict[str, object]] = {
 ALLOCATION = {"budget": 5, "degrees": [1, 2, 4]}
 
 
+SPLIT = [{"phase": "prefill", "count": 1}, {"phase": "decode"}]
+"""Groups of engines, for `config`: one computes prompts for the others."""
+
+
 FIXED = ("spare_groups", "without")
 """Settings in which mode decoupled leaves no choice."""
 
@@ -47,7 +55,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
         rollout["policies"] = orders or (["longest_first"] if by_length else [])
         sections["allocation"] = None
     ablation = {name: rollout.pop(name) for name in ("policies", "without") if name in rollout}
-    evaluation = sections.pop("eval", {})
+    evaluation, engines = sections.pop("eval", {}), sections.pop("engines", {})
     episodes = {"episodes": 2} if evaluation.get("every") else {}  # without effect otherwise
     return RunConfig.model_validate(
         {
@@ -56,11 +64,15 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
             "tasks": sections.pop("tasks", [{"env": "a", "weight": 2.0}, {"env": "b"}]),
             "rollout": rollout,
             "ablation": {**ablation, **sections.pop("ablation", {})},
-            "engines": {
-                **({"count": 2} if sections.get("allocation") is None else {}),
-                "max_slots": 3,
-                **sections.pop("engines", {}),
-            },
+            "engines": [
+                {
+                    **({"count": 2} if sections.get("allocation") is None else {}),
+                    "max_slots": 3,
+                    **engines,
+                    **group,
+                }
+                for group in sections.pop("engine_groups", [{}])
+            ],
             "eval": {"final_episodes": 3, **episodes, **evaluation},
             **sections,
         }
@@ -113,3 +125,17 @@ def until(world: World, kind: type[c.Command]) -> c.Command:
                 if isinstance(command, kind):
                     return command
         seen = len(world.commands)
+
+
+@contextmanager
+def always_split() -> Iterator[None]:
+    """Compute prompts elsewhere whenever that is possible, whatever it costs."""
+
+    def first(sites: Sequence[PrefillSite], **_: Any) -> EngineId | None:
+        return sites[0].id if sites else None
+
+    with (
+        mock.patch("rollweave.core.phases.prefill_site", first),
+        mock.patch("rollweave.core.phases.LEAST_TOKENS", 1),
+    ):
+        yield

@@ -42,6 +42,7 @@ class Referee:
         self.turns: dict[Attempt, int] = {}  # turns requested
         self.requested: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
+        self.prefilling: set[Attempt] = set()  # of these: only the prompt is computed
         # attempts → a turn whose answer has crossed its abortion
         self.answered: dict[Attempt, int] = {}
         self.with_: dict[Attempt, str] = {}  # attempts → the engine that had their last turn
@@ -140,7 +141,7 @@ class Referee:
                     f"{event} while no turn is open"
                 )
                 self.requested.discard(attempt)
-            case e.TurnDone() | e.TurnFailed():
+            case e.TurnDone() | e.TurnFailed() | e.PrefillDone():
                 self._answer(event)
             case e.TurnsProgressed(turns=turns):
                 assert turns
@@ -265,10 +266,12 @@ class Referee:
         assert self.stage.get(attempt) in stages, f"{event} while it is {self.stage.get(attempt)}"
         return attempt
 
-    def _answer(self, event: e.TurnDone | e.TurnFailed) -> None:
+    def _answer(self, event: e.TurnDone | e.TurnFailed | e.PrefillDone) -> None:
         attempt = (str(event.trajectory_id), event.attempt)
         if self.open.get(attempt) == (event.turn, event.dispatch):
             del self.open[attempt]
+            prefilled = attempt in self.prefilling
+            assert prefilled or not isinstance(event, e.PrefillDone), f"{event} was not asked for"
             if isinstance(event, e.TurnDone):
                 assert event.output_tokens > 0
                 assert event.output_tokens >= self.sampled.pop(
@@ -334,6 +337,7 @@ class Referee:
                 attempt = (str(command.trajectory_id), command.attempt)
                 assert attempt in self.requested, f"{command} was not asked for"
                 self.open[attempt] = (command.turn, command.dispatch)
+                (self.prefilling.add if command.prefill else self.prefilling.discard)(attempt)
                 self.with_[attempt] = command.engine_id
             case c.AbortTurn():
                 attempt = (str(command.trajectory_id), command.attempt)

@@ -12,6 +12,7 @@ from rollweave.record.journal import Replay
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.run import directory_of, simulate
 from tests.runtime.whole import make_config, make_model, run, run_dir
+from tests.support.core import always_split
 from tests.worlds.referee import Referee
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
@@ -92,6 +93,18 @@ def test_a_run_that_schedules_trajectories_keeps_the_contract(
         "FitPredictor",
         "StepTrained",
     } <= referee.seen  # a live run may end before its predictor is up
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", [live, simulated])
+def test_a_run_with_prefill_engines_keeps_the_contract(
+    world: World, mode: str, tmp_path: Path
+) -> None:
+    engines = [{"phase": "prefill", "max_slots": 8}, {"phase": "decode", "max_slots": 8}]
+    with always_split():
+        referee = judge(*world(tmp_path, mode, engines=engines))
+    assert referee.owed() == []
+    assert {"PrefillDone", "Migrate", "MigrationDone", "TurnDone"} <= referee.seen
 
 
 @pytest.mark.parametrize("world", [live, simulated])

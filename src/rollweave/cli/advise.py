@@ -48,6 +48,7 @@ LIMITS = {
     "engines": "the engines: they have turns {engines:.0%} of the time",
     "kv": "the KV caches: {kv:.0%} of them is in use, so turns wait for room",
     "environment": "the environments: engines wait for them {wait:.0%} of the time",
+    "prompts": "the prompts: prefill engines have none {wait:.0%} of the time",
     "stragglers": "the slowest trajectories: engines wait for others' turns {wait:.0%} of the time",
     "reward": "the rewards: engines wait for them {wait:.0%} of the time",
     "weights": "the weights: engines wait for them {wait:.0%} of the time",

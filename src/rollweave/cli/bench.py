@@ -40,6 +40,7 @@ BENCHES = {
     "affinity": "affinity.bench:bench_affinity",
     "placement": "placement.bench:bench_placement",
     "scheduling": "scheduling.bench:bench_scheduling",
+    "phases": "phases.bench:bench_phases",
     "service": "service.bench:bench_service",
     "rewards": "rewards.bench:bench_rewards",
     "workers": "workers.bench:bench_workers",

@@ -33,6 +33,7 @@ CAUSES = {
     "busy": "working",
     "environment": "waiting for environments",
     "stragglers": "waiting for stragglers",
+    "prompts": "prefill engines without prompts",
     "reward": "waiting for rewards",
     "window": "no work: enough rollouts are under way",
     "weights": "loading new weights",

@@ -217,7 +217,8 @@ def _engines_by_pool(run: Run) -> dict[str, list[Engine]]:
     """Return the engines that serve, or will when they have loaded weights."""
     by_pool: dict[str, list[Engine]] = {}
     for engine in run.state.engines.values():
-        if engine.pool in run.fleet.live_pools and engine.version >= 0 and not engine.draining:
+        takes_turns = engine.samples and engine.version >= 0 and not engine.draining
+        if takes_turns and engine.pool in run.fleet.live_pools:
             by_pool.setdefault(engine.pool, []).append(engine)
     return by_pool
 

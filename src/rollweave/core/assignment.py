@@ -57,7 +57,7 @@ def is_usable(run: Run, engine_id: EngineId) -> bool:
 
 
 def _takes_turns(engine: Engine) -> bool:
-    return not engine.draining and engine.version >= 0
+    return engine.samples and not engine.draining and engine.version >= 0
 
 
 def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
@@ -144,7 +144,7 @@ def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | 
     best, least = None, math.inf
     for engine_id in engines if among is None else among:
         engine = engines[engine_id]
-        if not engine.draining and engine.version >= 0:
+        if _takes_turns(engine):
             load = loads.get(engine_id)
             known = 0.0 if load is None else load.work_s
             seconds = work_s(run, engine) if known is None else known

@@ -20,6 +20,7 @@ from rollweave.core.state import (
     Engine,
     Held,
     OnEngine,
+    Prompt,
     Queued,
     Stage,
     State,
@@ -101,9 +102,46 @@ def occupy(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None
 
 
 def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None:
-    """Take a turn from its engine."""
+    """Take a turn from its engine, and its prompt from the one that computes it."""
+    if turn.prompt is not None:
+        _withdraw_prompt(run, trajectory, turn, turn.prompt)
     costs.charge(run, engine)
     run.fleet.vacate(engine, trajectory.id, turn)
+
+
+def _withdraw_prompt(run: Run, trajectory: Trajectory, turn: Turn, prompt: Prompt) -> None:
+    if prompt.moving:
+        forget_migration(run, trajectory)
+    abort_prompt(run, trajectory, turn)
+    release_prompt(run, trajectory, turn)
+
+
+def abort_prompt(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Make the world discard the prefill engine's answer, if it owes one."""
+    if turn.prompt is not None and not turn.prompt.moving:
+        _abort_on(run, trajectory, turn, turn.prompt.engine)
+
+
+def release_prompt(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Record that the turn waits for no prompt: it was given up, or its KV has come."""
+    prompt, turn.prompt = turn.prompt, None
+    if prompt is not None and not prompt.moving:
+        leave_prefill(run, trajectory, prompt.engine)
+
+
+def leave_prefill(run: Run, trajectory: Trajectory, engine_id: EngineId) -> None:
+    """Take the trajectory's prompt from the prefill engine."""
+    engine = run.state.engines[engine_id]
+    del engine.prompts[trajectory.id]
+    engine.prompts_since = run.now
+
+
+def forget_migration(run: Run, trajectory: Trajectory) -> None:
+    """Cancel the trajectory's migration. A transfer under way ends by itself."""
+    number, trajectory.migration = trajectory.migration, None
+    if number is not None and run.state.migrations.open[number].since is None:
+        del run.state.migrations.open[number]
+        run.state.counters.scheduling.migrations_dropped += 1
 
 
 def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
@@ -114,14 +152,19 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         case Queued():
             del run.state.turns.queue[trajectory.id]
         case OnEngine(engine=engine_id):
-            vacate(run, run.state.engines[engine_id], trajectory, turn)
             abort(run, trajectory, turn, engine_id)
+            vacate(run, run.state.engines[engine_id], trajectory, turn)
         case Held():
             pass
 
 
 def abort(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
-    """Make the world discard the engine's answer to the open turn."""
+    """Make the world discard the engine's answer to the open turn, if it owes one."""
+    if turn.prompt is None:
+        _abort_on(run, trajectory, turn, engine_id)
+
+
+def _abort_on(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
     run.emit(
         AbortTurn(
             trajectory_id=trajectory.id,

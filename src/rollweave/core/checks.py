@@ -17,13 +17,16 @@ from rollweave.core.state import (
     Held,
     OnEngine,
     Phase,
+    Prompt,
     Queued,
     RelayStatus,
     Stage,
     TrainerStatus,
+    Trajectory,
     WorkerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
+from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
 
 
@@ -77,7 +80,13 @@ def _check_turns(run: Run) -> None:
     state = run.state
     waiting: set[str] = set(state.turns.queue)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
+    prompts: dict[str, EngineId] = {}  # trajectory → the prefill engine that has its prompt
     for engine in state.engines.values():
+        assert not (engine.active if engine.phase == "prefill" else engine.prompts), engine
+        assert len(engine.prompts) <= max(engine.max_slots, 0), engine
+        for trajectory_id in engine.prompts:
+            assert trajectory_id not in prompts, f"{trajectory_id} is on two prefill engines"
+            prompts[trajectory_id] = engine.id
         preempts = run.scheduling.preempts and engine.preempts
         assert preempts or len(engine.active) <= max(engine.max_slots, 0), engine
         assert not engine.draining or all(
@@ -95,6 +104,8 @@ def _check_turns(run: Run) -> None:
         if turn is None:
             continue
         assert trajectory.stage is Stage.RUN, trajectory
+        if turn.prompt is not None:
+            _check_prompt(run, trajectory, turn.prompt, prompts.pop(trajectory.id, None))
         match turn.place:
             case Queued():
                 waiting.remove(trajectory.id)
@@ -111,12 +122,31 @@ def _check_turns(run: Run) -> None:
     ends = [
         end
         for m in state.migrations.open.values()
-        if m.since is not None
+        if m.since is not None and not m.prompt
         for end in (m.source, m.target)
     ]
     assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"
     assert not waiting, f"{waiting} are queued without an open turn"
     assert not served, f"{served} are on engines without an open turn"
+    assert not prompts, f"{prompts} are on prefill engines, and no turn waits for them"
+
+
+def _check_prompt(
+    run: Run, trajectory: Trajectory, prompt: Prompt, computed_by: EngineId | None
+) -> None:
+    """Assert that an engine waits for the prompt that a prefill engine computes, or
+    whose KV moves.
+    """
+    turn = trajectory.open_turn
+    assert isinstance(turn.place, OnEngine), trajectory
+    if not prompt.moving:
+        assert computed_by == prompt.engine, trajectory
+        return
+    assert computed_by is None, trajectory
+    assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
+    moving = run.state.migrations.open[trajectory.migration]
+    assert moving.prompt, moving
+    assert (moving.source, moving.target) == (prompt.engine, turn.place.engine), trajectory
 
 
 def _check_groups(run: Run) -> None:

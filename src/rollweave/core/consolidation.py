@@ -37,7 +37,8 @@ def run_now(run: Run) -> None:
     for engine in state.engines.values():
         stays = not engine.departing  # a departing engine is no target, and ends its own batch
         if (
-            engine.status is EngineStatus.SERVING
+            engine.samples
+            and engine.status is EngineStatus.SERVING
             and stays
             and engine.publication_id != state.publication.id
         ):
@@ -55,7 +56,7 @@ def run_now(run: Run) -> None:
         _move_all(run, move)
     if moves:
         state.counters.scheduling.released += len(moves)
-        dispatching.enqueue_all(run, migration.begin(run))
+        dispatching.release(run, migration.begin(run))
 
 
 def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:

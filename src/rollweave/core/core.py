@@ -97,7 +97,7 @@ class Core:
         lifecycle.settle(run)
         if isinstance(event, e.TurnsProgressed | e.AttemptDelayed):
             pass  # it frees nothing
-        elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
+        elif isinstance(event, e.TurnRequested | e.PrefillDone | e.TurnDone | e.PredictionReady):
             # The most frequent events by far: they make nothing but turns possible.
             barrier = "free_stepping" in self._run.config.ablation.without
             dispatching.dispatch(run, None if barrier else run.dirty_queues)
@@ -120,6 +120,7 @@ class Core:
 HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.TurnRequested: turns.on_requested,
     e.TurnDone: turns.on_done,
+    e.PrefillDone: turns.on_prefilled,
     e.TurnFailed: turns.on_failed,
     e.TurnsProgressed: turns.on_progressed,
     e.TurnWithdrawn: turns.on_withdrawn,

@@ -164,11 +164,12 @@ def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTim
     its domain costs in its pool. The engine has just been charged for it. Return the
     turn's time if it is comparable with those of others.
 
-    Left out are turns that have begun elsewhere, whose tokens may be of another engine,
-    and those during which the engine did not serve, because it loaded weights.
+    Left out are turns that have begun elsewhere, whose tokens may be of another engine
+    (apart from their prompts), and those during which the engine did not serve, because
+    it loaded weights.
     """
     unmeasured = run.compares_engines and not engine.measured
-    if not (unmeasured or run.learns_affinity):
+    if not (unmeasured or run.learns_affinity or run.splits_turns):
         return None
     computed = max(0, turn.context_tokens - event.cached_tokens)
     use = engine.use = msgspec.structs.replace(
@@ -176,7 +177,7 @@ def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTim
     )
     before, elapsed = turn.use_before, run.now - turn.since
     seconds, turn_s = elapsed - event.queue_s, use.turn_s - before.turn_s
-    if turn.dispatch or turn.since < engine.since or min(seconds, turn_s) <= 0:
+    if turn.dispatch != turn.split or turn.since < engine.since or min(seconds, turn_s) <= 0:
         return None
     hardware, degree = kind_of(run, engine)
     times = run.state.turn_times.setdefault(hardware, {}).setdefault(degree, TurnTimes())
@@ -189,13 +190,14 @@ def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTim
         context=(use.context_s - before.context_s) / turn_s + event.output_tokens / 2,
     )
     most = KEPT_OF_DOMAINS if run.learns_affinity else KEPT
-    if times.add(time, most=most) and unmeasured:
-        _estimate(run, engine, times)
+    if times.add(time, most=most):
+        times.estimated_at = times.count
+        if unmeasured:
+            _estimate(run, engine, times)
     return time
 
 
 def _estimate(run: Run, engine: Engine, times: TurnTimes) -> None:
-    times.estimated_at = times.count
     former = measured_of(run, engine)
     profile, prompt_s = step_times(times, slots=max(1, engine.max_slots))
     _set_costs(run, engine, profile, prompt_s)

@@ -23,6 +23,10 @@ class SchedulingCounters(msgspec.Struct):
     released: int = 0  # engines freed by consolidation
     moved_domains: int = 0  # changes of a domain's shares of pools (core/affinity)
     repacked: int = 0  # trajectories moved by consolidation
+    split_turns: int = 0  # whose prompts were given to prefill engines
+    split_tokens: int = 0  # that these have computed
+    split_failed: int = 0  # prompts that were not computed there, or whose KV did not come
+    split_s: float = 0.0  # seconds until turns had the KV of such prompts
 
 
 class WeightCounters(msgspec.Struct):

@@ -7,7 +7,7 @@ Invariant: an engine is given more turns than it has slots only by a turn that p
 
 from collections.abc import Mapping
 
-from rollweave.core import assignment, attempts, turn_priority
+from rollweave.core import assignment, attempts, costs, phases, turn_priority
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import EngineLoad, choose
@@ -39,10 +39,16 @@ def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     run.dirty_queues.append(queue)
 
 
-def enqueue_all(run: Run, released: list[Trajectory]) -> None:
-    """Queue the turns that have waited for transfers of KV."""
+def release(run: Run, released: list[Trajectory]) -> None:
+    """Queue the turns that have waited for transfers of KV, or begin them on the
+    engines that have them.
+    """
     for trajectory in released:
-        enqueue(run, trajectory, trajectory.open_turn)
+        turn = trajectory.open_turn
+        if turn.prompt is None:
+            enqueue(run, trajectory, turn)
+        else:
+            begin_sampling(run, trajectory, turn)
 
 
 def requeue(run: Run, queued: QueuedTurn) -> QueuedTurn:
@@ -280,17 +286,42 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     if run.scheduling.assigns and not trajectory.kv_resident:
         trajectory.kv_resident = True
         run.reindex(trajectory)
+    prompt = phases.prompt_for(run, trajectory, turn, engine)
     attempts.occupy(run, engine, trajectory, turn)
+    if prompt is None:
+        _emit_start(run, trajectory, turn, chosen)
+    else:
+        phases.give(run, trajectory, turn, prompt)
+        _emit_start(run, trajectory, turn, prompt.engine, prefill=True)
+
+
+def begin_sampling(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Begin a turn whose prompt was given to a prefill engine on its own engine, which
+    computes what it lacks of the KV.
+    """
+    assert isinstance(turn.place, OnEngine), "a prompt is computed for the engine of its turn"
+    attempts.release_prompt(run, trajectory, turn)
+    run.state.counters.scheduling.split_s += run.now - turn.since
+    turn.dispatch += 1
+    turn.since = run.now
+    turn.use_before = costs.charge(run, run.state.engines[turn.place.engine])
+    _emit_start(run, trajectory, turn, turn.place.engine)
+
+
+def _emit_start(
+    run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId, *, prefill: bool = False
+) -> None:
     run.emit(
         StartTurn(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
             turn=turn.number,
-            engine_id=chosen,
+            engine_id=engine_id,
             rank=turn.rank,
             dispatch=turn.dispatch,
             # then it was sampled only under weights that this engine serves, too
             resume=not run.pacing.interchangeable,
+            prefill=prefill,
         )
     )
 

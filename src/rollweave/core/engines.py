@@ -81,6 +81,8 @@ def _engine(run: Run, slot: EngineSlot, *, joined: bool, moved: bool = False) ->
         host=slot.host,
         devices=slot.devices,
         pool=slot.pool,
+        # a client of a service registers engines that do everything
+        phase="both" if run.state.serving and joined else run.config.engines[slot.group].phase,
         joined=joined,
         moved=moved,
         since=run.now,
@@ -239,10 +241,12 @@ def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
     has a place, or waits for a host that may return.
     """
     state = run.state
-    if state.engines or state.serving:
+    if state.serving or any(engine.samples for engine in state.engines.values()):
         return
     planned = state.allocation.pending_degrees or any(
-        one.returns or _has_place(run, one) for one in state.hosts.unplaced
+        one.returns or _has_place(run, one)
+        for one in state.hosts.unplaced
+        if run.config.engines[one.group].phase != "prefill"
     )
     if not (planned and state.hosts.up):
         state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
@@ -331,7 +335,7 @@ def remove_drained(run: Run) -> None:
             _membership_changed(run)
         if engine.leaving and not engine.draining and run.pacing.may_drain(run, engine):
             drain(run, engine)
-        if engine.draining and not engine.active:
+        if engine.draining and not engine.active and not engine.prompts:
             remove(
                 run,
                 engine,

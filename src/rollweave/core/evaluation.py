@@ -66,7 +66,7 @@ def holds_weights(run: Run) -> bool:
     evaluation = run.state.evaluations.current
     if evaluation is None or not evaluation.started:
         return False
-    engines = run.state.engines.values()
+    engines = [engine for engine in run.state.engines.values() if engine.samples]
     if any(engine.version == evaluation.version and not engine.released for engine in engines):
         return True
     run.warn(
@@ -121,14 +121,11 @@ def advance(run: Run) -> None:
     if evaluation is None:
         return
     if not evaluation.started:
-        serving = [
-            engine for engine in state.engines.values() if engine.status is EngineStatus.SERVING
-        ]
+        sampling = [engine for engine in state.engines.values() if engine.samples]
+        serving = [engine for engine in sampling if engine.status is EngineStatus.SERVING]
         loads = EngineStatus.LOADING  # the version that it is loading may be an earlier one
         with_weights = [
-            engine
-            for engine in state.engines.values()
-            if engine.version >= 0 or engine.status is loads
+            engine for engine in sampling if engine.version >= 0 or engine.status is loads
         ]
         met = [engine for engine in serving if engine.version == evaluation.version]
         if not met or (met != with_weights and not run.pacing.evaluates_on_one_engine):

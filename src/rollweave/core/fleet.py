@@ -28,16 +28,18 @@ class Fleet:
     # none
     free: int = 0
     busy: int = 0  # number of these engines that have turns
+    prefill: tuple[EngineId, ...] = ()  # engines that take prompts
     draining: int = 0
     departing: tuple[EngineId, ...] = ()  # engines that drain or will drain
     hosts: frozenset[int] = frozenset()  # hosts that have engines
     starting: int = 0
     updating: int = 0  # engines that are stale, suspending or loading
     released: int = 0  # engines that have given their memory back for the trainer
-    version: int | None = None  # the oldest of any engine; None if no engine has weights
+    # the oldest of any engine that samples; None if none has weights
+    version: int | None = None
     # weights of the engines that could load others now: stale and serving ones
     publication_ids: frozenset[int] = frozenset()
-    # weights that an engine has or is loading
+    # weights that an engine that samples has or is loading
     expected_publication_ids: frozenset[int] = frozenset()
     # computed by core/version_affinity
     batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
@@ -50,7 +52,8 @@ class Fleet:
     @classmethod
     def of(cls, state: State) -> Self:
         staying = [engine for engine in state.engines.values() if not engine.draining]
-        serving = [engine for engine in staying if engine.status is EngineStatus.SERVING]
+        ready_to_serve = [engine for engine in staying if engine.status is EngineStatus.SERVING]
+        serving = [engine for engine in ready_to_serve if engine.samples]
         ready = [
             engine
             for engine in staying
@@ -79,7 +82,9 @@ class Fleet:
             loads=loads,
             loads_by_pool=by_pool,
             live_pools=frozenset(
-                engine.pool for engine in staying if engine.pool and engine.version >= 0
+                engine.pool
+                for engine in staying
+                if engine.samples and engine.pool and engine.version >= 0
             ),
             slots=sum(engine.max_slots for engine in serving),
             active=sum(len(engine.active) for engine in serving),
@@ -89,10 +94,12 @@ class Fleet:
             departing=tuple(engine.id for engine in state.engines.values() if engine.departing),
             hosts=frozenset(engine.host for engine in state.engines.values()),
             starting=starting,
-            updating=len(staying) - len(serving) - starting - released,
+            prefill=tuple(engine.id for engine in ready_to_serve if not engine.samples),
+            updating=len(staying) - len(ready_to_serve) - starting - released,
             released=released,
             version=min(
-                (engine.version for engine in staying if engine.version >= 0), default=None
+                (engine.version for engine in staying if engine.samples and engine.version >= 0),
+                default=None,
             ),
             publication_ids=frozenset(engine.publication_id for engine in ready),
             expected_publication_ids=frozenset(
@@ -100,6 +107,7 @@ class Fleet:
                 if engine.status is EngineStatus.LOADING
                 else engine.publication_id
                 for engine in staying
+                if engine.samples
             ),
             _ranks=ranks,
             _tokens=tokens,

@@ -19,11 +19,13 @@ def charge(run: Run) -> None:
     idle.clock = run.now
     fleet = run.fleet
     waiting = len(fleet.loads) - fleet.busy
+    prefilling = sum(bool(state.engines[name].prompts) for name in fleet.prefill)
     engines = {
         "starting": fleet.starting,
         "weights": fleet.updating,
         "training": fleet.released,
-        "busy": fleet.busy + fleet.draining,
+        "busy": fleet.busy + prefilling + fleet.draining,
+        "prompts": len(fleet.prefill) - prefilling,
         _cause_of_waiting(run): waiting,
     }
     for cause, count in engines.items():

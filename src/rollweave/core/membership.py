@@ -149,9 +149,11 @@ def why_not_leave(config: RunConfig, state: State, engine: Engine) -> str:
 
 
 def remaining_engines(state: State, engine: Engine) -> list[Engine]:
-    """The other engines that are not departing."""
+    """The other engines that sample and are not departing."""
     return [
-        other for other in state.engines.values() if other is not engine and not other.departing
+        other
+        for other in state.engines.values()
+        if other.samples and other is not engine and not other.departing
     ]
 
 

@@ -2,13 +2,19 @@
 their environment works (Heddle §5.3).
 
 Invariants: a trajectory has at most one migration, and an engine is in at most one
-transfer. A turn requested during a transfer waits for its end (the exposed time of
-migration); one requested before it begins cancels it. After any failure the trajectory
-has an engine: the one that holds its KV, or one that computes it again. Trajectories
-whose turn need no longer wait are returned, and `core/turns` queues the turns.
+transfer, apart from those of prompts. A turn requested during a transfer waits for its
+end (the exposed time of migration); one requested before it begins cancels it. After
+any failure the trajectory has an engine: the one that holds its KV, or one that
+computes it again. Trajectories whose turn need no longer wait are returned, and
+`core/turns` queues the turns.
+
+The KV of prompts moves in the same way from prefill engines (`core/phases`); their
+turns are on the target already, where they then begin.
 """
 
-from rollweave.core import assignment, attempts
+from collections import Counter
+
+from rollweave.core import assignment, attempts, phases
 from rollweave.core.costs import rate_of
 from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.migration import Request, transfer_epoch, worth_it
@@ -16,11 +22,17 @@ from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Migration, Trajectory
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Migrate
+from rollweave.schema.config.sections import BLOCK_TOKENS
 from rollweave.schema.events import MigrationDone
 
 UNEVEN = 1.25
 """Ratio of an engine's work to that of the least loaded one from which a trajectory
 moves only to balance them: estimates err by about that.
+"""
+
+PROMPTS_AT_ONCE = 3
+"""Maximum number of transfers of prompts in which an engine is: most of their time,
+they wait for the end of a step. An engine takes four at once (`engine/exchange`).
 """
 
 MEMORY = 0.2
@@ -50,16 +62,7 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
     target = _target(run, trajectory, source)
     if target is None:
         return []
-    state = run.state
-    trajectory.migration = state.migrations.next_number
-    state.migrations.open[trajectory.migration] = Migration(
-        number=trajectory.migration,
-        trajectory_id=trajectory.id,
-        attempt=trajectory.attempt,
-        source=source.id,
-        target=target.id,
-    )
-    state.migrations.next_number += 1
+    _plan(run, trajectory, source.id, target.id)
     return begin(run)
 
 
@@ -147,25 +150,13 @@ def begin(run: Run) -> list[Trajectory]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         # it has changed while the migration waited
         if source is None or target is None or not _can_take(source, target):
-            if m.vacates:
-                # ending it begins the others that can
-                return released + _end(run, m, 0, "an engine has changed")
-            forget(run, run.state.trajectories[m.trajectory_id])
+            if m.vacates or m.prompt:
+                released += _settle(run, m, 0, "an engine has changed")
+                continue
+            attempts.forget_migration(run, run.state.trajectories[m.trajectory_id])
         elif not (source.moves_kv and target.moves_kv):
             released += _settle(run, m, 0, "")
-    busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
-    waiting = [
-        Request(
-            number=m.number,
-            length=run.state.trajectories[m.trajectory_id].estimate,
-            source=m.source,
-            target=m.target,
-        )
-        for m in migrations.values()
-        if m.since is None
-    ]
-    for request in transfer_epoch(waiting, busy):
-        m = migrations[request.number]
+    for m in _next_transfers(run):
         m.since = run.now
         run.emit(
             Migrate(
@@ -179,24 +170,63 @@ def begin(run: Run) -> list[Trajectory]:
     return released
 
 
+def _next_transfers(run: Run) -> list[Migration]:
+    """Return the planned transfers that begin now: trajectories' as in Heddle's epochs,
+    prompts' in their order, as far as their engines are in few of them.
+    """
+    migrations = run.state.migrations.open
+    begun = [m for m in migrations.values() if m.since is not None]
+    waiting = [m for m in migrations.values() if m.since is None]
+    requests = [
+        Request(
+            number=m.number,
+            length=run.state.trajectories[m.trajectory_id].estimate,
+            source=m.source,
+            target=m.target,
+        )
+        for m in waiting
+        if not m.prompt
+    ]
+    busy = [end for m in begun if not m.prompt for end in (m.source, m.target)]
+    chosen = [migrations[request.number] for request in transfer_epoch(requests, busy)]
+    prompts = Counter(end for m in begun if m.prompt for end in (m.source, m.target))
+    for m in waiting:
+        if m.prompt and max(prompts[m.source], prompts[m.target]) < PROMPTS_AT_ONCE:
+            prompts.update((m.source, m.target))
+            chosen.append(m)
+    return chosen
+
+
 def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
     """Move the trajectory to the target for good: its open turn, which no engine has,
     waits for its KV.
 
     The caller calls `begin` when it has done so for all that leave.
     """
-    state = run.state
-    forget(run, trajectory)
-    number = trajectory.migration = state.migrations.next_number
-    state.migrations.next_number += 1
-    state.migrations.open[number] = Migration(
+    _plan(run, trajectory, source, target).vacates = True
+
+
+def carry_prompt(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
+    """Move the KV of the open turn's prompt, which the source has computed, to the
+    engine that has the turn. The caller calls `begin`.
+    """
+    _plan(run, trajectory, source, target).prompt = True
+
+
+def _plan(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> Migration:
+    """Plan a migration in place of the one that the trajectory has, if any."""
+    migrations = run.state.migrations
+    attempts.forget_migration(run, trajectory)
+    number = trajectory.migration = migrations.next_number
+    migrations.next_number += 1
+    migrations.open[number] = Migration(
         number=number,
         trajectory_id=trajectory.id,
         attempt=trajectory.attempt,
         source=source,
         target=target,
-        vacates=True,
     )
+    return migrations.open[number]
 
 
 def holds_turn(run: Run, trajectory: Trajectory) -> bool:
@@ -209,16 +239,8 @@ def holds_turn(run: Run, trajectory: Trajectory) -> bool:
     migration = run.state.migrations.open[trajectory.migration]
     if migration.since is not None or migration.vacates:
         return True
-    forget(run, trajectory)
+    attempts.forget_migration(run, trajectory)
     return False
-
-
-def forget(run: Run, trajectory: Trajectory) -> None:
-    """Cancel the trajectory's migration. A transfer under way ends by itself."""
-    number, trajectory.migration = trajectory.migration, None
-    if number is not None and run.state.migrations.open[number].since is None:
-        del run.state.migrations.open[number]
-        run.state.counters.scheduling.migrations_dropped += 1
 
 
 def complete(run: Run, event: MigrationDone) -> list[Trajectory]:
@@ -250,6 +272,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
 def _settle(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
     state, counted = run.state, run.state.counters.scheduling
     del state.migrations.open[m.number]
+    if m.prompt:
+        return _settle_prompt(run, m, moved_tokens, error)
     if error:
         run.warn(
             m.target,
@@ -278,6 +302,28 @@ def _settle(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Traje
             counted.exposed_s += run.now - trajectory.turn.since
             released.append(trajectory)
     return released
+
+
+def _settle_prompt(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
+    """Settle the transfer of a prompt's KV, without which the target computes it."""
+    trajectory = attempts.find(run, m.trajectory_id, m.attempt)
+    if trajectory is None or trajectory.migration != m.number:
+        return []
+    trajectory.migration = None
+    if error:
+        run.state.counters.scheduling.split_failed += 1
+        if m.since is not None:
+            run.warn(
+                m.target,
+                f"KV of {m.trajectory_id} did not come from {m.source}: {error}",
+                count="prompt_failed",
+            )
+    else:
+        prompt = trajectory.open_turn.prompt
+        assert prompt is not None, "its turn waits for the KV"
+        lacked = moved_tokens - phases.cached_tokens(run, trajectory, run.state.engines[m.target])
+        phases.learn_move(run, run.now - prompt.since, max(BLOCK_TOKENS, lacked))
+    return [trajectory]
 
 
 def _engine_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:

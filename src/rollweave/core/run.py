@@ -199,6 +199,11 @@ class Run:
         return self.scheduling.assigns or self.config.allocation is not None
 
     @property
+    def splits_turns(self) -> bool:
+        """True if there are engines for prompts alone."""
+        return any(group.phase == "prefill" for group in self.config.engines)
+
+    @property
     def learns_affinity(self) -> bool:
         """True if task domains move to the pools that serve them best."""
         return self.config.rollout.affinity == "learned" and not self.state.serving

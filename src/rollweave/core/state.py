@@ -14,6 +14,7 @@ from rollweave.core.policy.profile import DomainProfile, TokenCosts, Worked
 from rollweave.core.policy.turn_times import Fit, TurnTimes
 from rollweave.core.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.config.sections import EnginePhase
 from rollweave.schema.events import StepTime
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task
@@ -69,6 +70,27 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
 
 
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn's prompt that a prefill engine computes, or whose KV is on its way from
+    there (`moving`), for the engine that has the turn.
+    """
+
+    engine: EngineId
+    tokens: int  # that the prefill engine has to compute, as far as known
+    since: float  # when it was given to that engine, or computed
+    moving: bool = False
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a context that an engine should have cached, unless its process
+    or its weights have changed since.
+    """
+
+    tokens: int
+    epoch: int
+    publication_id: int
+
+
 class Turn(msgspec.Struct, kw_only=True):
     """A turn that the episode waits for, and its place."""
 
@@ -85,6 +107,9 @@ class Turn(msgspec.Struct, kw_only=True):
     )
     avoid: list[EngineId] = []
     use_before: Use = Use()  # of its engine, when it was given to it
+    # set as long as the engine that has the turn waits for the KV of its prompt
+    prompt: Prompt | None = None
+    split: bool = False  # a prefill engine was given its prompt
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +140,7 @@ class Trajectory(msgspec.Struct):
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # that ran the last turn
+    prefixes: dict[EngineId, Prefix] = {}  # of its context (core/phases)
     pool: str = ""  # pool that its domain's shares gave this attempt (core/affinity); "" for none
     assigned_engine: EngineId | None = (
         None  # the engine for which its turns wait (core/policy/scheduling)
@@ -206,6 +232,7 @@ class Engine(msgspec.Struct):
     host: int = 0
     devices: tuple[int, ...] = ()
     pool: str = ""  # pool of its place (core/policy/affinity)
+    phase: EnginePhase = "both"  # parts of turns that it computes (core/phases)
     joined: bool = False  # it joined during the run, and returns in every later world
     moved: bool = False  # it replaces an engine whose failures made its host be given up
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
@@ -237,12 +264,20 @@ class Engine(msgspec.Struct):
     kv_tokens: int = 0
     since: float = 0.0
     active: dict[TrajectoryId, int] = {}  # trajectory → turn number
+    # of a prefill engine: the trajectories whose prompts it computes
+    prompts: dict[TrajectoryId, None] = {}
+    prompts_since: float = 0.0  # when it began the prompt that it computes
     restarts: int = 0
     consecutive_timeouts: int = 0
     load_failures: int = 0
     launched: int = 0  # trajectories launched under its weights (mode decoupled)
     # most KV tokens of its trajectories at earlier checks (core/consolidation)
     peak_kv: int | None = None
+
+    @property
+    def samples(self) -> bool:
+        """True if turns are sampled there: it is no prefill engine."""
+        return self.phase != "prefill"
 
     @property
     def departing(self) -> bool:
@@ -342,6 +377,7 @@ class Migration(msgspec.Struct):
     # the trajectory leaves for good, with its open turn, so that the source can load
     # new weights
     vacates: bool = False
+    prompt: bool = False  # a prefill engine has computed the prompt of its open turn
 
 
 class Share(msgspec.Struct):
@@ -503,6 +539,8 @@ class Hosts(msgspec.Struct):
     # processes have shared a GPU from the beginning
     shares_gpus: bool = False
     unplaced: list[Unplaced] = []  # engines whose host is gone, until they start elsewhere
+    # since when no engine that samples has a place
+    engineless_since: float | None = None
     displaced: list[EngineId] = []  # engines that replace those of a host that is gone
     # displaced engine → host that has joined, to which it moves once it may drain
     returning: dict[EngineId, int] = {}
@@ -530,6 +568,24 @@ class Affinity(msgspec.Struct):
     # task domain → pool → the cost of its tokens there, as of the last plan
     token_costs: dict[str, dict[str, TokenCosts]] = {}
     planned_at: int = 0  # step of the last plan
+
+
+class Spent(msgspec.Struct):
+    """Seconds spent on tokens; earlier ones count less (`core/phases`)."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+
+class Phases(msgspec.Struct):
+    """What prompts cost at prefill engines and at those that sample (owner:
+    `core/phases`). Tables are by class of engines and degree.
+    """
+
+    prefill: dict[str, dict[int, Spent]] = {}
+    sampling: dict[str, dict[int, Spent]] = {}
+    moved: Spent = msgspec.field(default_factory=Spent)
+    decisions: int = 0  # turns whose prompts could have been computed elsewhere
 
 
 class Chain(msgspec.Struct):
@@ -639,6 +695,7 @@ class State(msgspec.Struct):
     hosts: Hosts = msgspec.field(default_factory=Hosts)
     allocation: Allocation = msgspec.field(default_factory=Allocation)
     affinity: Affinity = msgspec.field(default_factory=Affinity)
+    phases: Phases = msgspec.field(default_factory=Phases)
     chain: Chain = msgspec.field(default_factory=Chain)
     publication: Publication = msgspec.field(default_factory=Publication)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)

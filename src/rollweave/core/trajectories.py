@@ -6,7 +6,7 @@ world reports that the stage is over. A cancelled attempt keeps its slot while i
 closes, so what the world holds never exceeds the pools.
 """
 
-from rollweave.core import affinity, attempts, continuation, lengths, migration
+from rollweave.core import affinity, attempts, continuation, lengths
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.staleness import staleness
@@ -58,7 +58,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     elif event.stop_reason in TRAINABLE:
         trajectory.stop = event.stop_reason
         _count_inherent(run, trajectory)
-        migration.forget(run, trajectory)
+        attempts.forget_migration(run, trajectory)
         lengths.finish_attempt(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
@@ -127,7 +127,7 @@ def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure
     """
     repeated = bool(failure) and failure == trajectory.failure
     trajectory.failure = failure
-    migration.forget(run, trajectory)
+    attempts.forget_migration(run, trajectory)
     lengths.finish_attempt(run, trajectory, finished=False)
     attempts.end(run, trajectory, reason, repeated=repeated)
 
@@ -154,6 +154,7 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     trajectory.stop = None
     trajectory.engine = trajectory.assigned_engine = None
     trajectory.pool = ""
+    trajectory.prefixes = {}
     trajectory.publication_id = -1
     lengths.begin_attempt(run, trajectory)
     attempts.move(run, trajectory, Stage.QUEUED)

@@ -54,12 +54,15 @@ def rerank(run: Run, trajectory: Trajectory) -> None:
 def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: float) -> None:
     before, turn.rank = turn.rank, rank
     run.fleet.rerank(engine, before, rank)
+    prompt = turn.prompt
+    if prompt is not None and prompt.moving:
+        return  # no engine has it now
     run.emit(
         RerankTurn(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
             turn=turn.number,
-            engine_id=engine.id,
+            engine_id=engine.id if prompt is None else prompt.engine,
             dispatch=turn.dispatch,
             rank=rank,
         )

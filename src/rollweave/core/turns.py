@@ -6,6 +6,8 @@ engine's `active`, and one that is held in neither, while its trajectory's KV mo
 engines.
 """
 
+import msgspec
+
 from rollweave.core import (
     affinity,
     attempts,
@@ -13,6 +15,7 @@ from rollweave.core import (
     dispatching,
     lengths,
     migration,
+    phases,
     trajectories,
     turn_priority,
 )
@@ -22,6 +25,7 @@ from rollweave.core.state import (
     EngineStatus,
     Held,
     OnEngine,
+    Prompt,
     Queued,
     Stage,
     Trajectory,
@@ -31,6 +35,7 @@ from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.events import (
     MigrationDone,
     PredictionReady,
+    PrefillDone,
     TurnDone,
     TurnFailed,
     TurnProgress,
@@ -65,6 +70,7 @@ def on_done(run: Run, event: TurnDone) -> None:
     attempts.vacate(run, engine, trajectory, turn)
     if not event.replayed:
         time = costs.learn_turn(run, engine, turn, event)
+        phases.learn_turn(run, trajectory, engine, turn, event.output_tokens)
         affinity.learn_turn(run, trajectory, engine, turn, event, time)
     run.dirty_queues += [None, engine.id]
     engine.consecutive_timeouts = 0
@@ -77,7 +83,7 @@ def on_done(run: Run, event: TurnDone) -> None:
     lengths.learn_turn(run, trajectory, event.output_tokens, turn_s)
     if trajectory.predicted_at_turn >= 0:
         # while the environment works the trajectory may move
-        dispatching.enqueue_all(run, migration.consider(run, trajectory))
+        dispatching.release(run, migration.consider(run, trajectory))
 
 
 def _count(run: Run, trajectory: Trajectory, turn: Turn, event: TurnDone) -> None:
@@ -92,11 +98,53 @@ def _count(run: Run, trajectory: Trajectory, turn: Turn, event: TurnDone) -> Non
     counters.scheduling.queue_s += event.queue_s
 
 
+def on_prefilled(run: Run, event: PrefillDone) -> None:
+    """Move the KV of the prompt to the engine that has the turn, if it can take it."""
+    answered = _find(run, event)
+    if answered is None:
+        return
+    trajectory, turn, engine = answered
+    prompt = turn.prompt
+    if prompt is None or prompt.moving:
+        return
+    source = run.state.engines[prompt.engine]
+    phases.learn_prompt(run, source, turn, event)
+    source.consecutive_timeouts = 0
+    attempts.leave_prefill(run, trajectory, source.id)
+    turn.prompt = msgspec.structs.replace(prompt, moving=True, since=run.now)
+    migration.carry_prompt(run, trajectory, source.id, engine.id)
+    dispatching.release(run, migration.begin(run))
+
+
 def on_failed(run: Run, event: TurnFailed) -> None:
     answered = _find(run, event)
-    if answered is not None:
-        trajectory, _, engine = answered
+    if answered is None:
+        return
+    trajectory, turn, engine = answered
+    if turn.prompt is None:
         fail(run, trajectory, engine, event.error)
+    elif not turn.prompt.moving:
+        _give_up_prompt(run, trajectory, turn.prompt, event.error)
+
+
+def _give_up_prompt(run: Run, trajectory: Trajectory, prompt: Prompt, error: str) -> None:
+    """Let the engine of the turn compute the prompt that a prefill engine has not."""
+    trajectory.prefixes.pop(prompt.engine, None)
+    run.warn(
+        prompt.engine, f"prompt of {trajectory.id} not computed: {error}", count="prompt_failed"
+    )
+    run.state.counters.scheduling.split_failed += 1
+    dispatching.begin_sampling(run, trajectory, trajectory.open_turn)
+
+
+def _give_up_prompts(run: Run, engine: Engine, error: str) -> None:
+    """Let other engines compute the prompts that this one has."""
+    for trajectory_id in list(engine.prompts):
+        trajectory = run.state.trajectories[trajectory_id]
+        turn = trajectory.open_turn
+        assert turn.prompt is not None, "the engine has its prompt"
+        attempts.abort_prompt(run, trajectory, turn)
+        _give_up_prompt(run, trajectory, turn.prompt, error)
 
 
 def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
@@ -127,7 +175,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     )  # its order in the KV of that engine may have changed
     turn = trajectory.turn
     if turn is None:
-        dispatching.enqueue_all(run, migration.consider(run, trajectory))
+        dispatching.release(run, migration.consider(run, trajectory))
         return
     match turn.place:
         case Queued() as place:
@@ -143,18 +191,18 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
 
 def on_migration_done(run: Run, event: MigrationDone) -> None:
     """Queue the turns that have waited for the transfer."""
-    dispatching.enqueue_all(run, migration.complete(run, event))
+    dispatching.release(run, migration.complete(run, event))
 
 
 def give_up_late_migrations(run: Run) -> None:
     """Give up transfers that have taken too long, and queue the turns that have waited
     for them.
     """
-    dispatching.enqueue_all(run, migration.give_up_late(run))
+    dispatching.release(run, migration.give_up_late(run))
 
 
 def _find(
-    run: Run, event: TurnDone | TurnFailed | TurnProgress
+    run: Run, event: TurnDone | TurnFailed | TurnProgress | PrefillDone
 ) -> tuple[Trajectory, Turn, Engine] | None:
     """The turn that the event is about, and its engine; None if the event is late."""
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
@@ -194,6 +242,7 @@ def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
 
     With `abort` the world discards their answers.
     """
+    _give_up_prompts(run, engine, error)
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         if abort:
@@ -202,9 +251,14 @@ def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
 
 
 def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
-    """Fail a turn that is late."""
-    attempts.abort(run, trajectory, trajectory.open_turn, engine.id)
-    fail(run, trajectory, engine, f"no answer within {run.config.watchdog.turn_s:g} s")
+    """Fail a turn that is late, or give up a late prompt."""
+    turn, error = trajectory.open_turn, f"no answer within {run.config.watchdog.turn_s:g} s"
+    if turn.prompt is not None:
+        attempts.abort_prompt(run, trajectory, turn)
+        _give_up_prompt(run, trajectory, turn.prompt, error)
+    else:
+        attempts.abort(run, trajectory, turn, engine.id)
+        fail(run, trajectory, engine, error)
 
 
 def recall(run: Run, trajectory: Trajectory, turn: Turn) -> None:
@@ -219,7 +273,8 @@ def recall(run: Run, trajectory: Trajectory, turn: Turn) -> None:
 
 
 def recall_all(run: Run, engine: Engine) -> None:
-    """Take every turn from this engine, to run elsewhere."""
+    """Take every turn from this engine, to run elsewhere, and every prompt."""
+    _give_up_prompts(run, engine, "the engine leaves")
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.open_turn

@@ -46,7 +46,8 @@ def _batch_sizes(run: Run) -> dict[EngineId, int]:
     """The batch sizes of all engines."""
     if run.fleet.batch_sizes is None:
         rollout, engines = run.config.rollout, run.state.engines
-        share = -(-rollout.max_running // max(1, len(engines)))
+        sampling = sum(engine.samples for engine in engines.values())
+        share = -(-rollout.max_running // max(1, sampling))
         run.fleet.batch_sizes = {
             engine.id: max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share))
             for engine in engines.values()
@@ -165,7 +166,7 @@ def _taking_episodes(run: Run) -> list[Engine]:
 
 
 def _serves(engine: Engine) -> bool:
-    return engine.status is EngineStatus.SERVING and not engine.draining
+    return engine.samples and engine.status is EngineStatus.SERVING and not engine.draining
 
 
 # Which weights an engine loads.
@@ -224,9 +225,12 @@ def updates(run: Run) -> Iterator[tuple[Engine, int]]:
 
 
 def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
+    newest = weights.newest(run, engine)
+    if not engine.samples:  # nothing is bound to it
+        return newest if newest != engine.publication_id else None
     if assigned_count(run, engine) or engine.id == wishes.holder or engine.id in wishes.moving:
         return None
-    other, newest = wishes.other, weights.newest(run, engine)
+    other = wishes.other
     if other is not None and weights.is_loadable(run, engine, other):
         return other
     if newest is None or newest == engine.publication_id:
@@ -275,7 +279,7 @@ def _evaluation_holder(run: Run) -> EngineId | None:
         (
             one.id
             for one in state.engines.values()
-            if one.publication_id == evaluation.publication_id
+            if one.samples and one.publication_id == evaluation.publication_id
         ),
         None,
     )

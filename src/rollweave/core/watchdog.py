@@ -64,6 +64,7 @@ def check_deadlines(run: Run) -> None:
     for engine in list(state.engines.values()):
         if engine.id in state.engines:  # else it was removed with its host
             _check_engine(run, engine)
+    _check_fleet(run)
     relays.check_timeouts(run)
     workers.check_timeouts(run)
     for trajectory_id in [
@@ -98,6 +99,20 @@ def _period_s(run: Run) -> float:
     return min(period, consolidation.PERIOD_S) if run.pacing.consolidates else period
 
 
+def _check_fleet(run: Run) -> None:
+    """End a training run whose engines wait too long for a host that may return."""
+    state, limit = run.state, run.config.watchdog.train_s
+    since, run.state.hosts.engineless_since = state.hosts.engineless_since, None
+    if state.serving or any(engine.samples for engine in state.engines.values()):
+        return
+    state.hosts.engineless_since = run.now if since is None else since
+    if since is not None and run.now - since > limit:
+        state.error = state.error or (
+            f"no engine is left that samples, and no host with a place for one has joined within "
+            f"{limit:g} s"
+        )
+
+
 def _check_engine(run: Run, engine: Engine) -> None:
     limits = run.config.watchdog
     waited = run.now - engine.since
@@ -115,9 +130,10 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _check_turns(run: Run, engine: Engine) -> None:
-    for trajectory_id in list(engine.active):
+    for trajectory_id in [*engine.active, *engine.prompts]:
         trajectory = run.state.trajectories[trajectory_id]
-        if not turns.is_late(run, engine, trajectory.open_turn):
+        waits = trajectory.open_turn.prompt is not None and engine.samples  # for its prompt
+        if waits or not turns.is_late(run, engine, trajectory.open_turn):
             continue
         engine.consecutive_timeouts += 1
         turns.time_out(run, engine, trajectory)

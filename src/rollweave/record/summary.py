@@ -148,10 +148,17 @@ def outcome_line(summary: Summary) -> str:
 
 def scheduling_line(counted: Mapping[str, float]) -> str:
     """Return what scheduling by trajectory did as one line for people; "" if no lengths
-    were predicted, and no turn and no task domain moved.
+    were predicted, and no turn, no prompt and no task domain moved.
     """
-    domains = counted.get("moved_domains", 0)
-    to_pools = f"{domains:,.0f} changes of a domain's pools" if domains else ""
+    domains, split = counted.get("moved_domains", 0), counted.get("split_turns", 0)
+    elsewhere = [f"{domains:,.0f} changes of a domain's pools"] if domains else []
+    if split:
+        failed = counted.get("split_failed", 0)
+        elsewhere.append(
+            f"{split:,.0f} prompts on prefill engines"
+            + (f" ({failed:,.0f} of them failed)" if failed else "")
+        )
+    to_pools = ", ".join(elsewhere)
     requested, moved, failed = (
         counted.get("predictions", 0),
         counted.get("migrations", 0),

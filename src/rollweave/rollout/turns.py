@@ -35,7 +35,14 @@ from rollweave.rollout.recorded import RecordedTurns, as_delta, replayed
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
-from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
+from rollweave.schema.events import (
+    Event,
+    PrefillDone,
+    TurnDone,
+    TurnFailed,
+    TurnRequested,
+    TurnWithdrawn,
+)
 from rollweave.schema.rollouts import AnswerTurn, TurnAsked
 from rollweave.schema.serving import (
     FinishReason,
@@ -76,7 +83,8 @@ class _OpenTurn:
     """The turn that has been requested and not answered.
 
     An engine samples it (`generating`), or is aborting it (`aborting`), or neither.
-    `next` is dispatched once the abort has completed.
+    `next` is dispatched once the abort has completed. With `prefilling`, the engine
+    computes only the KV of its context.
     """
 
     number: int
@@ -96,6 +104,7 @@ class _OpenTurn:
     """The recorded answer of this turn."""
     recorded: PartialOutput | None = None
     """The recorded tokens with which this turn begins."""
+    prefilling: bool = False
 
     def forget(self) -> None:
         """Stop the generation, if any, and discard its answer."""
@@ -268,9 +277,13 @@ class Turns:
             self._failed(command, "the engine is gone")
             return
         resumed = turn.partial_turn.partial
-        known = turn.partial_turn = PartialTurn(resumed)
         self._requests += 1
         turn.request_id = f"{self.lane}/{turn.number}/{self._requests}"
+        turn.prefilling = command.prefill
+        if command.prefill:
+            self._prefill(turn, command, backend, resumed)
+            return
+        known = turn.partial_turn = PartialTurn(resumed)
         request = GenerateRequest(
             id=turn.request_id,
             tokens=turn.tokens,
@@ -305,6 +318,59 @@ class Turns:
             return
         turn.generating.add_done_callback(done)
 
+    def _prefill(
+        self,
+        turn: _OpenTurn,
+        command: StartTurn,
+        backend: EngineBackend,
+        resumed: PartialOutput | None,
+    ) -> None:
+        """Let the engine compute the KV of the context and of the tokens that the turn
+        resumes. It also samples a token, which is discarded: the engine that then has
+        the turn samples all of them.
+        """
+        request = GenerateRequest(
+            id=turn.request_id,
+            tokens=turn.tokens + (resumed.tokens if resumed is not None else ()),
+            sampling=Sampling(max_tokens=1),
+            rank=command.rank,
+        )
+        started = self.clock()
+
+        def done(future: asyncio.Future[GenerateResult]) -> None:
+            if turn.generating is not future or future.cancelled() or self._open is not turn:
+                return
+            turn.generating = None
+            raised = future.exception()
+            if isinstance(raised, EngineLostError):
+                return  # `EngineLost` gives up all prompts of the engine at once
+            if raised is not None:
+                self._failed(command, str(raised))
+                return
+            result = future.result()
+            if not result.tokens:
+                self._failed(command, result.error or f"the engine returned {result.finish}")
+                return
+            self.post(
+                PrefillDone(
+                    trajectory_id=command.trajectory_id,
+                    attempt=command.attempt,
+                    turn=command.turn,
+                    dispatch=command.dispatch,
+                    cached_tokens=result.cached_tokens,
+                )
+            )
+            with contextlib.suppress(DiskError):  # the next writer reports it
+                name = f"prompt {turn.number} {command.engine_id}"
+                self.spans.episode_span(self.lane, name, started, self.clock())
+
+        try:
+            turn.generating = backend.generate(request, None)
+        except Exception as error:
+            self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
+            return
+        turn.generating.add_done_callback(done)
+
     def abort(self, command: AbortTurn) -> None:
         """Abort the dispatch; the turn stays open.
 
@@ -318,7 +384,7 @@ class Turns:
         if generating is None:
             return
         self._stop_reporting()
-        if self.progress is None or backend is None:
+        if self.progress is None or backend is None or turn.prefilling:
             turn.forget()
             return
         turn.generating, turn.aborting = None, generating

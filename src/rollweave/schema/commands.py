@@ -69,6 +69,9 @@ class StartTurn(TaggedStruct, frozen=True, kw_only=True):
     With `resume`, the turn continues after the tokens that earlier dispatches sampled,
     as far as they are known; the core asks for this only on an engine with the weights
     that sampled them. Without it, the turn starts over and those tokens are discarded.
+
+    With `prefill`, the engine only computes the KV of the context, and of those tokens,
+    which it keeps in its cache for `Migrate`. → PrefillDone | TurnFailed
     """
 
     trajectory_id: TrajectoryId
@@ -78,6 +81,7 @@ class StartTurn(TaggedStruct, frozen=True, kw_only=True):
     rank: float
     dispatch: int
     resume: bool = False
+    prefill: bool = False
 
 
 class AbortTurn(TaggedStruct, frozen=True, kw_only=True):

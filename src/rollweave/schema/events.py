@@ -187,6 +187,18 @@ class TurnDone(TaggedStruct, frozen=True, kw_only=True):
     replayed: bool = False
 
 
+class PrefillDone(TaggedStruct, frozen=True, kw_only=True):
+    """The engine has cached the KV of the turn's context; of `cached_tokens` tokens it
+    had it before. The turn is sampled by another dispatch.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    dispatch: int
+    cached_tokens: int
+
+
 class TurnFailed(TaggedStruct, frozen=True, kw_only=True):
     """The engine did not complete the turn: it was lost, the turn was aborted, or the
     engine reported an error.
@@ -632,6 +644,7 @@ Event = (
     | TurnRequested
     | TurnDone
     | TurnFailed
+    | PrefillDone
     | TurnWithdrawn
     | TurnsProgressed
     | TrajectoryEnded

@@ -203,13 +203,17 @@ class SimEngine:
                 ) // self._batch.kv.block_tokens
         return self._batch.kv.kept(key, shared_key)
 
-    def import_kv(self, now: float, key: str, shared_key: str, blocks: int) -> int:
-        """Keep a prefix that another engine has computed under the same weights.
+    def import_kv(
+        self, now: float, key: str, shared_key: str, blocks: int, *, shared_tokens: int
+    ) -> int:
+        """Keep a prefix that another engine has computed under the same weights, of
+        which all trajectories of `shared_key` have the first `shared_tokens`.
 
-        Returns the number of blocks that fit.
+        Returns the number of its blocks that the engine then has.
         """
         self._run_until(now)
-        return self._batch.kv.insert(key, shared_key, blocks)
+        kv = self._batch.kv
+        return kv.insert(key, shared_key, blocks, common=shared_tokens // kv.block_tokens)
 
     def reprice(self, now: float, cost: EngineCosts) -> None:
         """Use other costs once the running step has ended."""

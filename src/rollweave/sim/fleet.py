@@ -291,8 +291,8 @@ class SimFleet:
             node.engine.rerank(self._clock.now, key, rank)
             self._touch(node)
 
-    def migrate(self, command: c.Migrate, key: str, shared_key: str) -> None:
-        """Copy a trajectory's KV between two engines.
+    def migrate(self, command: c.Migrate, key: str, shared_key: str, *, shared_tokens: int) -> None:
+        """Copy a trajectory's KV between two engines, as far as the target lacks it.
 
         A change of either engine during the copy ends it with an error.
         """
@@ -308,7 +308,8 @@ class SimFleet:
             return
         started, reader, writer = self._clock.now, source.engine, target.engine
         blocks, weights = reader.export_kv(started, key, shared_key), reader.publication_id
-        tokens = blocks * BLOCK_TOKENS
+        present = writer.export_kv(started, key, shared_key)
+        tokens = max(0, blocks - present) * BLOCK_TOKENS
 
         def arrived() -> None:
             if source.engine is not reader or target.engine is not writer:
@@ -318,7 +319,9 @@ class SimFleet:
                     msgspec.structs.replace(done, error="the engines have different weights")
                 )
             else:
-                moved = writer.import_kv(self._clock.now, key, shared_key, blocks)
+                moved = writer.import_kv(
+                    self._clock.now, key, shared_key, blocks, shared_tokens=shared_tokens
+                )
                 self._post(msgspec.structs.replace(done, moved_tokens=moved * BLOCK_TOKENS))
 
         self._clock.after(reader.cost.move_s(tokens), arrived)

@@ -317,18 +317,22 @@ class KvCounts:
             else ready
         )
 
-    def insert(self, key: str, shared_key: str, blocks: int) -> int:
+    def insert(self, key: str, shared_key: str, blocks: int, *, common: int = 0) -> int:
         """Keep `blocks` blocks of `key`'s prefix that another engine sent, as far as
-        they fit.
+        they fit. The first `common` are those of its group.
 
         Returns the number kept.
         """
+        present = self.kept(key, shared_key)
+        if present >= blocks:
+            return blocks
+        self._insert_common(shared_key, min(common, blocks))
         former = self._kept.pop(key, None)
         if former is not None:
             del self._idle[former]
             self._idle_blocks -= former.blocks
-        common = self._common.get(shared_key)
-        start = min(common.ready, blocks) if common is not None else 0
+        group = self._common.get(shared_key)
+        start = min(group.ready, blocks) if group is not None else 0
         rest = min(blocks - start, self.free)
         if rest > 0:
             kept = self._kept[key] = Segment(name=key, start=start, blocks=rest)
@@ -336,6 +340,15 @@ class KvCounts:
             self._idle_blocks += rest
             self.allocate(0)
         return start + max(0, rest)
+
+    def _insert_common(self, shared_key: str, blocks: int) -> None:
+        """Keep the group's prompt that another engine sent, if none of it is here."""
+        if blocks < 1 or shared_key in self._common or self.free < blocks:
+            return
+        segment = self._common[shared_key] = Segment(name=shared_key, start=0, blocks=blocks)
+        self._idle[segment] = None
+        self._idle_blocks += blocks
+        self.allocate(0)
 
     def void(self) -> None:
         """Discard all blocks for new weights.

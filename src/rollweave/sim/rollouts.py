@@ -44,6 +44,7 @@ class Attempt:
     dispatch: int = 0
     done: e.TurnDone | None = None  # the latest answer
     awaits_engine: bool = False  # for an engine to receive the open turn
+    prefilling: bool = False  # the engine computes only the KV of the open turn's context
     kept_tokens: int = 0  # tokens of the open turn from which its current or next engine continues
     # tokens of the open turn's dispatch reported to the core; -1 before the first
     # report
@@ -168,6 +169,7 @@ class Rollouts:
             return
         attempt.engine, attempt.dispatch, attempt.reported = command.engine_id, command.dispatch, -1
         attempt.awaits_engine = False
+        attempt.prefilling = command.prefill and attempt.turn >= attempt.replays
         if attempt.turn < attempt.replays:
             attempt.engine = None
             tokens = attempt.plan.turns[attempt.turn].output_tokens
@@ -182,7 +184,9 @@ class Rollouts:
             shared_key=attempt.start.group_id,
             shared_tokens=attempt.plan.prompt_tokens,
             context_tokens=attempt.tokens + attempt.kept_tokens,
-            output_tokens=attempt.plan.turns[attempt.turn].output_tokens - attempt.kept_tokens,
+            output_tokens=1
+            if command.prefill
+            else attempt.plan.turns[attempt.turn].output_tokens - attempt.kept_tokens,
             rank=command.rank,
         )
         if not self._fleet.generate(command.engine_id, request):
@@ -211,7 +215,12 @@ class Rollouts:
     def migrate(self, command: c.Migrate) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
         if attempt is not None:
-            self._fleet.migrate(command, attempt.key, attempt.start.group_id)
+            self._fleet.migrate(
+                command,
+                attempt.key,
+                attempt.start.group_id,
+                shared_tokens=attempt.plan.prompt_tokens,
+            )
             return
         self._post(
             e.MigrationDone(
@@ -316,7 +325,7 @@ class Rollouts:
         that token is sampled again.
         """
         attempt.engine = None
-        if self._keeps_turns and sampled is not None:
+        if self._keeps_turns and sampled is not None and not attempt.prefilling:
             attempt.kept_tokens = min(
                 attempt.kept_tokens + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1
             )
@@ -335,7 +344,7 @@ class Rollouts:
         for attempt in self._by_key.values():
             sampled = (
                 reported.get(attempt.engine, {}).get(attempt.key)
-                if attempt.engine is not None
+                if attempt.engine is not None and not attempt.prefilling
                 else None
             )
             if sampled is None:
@@ -391,6 +400,17 @@ class Rollouts:
         if attempt is None or attempt.engine != engine_id:
             return
         attempt.engine = None
+        if attempt.prefilling:
+            self._post(
+                e.PrefillDone(
+                    trajectory_id=attempt.start.trajectory_id,
+                    attempt=attempt.start.attempt,
+                    turn=attempt.turn,
+                    dispatch=attempt.dispatch,
+                    cached_tokens=done.cached_tokens,
+                )
+            )
+            return
         self._span(attempt, f"turn {attempt.turn} {engine_id}", attempt.began_part)
         tokens, cached = attempt.kept_tokens + done.output_tokens, done.cached_tokens
         self._answer(attempt, tokens, cached, version, queue_s=done.queue_s)

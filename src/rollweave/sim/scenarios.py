@@ -137,7 +137,21 @@ def scenario(seed: int) -> RunConfig:
         _divide(data, random.Random(f"pools/{seed}"))
         if data["rollout"]["mode"] == "sync":
             data["trainer"]["colocated"] = random.Random(f"colocated/{seed}").random() < 0.5
+    if "allocation" not in data:
+        _split(data, random.Random(f"phases/{seed}"))
     return RunConfig.model_validate(data)
+
+
+def _split(data: dict[str, Any], draw: random.Random) -> None:
+    """Let some engines of a third of the runs compute prompts for the others."""
+    if draw.random() > 1 / 3:
+        return
+    engines = data["engines"]
+    groups = engines if isinstance(engines, list) else [engines, dict(engines)]
+    data["engines"] = [
+        {**group, "phase": phase}
+        for group, phase in zip(groups, draw.sample(["prefill", "decode"], 2), strict=True)
+    ]
 
 
 def _decouple(data: dict[str, Any], draw: random.Random) -> None:

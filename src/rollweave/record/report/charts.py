@@ -20,6 +20,7 @@ ENGINE_CAUSES = {
     "busy": "--green",
     "environment": "--blue",
     "stragglers": "--cyan",
+    "prompts": "--pink",
     "reward": "--orange",
     "window": "--purple",
     "weights": "--red",

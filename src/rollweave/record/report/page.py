@@ -194,6 +194,7 @@ LEGENDS = {
     "busy": "working",
     "environment": "waiting for environments",
     "stragglers": "waiting for turns on other engines",
+    "prompts": "prefill engines without prompts",
     "reward": "waiting for rewards",
     "window": "nothing to start: enough trajectories are in flight",
     "weights": "loading new weights",

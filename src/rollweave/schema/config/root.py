@@ -270,6 +270,7 @@ class RunConfig(Section):
         for number, group in enumerate(self.engines):
             self._check_address(number, group)
             self._check_server(number, group)
+        self._check_phases()
         if self.model.device == "cuda" and self.sim is None:
             self.check_on_gpus()
         return self
@@ -444,6 +445,37 @@ class RunConfig(Section):
             )
         if group.kind == "vllm":
             self._check_vllm(number, group)
+
+    def _check_phases(self) -> None:
+        """Check that prompts can be computed on one engine for another."""
+        phases = [group.phase for group in self.engines]
+        split = {number: phase for number, phase in enumerate(phases) if phase != "both"}
+        if not split:
+            return
+        for number, phase in split.items():
+            group, field = self.engines[number], f"engines.{number}.phase"
+            other = "decode" if phase == "prefill" else "prefill"
+            if other not in phases:
+                raise ValueError(
+                    f"{field} must be both unless other engines have phase {other}, got {phase}"
+                )
+            if not group.moves_kv:
+                raise ValueError(
+                    f"{field} must be both with kind {group.kind}, whose engines cannot move KV, "
+                    f"got {phase}"
+                )
+            if self.allocation is not None:
+                raise ValueError(f"{field} must be both with [allocation], got {phase}")
+            if "prefix_cache" in self.ablation.without:
+                raise ValueError(
+                    f"{field} must be both without prefix_cache, from which KV moves, got {phase}"
+                )
+        exact = {self.engines[number].deterministic for number in split}
+        if len(exact) > 1:
+            raise ValueError(
+                "engines.deterministic must be the same for all prefill and decode engines, which "
+                f"exchange KV, got {[self.engines[number].deterministic for number in split]}"
+            )
 
     def _check_vllm(self, number: int, group: EngineConfig) -> None:
         """Check what vLLM requires beside what all servers require."""

@@ -447,6 +447,10 @@ BLOCK_TOKENS = 16
 """Tokens in one KV block."""
 
 
+EnginePhase = Literal["both", "prefill", "decode"]
+"""Parts of turns that an engine computes."""
+
+
 class EngineConfig(Section):
     """A group of equal engines.
 
@@ -461,6 +465,12 @@ class EngineConfig(Section):
     count: PositiveInt = Field(1, description="Engine processes.")
     pool: str | None = Field(
         None, description="Pool of hosts on which these engines run; any host if unset."
+    )
+    phase: EnginePhase = Field(
+        "both",
+        description="decode: the engine samples, and prefill engines compute prompts for it, from "
+        "which the KV moves, where that saves time; prefill: it samples nothing; both: it "
+        "computes its own prompts.",
     )
     degree: PositiveInt = Field(
         1,
@@ -519,6 +529,11 @@ class EngineConfig(Section):
     def server(self) -> ServerName | None:
         """The kind of the engines' inference servers; None if they have none."""
         return None if self.kind == "embedded" else self.kind
+
+    @property
+    def moves_kv(self) -> bool:
+        """True if engines of this kind can export KV to other engines and import it."""
+        return self.server is None
 
 
 class AllocationConfig(Section):

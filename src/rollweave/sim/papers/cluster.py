@@ -62,6 +62,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     gpu: str = "h800"
     # GPUs for rollouts by their kind, in pools of that name; if empty, all are `gpu`
     kinds: Mapping[str, int] = {}
+    # kind of GPU → phase of its engines; both if missing
+    phases: Mapping[str, str] = {}
     # task → kind of GPU on which its turns run; any if missing
     prefers: Mapping[str, str] = {}
     relayed: bool = False  # a relay on each machine, from which its engines fetch weights
@@ -89,7 +91,13 @@ class Setup(Struct, frozen=True, kw_only=True):
         }
         kinds = self.kinds or ({self.gpu: self.rollout_gpus} if self.relayed else {})
         groups = [
-            {"count": gpus // self.tp, "degree": self.tp, "pool": kind, **settings}
+            {
+                "count": gpus // self.tp,
+                "degree": self.tp,
+                "pool": kind,
+                "phase": self.phases.get(kind, "both"),
+                **settings,
+            }
             for kind, gpus in kinds.items()
         ]
         alike = {"count": self.rollout_gpus // self.tp, "degree": self.tp}

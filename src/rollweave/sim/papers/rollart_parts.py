@@ -19,6 +19,7 @@ from rollweave.sim.papers.cluster import (
     first_step,
     mean_of,
     pace,
+    rollout_s,
     rollouts,
 )
 from rollweave.sim.papers.rows import Experiment, Row
@@ -405,6 +406,43 @@ def _failing(work: Workload) -> Workload:
     return SlowStarts(work, rate=SWE_INIT_HANG_RATE, seconds=INIT_TIMEOUT_S)
 
 
+# Prefill and decoding apart.
+
+SIZES = {"32B": ("qwen3-32b", 4), "30B-A3B": ("qwen3-30b-a3b", 4)}
+"""Models of Table 5, and the GPUs of an engine (assumption: as for the dense one)."""
+
+NODES = {"1P3D": (1, 3), "2P2D": (2, 2), "3P1D": (3, 1)}
+"""Nodes of eight H800 for prompts, and nodes of eight H20 that sample."""
+
+
+class PhasesSeconds(Struct, frozen=True, kw_only=True):
+    """Mean seconds of a rollout with both variants."""
+
+    split: float
+    collocated: float
+
+
+def phases_s(size: str, nodes: str, *, steps: int, batch: int = 128) -> PhasesSeconds:
+    """Simulate rollouts of SWE with prompts on the H800 alone, and with both parts of
+    turns on all GPUs. Raises ExperimentError.
+    """
+    (shape, tp), (prefill, decode) = SIZES[size], NODES[nodes]
+    setup = Setup(
+        model=shape,
+        tasks=("swe",),
+        context=CONTEXT,
+        rollout_gpus=8 * (prefill + decode),
+        trainer_gpus=32,
+        batch=batch,
+        kinds={"h800": 8 * prefill, "h20": 8 * decode},
+        tp=tp,
+    )
+    split = setup.but(phases={"h800": "prefill", "h20": "decode"})
+    return PhasesSeconds(
+        split=rollout_s(split, steps=steps), collocated=rollout_s(setup, steps=steps)
+    )
+
+
 def table5(quick: bool) -> list[Row]:
     """Reproduce RollArt §7.4: SWE with batch 128, where each prefill node has eight
     H800 and each decoding node eight H20.
@@ -415,22 +453,30 @@ def table5(quick: bool) -> list[Row]:
         ("30B-A3B", "1P3D"): (294.8, 327.4),
         ("30B-A3B", "2P2D"): (251.1, 305.2),
     }
-    note = (
-        "to be built: prefill and decoding on engines of different hardware, and moving KV "
-        "between them"
-    )
-    return [
-        Row(
-            experiment="rollart-table5",
-            row=f"{size} {nodes}, {name}",
-            published=seconds,
-            ours=None,
-            unit="s",
-            note=note,
-        )
-        for (size, nodes), pair in published.items()
-        for name, seconds in zip(("disaggregated", "collocated"), pair, strict=True)
-    ]
+    steps = 1 if quick else 3
+    note = f"{mean_of(steps, 'rollout')}, on engines of {SIZES['32B'][1]} GPUs (assumption)"
+    rows = []
+    for size in SIZES:
+        for nodes in ("2P2D",) if quick else NODES:
+            ours = phases_s(size, nodes, steps=steps)
+            pair = published.get((size, nodes), (None, None))
+            rows += [
+                Row(
+                    experiment="rollart-table5",
+                    row=f"{size} {nodes}, {name}",
+                    published=theirs,
+                    ours=seconds,
+                    unit="s",
+                    note=note,
+                )
+                for name, theirs, seconds in zip(
+                    ("disaggregated", "collocated"),
+                    pair,
+                    (ours.split, ours.collocated),
+                    strict=True,
+                )
+            ]
+    return rows
 
 
 EXPERIMENTS = (

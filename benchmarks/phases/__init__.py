@@ -1,0 +1,1 @@
+"""Bench `phases`: prefill and decoding on different engines."""

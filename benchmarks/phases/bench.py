@@ -1,0 +1,173 @@
+"""Bench `phases`: rollouts whose prompts are computed by prefill engines, compared with
+the same engines doing everything (RollArt §6.3, Table 5).
+
+Live, with paced engines as processes: one of an H800 and two of an H20, in synchronous
+steps. Both variants get the same tasks and samples, since engines are deterministic and
+nothing is learned, so that their trajectories must be the same, token by token. Runs
+are interleaved. Simulated, with the GPUs and models of RollArt's Table 5.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import Figure, Result
+from benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL, SLOWER
+from benchmarks.runs import trained
+from benchmarks.scheduling.paced_engine import TOKENS
+from benchmarks.scheduling.rollouts import (
+    LOGPROB_TOLERANCE,
+    Rollout,
+    Sample,
+    mismatches,
+    read_rollouts,
+    read_samples,
+)
+from rollweave.runtime.processes import Programs
+from rollweave.schema.base import Struct, TrajectoryId
+from rollweave.schema.config.root import RunConfig
+from rollweave.sim.papers.rollart_parts import NODES, SIZES, phases_s
+
+GROUPS, MEMBERS = 4, 4
+
+WORDS: Mapping[str, int] = {"long": 240, "short": 12}
+"""Words of each text that the agent reads: of the first it is worth computing them
+elsewhere.
+"""
+
+CHUNK_TOKENS = 128
+"""Tokens of prompts in a step: a step of an H20 with more is longer than a turn."""
+
+SPLIT, COLLOCATED = "split", "collocated"
+
+
+class PhasesPlan(Struct, frozen=True, kw_only=True):
+    """Length of the bench: `steps` of a run, of which the first is left out, and runs
+    of each kind.
+    """
+
+    steps: int
+    runs: int
+    batches: int
+
+
+FULL = PhasesPlan(steps=4, runs=2, batches=3)
+QUICK = PhasesPlan(steps=2, runs=1, batches=1)
+
+
+def config(variant: str, words: int, plan: PhasesPlan, *, seed: int, directory: str) -> RunConfig:
+    phases = ("prefill", "decode") if variant == SPLIT else ("both", "both")
+    engine = {"max_slots": 16, "kv_tokens": 32768, "deterministic": True}
+    engine["prefill_chunk_tokens"] = CHUNK_TOKENS
+    return RunConfig.model_validate(
+        {
+            "run": {"name": variant, "dir": directory, "seed": seed, "steps": plan.steps},
+            "model": {"scratch": {"hidden": 32, "layers": 1}},
+            "tasks": [
+                {"env": "benchmarks.phases.reading_tasks:Reading", "tag": "reading"}
+                | {"options": {"words": words}}
+                | {"max_turns": 8, "max_tokens": 2048, "max_turn_tokens": 12}
+            ],
+            "rollout": {
+                "mode": "sync",
+                "groups_per_step": GROUPS,
+                "group_size": MEMBERS,
+                "max_running": GROUPS * MEMBERS,
+            },
+            "engines": [
+                {**engine, "count": count, "phase": phase}
+                for count, phase in zip((1, 2), phases, strict=True)
+            ],
+            "trainer": {"lr": 1e-12},
+            "algorithm": {"advantage": "grpo_no_std"},
+            "eval": {"final_episodes": 0},
+            "faults": {"latency_s": 0.05, "latency_sigma": 1.0},
+        }
+    )
+
+
+class VariantRun(Struct, frozen=True, kw_only=True):
+    """One run. `rollouts` are those of the measured steps; `counted` of all."""
+
+    rollouts: tuple[Rollout, ...]
+    counted: dict[str, float]
+    samples: dict[TrajectoryId, Sample]
+
+    @property
+    def makespans(self) -> list[float]:
+        return [rollout.makespan_s for rollout in self.rollouts]
+
+
+def _run(variant: str, words: int, plan: PhasesPlan, *, seed: int) -> VariantRun:
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        made = config(variant, words, plan, seed=seed, directory=scratch)
+        run, measured = trained(made, programs=Programs(engine="benchmarks.phases.paced_engine"))
+        return VariantRun(
+            rollouts=tuple(read_rollouts(Path(run.journal), made)[1:]),
+            counted=dict(measured.summary.scheduling),
+            samples=read_samples(run),
+        )
+
+
+def bench_phases(*, quick: bool, progress: Callable[[str], None]) -> Result:
+    plan = QUICK if quick else FULL
+    figures: dict[str, Figure] = {"token_mismatches": 0}
+    wrong = 0
+    for length, words in WORDS.items():
+        runs: dict[str, list[VariantRun]] = {SPLIT: [], COLLOCATED: []}
+        for seed in range(plan.runs):
+            for variant, done in runs.items():
+                done.append(_run(variant, words, plan, seed=seed))
+                steps = ", ".join(f"{seconds:.2f}" for seconds in done[-1].makespans)
+                progress(f"{length} prompts, seed {seed}, {variant}: rollouts of {steps} s")
+        pairs = list(zip(runs[SPLIT], runs[COLLOCATED], strict=True))
+        wrong += sum(mismatches(ours.samples, theirs.samples) for ours, theirs in pairs)
+        figures |= _live_figures(length, pairs)
+    figures["token_mismatches"] = wrong
+    for size in SIZES:
+        for nodes in ("2P2D",) if quick else tuple(NODES):
+            progress(f"simulated {size}, {nodes}")
+            seconds = phases_s(size, nodes, steps=plan.batches)
+            name = f"{size}_{nodes}".lower().replace("-", "_")
+            figures[f"sim_split_over_collocated_{name}"] = seconds.split / seconds.collocated
+    return Result(bench="phases", figures=figures, conditions=_conditions(plan))
+
+
+def _live_figures(length: str, pairs: Sequence[tuple[VariantRun, VariantRun]]) -> dict[str, Figure]:
+    ratios = [
+        ours / theirs
+        for split, collocated in pairs
+        for ours, theirs in zip(split.makespans, collocated.makespans, strict=True)
+    ]
+    turns = sum(rollout.turns for split, _ in pairs for rollout in split.rollouts)
+    counted = [split.counted for split, _ in pairs]
+    given = sum(one["split_turns"] for one in counted)
+    return {
+        f"split_over_collocated_{length}": statistics.median(ratios),
+        f"rollout_s_{length}": statistics.median(s for split, _ in pairs for s in split.makespans),
+        f"turns_{length}": turns,
+        f"split_turns_{length}": given,
+        f"split_failed_{length}": sum(one["split_failed"] for one in counted),
+        f"prompt_ms_{length}": 1e3 * sum(one["split_s"] for one in counted) / given
+        if given
+        else None,
+    }
+
+
+def _conditions(plan: PhasesPlan) -> dict[str, Any]:
+    return {
+        "live": f"medians of {plan.runs} seeds and {plan.steps - 1} steps of {GROUPS} groups of "
+        f"{MEMBERS}; engines paced as {MODEL} on {COMPUTE} (one) and {BANDWIDTH} (two), of whose "
+        f"tokens each of ours stands for {TOKENS}, and {SLOWER} times as slow; texts of {WORDS} "
+        "words, answers of 12 tokens",
+        "token_mismatches": "trajectories that differ between both variants in any token, or any "
+        f"log-prob by more than {LOGPROB_TOLERANCE:g}; engines are deterministic",
+        "prompt_ms": "mean time until the engine of a turn had the KV of its prompt; turns and "
+        "split_turns count measured and all steps",
+        "simulated": f"rollouts of SWE with batch 128 (RollArt Table 5), mean of {plan.batches}",
+        "load": f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this "
+        "bench's included",
+    }

@@ -1,0 +1,38 @@
+"""A paced engine (`benchmarks.scheduling.paced_engine`) of bench `phases`: engine e0
+takes the time of an H800, and all others that of an H20.
+"""
+
+import os
+
+from benchmarks.scheduling.paced_engine import StepPace, serve
+from rollweave.engine.planner.batching import StepWork
+from rollweave.schema.serving import EngineSpec
+
+COMPUTE, BANDWIDTH, MODEL = "h800", "h20", "qwen3-32b"
+"""Modeled GPUs and model (RollArt §7.4)."""
+
+PREFILL = "e0"
+"""The engine that computes prompts where phases are apart."""
+
+
+SLOWER = 3
+"""Factor by which steps take longer than those of the modeled engine: computing the
+prompts of ours on two cores must take a small part of the modeled time.
+"""
+
+
+class SlowPace(StepPace):
+    """The pace of an engine whose steps take `SLOWER` times as long."""
+
+    def step_s(self, amounts: StepWork) -> float:
+        return SLOWER * super().step_s(amounts)
+
+
+def pace_of(spec: EngineSpec) -> StepPace:
+    """Return the pace of an engine."""
+    return SlowPace(COMPUTE if spec.id == PREFILL else BANDWIDTH, MODEL)
+
+
+if __name__ == "__main__":
+    serve(pace_of)
+    os._exit(0)

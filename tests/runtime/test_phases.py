@@ -1,0 +1,95 @@
+"""Prefill engines in whole runs: real engines, and KV that moves between processes."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryReader
+from rollweave.runtime.launch import train
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from tests.runtime.real import lake, living
+from tests.runtime.test_scheduling import checked_journal
+from tests.support.core import always_split
+
+pytestmark = pytest.mark.slow
+
+
+def reading(directory: Path, *phases: str, **sections: Any) -> RunConfig:
+    """Return the configuration of a run whose agents read long texts, with an engine of
+    each phase.
+    """
+    engine = {"max_slots": 8, "kv_tokens": 8192, "deterministic": True}
+    return lake(
+        directory,
+        task={
+            "env": "benchmarks.phases.reading_tasks:Reading",
+            "tag": "reading",
+            "options": {"words": 70},
+            "max_tokens": 1024,
+        },
+        **{
+            "warmup": {"steps": 0},
+            "trainer": {"lr": 1e-12},
+            "algorithm": {"advantage": "grpo_no_std"},
+            "eval": {"every": 0, "final_episodes": 0},
+            "engines": [{**engine, "phase": phase} for phase in phases],
+            **sections,
+        },
+    )
+
+
+def sampled(config: RunConfig) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Return the tokens and log-probs of all trajectories."""
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    reader = TrajectoryReader(run.trajectories)
+    samples = {}
+    for entry in reader.entries:
+        sequences = reader.load(entry).sequences
+        samples[str(entry.trajectory_id)] = (
+            tuple(token for sequence in sequences for token in sequence.tokens),
+            tuple(value for sequence in sequences for value in sequence.logprobs),
+        )
+    return samples
+
+
+@pytest.mark.parametrize("mode", ["sync", "bounded", "decoupled"])
+def test_split_turns_have_the_tokens_of_whole_ones(mode: str, tmp_path: Path) -> None:
+    together = reading(tmp_path / "together", "both", "both", rollout={"mode": "sync"})
+    assert train(together).error == ""
+    apart = reading(tmp_path / "apart", "prefill", "decode", rollout={"mode": mode})
+    with always_split():
+        summary = train(apart)
+        _, events, _ = checked_journal(apart)
+    assert summary.error == ""
+    assert summary.scheduling["split_turns"] > 16
+    assert summary.scheduling["split_failed"] < summary.scheduling["split_turns"]
+    ours, theirs = sampled(apart), sampled(together)
+    same = ours.keys() & theirs.keys()
+    assert len(same) >= 8
+    # nothing is learned, so the weights of all versions are nearly the same
+    assert {name for name in same if ours[name][0] != theirs[name][0]} == set()
+    moves = [event for event in events if isinstance(event, e.MigrationDone)]
+    assert any(move.moved_tokens for move in moves), "no KV has moved"
+
+
+def test_a_killed_prefill_engine_loses_nothing(tmp_path: Path) -> None:
+    config = reading(
+        tmp_path,
+        "prefill",
+        "decode",
+        run={"steps": 4},
+        watchdog={"restarts": 10},
+        faults={"latency_s": 0.1},
+    )
+    with living(config) as life:
+        life.until(lambda core: core.state.counters.scheduling.split_turns, "a split turn")
+        os.kill(life.children("rollweave.runtime.entrypoints.engine")[0], signal.SIGKILL)
+        assert life.finish()["steps"] == 4
+    referee, events, _ = checked_journal(config)
+    assert "EngineLost" in referee.seen
+    assert not any(isinstance(event, e.TurnFailed) for event in events)
