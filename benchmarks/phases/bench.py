@@ -127,6 +127,8 @@ def bench_phases(*, quick: bool, progress: Callable[[str], None]) -> Result:
         wrong += sum(mismatches(ours.samples, theirs.samples) for ours, theirs in pairs)
         figures |= _live_figures(length, pairs)
     figures["token_mismatches"] = wrong
+    ratios = (figures[f"split_over_collocated_{length}"] for length in WORDS)
+    figures["split_over_collocated"] = [ratio for ratio in ratios if isinstance(ratio, float)]
     for size in SIZES:
         for nodes in ("2P2D",) if quick else tuple(NODES):
             progress(f"simulated {size}, {nodes}")
@@ -165,6 +167,7 @@ def _conditions(plan: PhasesPlan) -> dict[str, Any]:
         "words, answers of 12 tokens",
         "token_mismatches": "trajectories that differ between both variants in any token, or any "
         f"log-prob by more than {LOGPROB_TOLERANCE:g}; engines are deterministic",
+        "split_over_collocated": "of rollouts, with long texts and with short ones",
         "prompt_ms": "mean time until the engine of a turn had the KV of its prompt; turns and "
         "split_turns count measured and all steps",
         "simulated": f"rollouts of SWE with batch 128 (RollArt Table 5), mean of {plan.batches}",
