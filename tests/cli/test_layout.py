@@ -21,8 +21,8 @@ TABLE = """
 host      process            pool      devices     GPU memory         memory
 10.0.0.1  controller         -         -                    -      450.0 MiB
 trainer   relay              -         -                    -      450.0 MiB
-          trainer rank 0     training  GPU 0         48.2 GiB       57.7 GiB
-          trainer ranks 1–7  training  GPUs 1–7  7 × 48.2 GiB   7 × 11.9 GiB
+          trainer rank 0     training  GPU 0         32.2 GiB       57.7 GiB
+          trainer ranks 1–7  training  GPUs 1–7  7 × 32.2 GiB   7 × 11.9 GiB
 rollout   relay              -         -                    -       46.2 GiB
           engines e0–e7      rollouts  GPUs 0–7  8 × 54.2 GiB  8 × 450.0 MiB
 
@@ -30,8 +30,8 @@ memory of one process, estimated ───────────────�
 process            where      each  of which
 relay              host   46.2 GiB  published weights 45.8 GiB,
                                     process 450.0 MiB
-trainer ranks 0–7  GPU    48.2 GiB  weights 3.8 GiB, gradients 3.8 GiB,
-                                    optimizer 7.6 GiB, activations 20.9 GiB,
+trainer ranks 0–7  GPU    32.2 GiB  weights 3.8 GiB, gradients 3.8 GiB,
+                                    optimizer 7.6 GiB, activations 4.9 GiB,
                                     gathered layers 11.4 GiB, CUDA 640.0 MiB
 trainer rank 0     host   57.7 GiB  copy for a checkpoint 11.4 GiB,
                                     published weights 45.8 GiB,
@@ -43,7 +43,7 @@ engines e0–e7      GPU    54.2 GiB  weights 15.3 GiB, KV cache 36.0 GiB,
 
 memory that all of them need ───────────────────────────────────────────────────
 host     memory    kind                   needed of all
-trainer  GPUs 0–7  H100 80GB HBM3  48.2 GiB of 79.6 GiB  ██████░░░░  61%
+trainer  GPUs 0–7  H100 80GB HBM3  32.2 GiB of 79.6 GiB  ████░░░░░░  40%
          host                      141.3 GiB of 2.0 TiB  █░░░░░░░░░   7%
 rollout  GPUs 0–7  H20             54.2 GiB of 95.6 GiB  ██████░░░░  57%
          host                       49.7 GiB of 1.0 TiB  ░░░░░░░░░░   5%
