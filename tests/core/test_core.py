@@ -590,6 +590,7 @@ def test_batch_level_stepping_waits_for_the_slowest() -> None:
                 world.core.state.trajectories[member] for member in world.core.state.pools.run
             ]
             assert all(member.turn is not None for member in members)
+            assert not world.core.state.pools.init
 
 
 def test_members_that_fail_are_retried_before_the_group_continues_without_them() -> None:

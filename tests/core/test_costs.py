@@ -43,6 +43,10 @@ def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     costs.joined(run, engine, ())
     assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
+    known = costs.rate_of(engine)
+    engine.degree = 2
+    costs.joined(run, engine, ())
+    assert costs.rate_of(engine) == known, "no engine of degree 2 is measured"
     assert run.state.measured[""][1].rate == costs.rate_of(engine)
     assert run.state.measured[""][1].slots == 1
 

@@ -51,6 +51,8 @@ def test_an_engine_that_keeps_failing_is_removed() -> None:
     engines.restart(run, engine, "stuck")
     assert list(run.state.engines) == [E1]
     assert of(run, c.RemoveEngine) == [c.RemoveEngine(engine_id=E0, reason="stuck")]
+    (removal,) = [warning for warning in of(run, c.Warn) if "removed" in warning.message]  # type: ignore[attr-defined]
+    assert removal.component == E0  # type: ignore[attr-defined]
     assert run.state.error == ""
     last = run.state.engines[E1]
     last.restarts = limit

@@ -65,6 +65,13 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
         ),
     )
     assert world.core.state.evaluations.best_step == best.version
+    marked = [
+        command.step
+        for commands in world.commands
+        for command in commands
+        if isinstance(command, c.MarkBest)
+    ]
+    assert marked[-1] == best.version
     assert world.evaluations[-1].final
     assert world.evaluations[-1].version == best.version
 
@@ -246,6 +253,40 @@ def test_an_evaluation_whose_version_is_gone_is_abandoned() -> None:
     assert not evaluation.holds_weights(run)
     assert run.state.evaluations.current is None
     assert run.state.counters.watchdog == {"evaluation_lost": 1}
+
+
+@pytest.mark.parametrize(
+    ("retained", "loaded", "abandoned"),
+    [(True, False, False), (False, True, False), (False, False, True)],
+)
+def test_with_one_version_for_a_trajectory_an_evaluation_waits_for_weights_that_exist(
+    retained: bool, loaded: bool, abandoned: bool
+) -> None:
+    run = evaluating(mode="decoupled")
+    evaluation.begin(run, version=4, final=False)
+    run.state.publication.version, run.state.publication.id = 5, 8
+    run.state.publication.retained = {7: 4, 8: 5} if retained else {8: 5}
+    for engine in run.state.engines.values():
+        engine.version, engine.publication_id = 5, 8
+    if loaded:
+        run.state.engines[E1].publication_id = 7
+    if retained:
+        evaluation.abandon_if_superseded(run, 5)
+    evaluation.abandon_if_lost(run)
+    assert (run.state.evaluations.current is None) is abandoned
+
+
+def test_episodes_of_an_abandoned_evaluation_are_forgotten() -> None:
+    run = evaluating()
+    evaluation.begin(run, version=4, final=False)
+    evaluation.advance(run)
+    group = next(iter(run.state.groups.values()))
+    evaluation.abandon(run)
+    run.state.groups[group.id] = group
+    late = Trajectory(id=TrajectoryId(f"{group.id}.0"), group_id=group.id, member=0, reward=1.0)
+    evaluation.member_scored(run, group, late)
+    assert group.id not in run.state.groups
+    assert run.state.evaluations.current is None
 
 
 def test_lost_checkpoints_take_the_best_with_them() -> None:

@@ -1,9 +1,10 @@
 """Ranks of turns that an engine has, and what promotes them."""
 
-from rollweave.core import turn_priority
+from rollweave.core import dispatching, turn_priority
 from rollweave.core.policy.priority import OVERTAKES, overdue_rank
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, OnEngine, Trajectory
+from rollweave.core.state import EngineStatus, OnEngine, Queued, Trajectory
+from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema import commands as c
 from tests.support.states import E0, members, running
 
@@ -67,3 +68,18 @@ def test_a_new_estimate_changes_the_rank_of_a_turn_on_its_engine() -> None:
     one.length_bucket = 3
     turn_priority.rerank(run, one)
     assert len(reranked(run)) == 1, "an overdue turn keeps its rank"
+
+
+def test_a_new_estimate_changes_the_rank_of_a_turn_that_waits() -> None:
+    run = crowded()
+    one = victim(run)
+    turn = one.open_turn
+    run.fleet.vacate(run.state.engines[E0], one.id, turn)
+    run.state.turns.queue[one.id] = None
+    turn.place, turn.rank, one.length_bucket = Queued(engine=None, given=0, tiebreak=0.0), 1.0, 7
+    dispatching.requeue(run, QueuedTurn(one, turn, turn.place))
+    assert turn.rank == 7.0
+    turn.rank = overdue = overdue_rank(turn.arrival)
+    assert isinstance(turn.place, Queued)
+    dispatching.requeue(run, QueuedTurn(one, turn, turn.place))
+    assert turn.rank == overdue, "an overdue turn keeps its rank"

@@ -137,7 +137,7 @@ def advance(run: Run) -> None:
     owed = state.trainer.save_pending and state.trainer.step == evaluation.version
     saving = owed or state.trainer.saving == evaluation.version
     # the best version must have a checkpoint
-    if not evaluation.pending and not evaluation.to_draw and not saving:
+    if not evaluation.pending and not saving:
         _conclude(run, evaluation)
 
 

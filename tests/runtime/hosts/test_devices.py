@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.core.bindings import bind_all, bind_engine
+from rollweave.core.bindings import bind_all, bind_engine, groups_on_gpus
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
 from rollweave.runtime.hosts.hosts import hosts_here
@@ -126,3 +126,12 @@ def test_a_driver_that_fails_is_named(gpus: Path, tmp_path: Path) -> None:
     gpus.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(ConfigError, match=r"model\.device: the GPUs of this host must be listed"):
         machine_of(config(tmp_path), relays=0, inproc=False)
+
+
+def test_without_pools_auto_uses_the_gpus_of_every_host(tmp_path: Path) -> None:
+    data = config(tmp_path).model_dump()
+    data["model"]["device"] = "auto"
+    run = RunConfig.model_validate(data)
+    cpus = HostSlot(number=0, cpus=8)
+    assert groups_on_gpus(run, [cpus]) == []
+    assert groups_on_gpus(run, [cpus, HostSlot(number=1, devices=(0,))]) == [0]
