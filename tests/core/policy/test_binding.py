@@ -42,6 +42,12 @@ def test_roles_share_evenly_where_there_are_too_few_devices() -> None:
     assert [binding.shared for binding in bindings] == [False, False, True, True, True]
 
 
+def test_hosts_share_evenly_too() -> None:
+    bindings, _ = bind([engine(n) for n in range(8)], [host(0, 1), host(1, 1), host(2, 2)])
+    users = Counter((binding.host, binding.devices) for binding in bindings)
+    assert set(users.values()) == {2}
+
+
 def test_one_device_serves_all() -> None:
     bindings, _ = bind([rank(0), engine(0), engine(1)], [host(0, 1)])
     assert {binding.devices for binding in bindings} == {(0,)}

@@ -267,6 +267,11 @@ def test_refuses_invalid_arguments(fields: dict[str, object], message: str) -> N
         sample(buffer, version=VERSION, **fields)  # type: ignore[arg-type]
 
 
+def test_refuses_an_infinite_ratio() -> None:
+    with pytest.raises(ValueError, match="ratio must be above 0 and finite, got inf"):
+        sample([experience("a", ratio=float("inf"))], 1, strategy="ratio", version=VERSION)
+
+
 def test_refuses_an_invalid_bound() -> None:
     with pytest.raises(ValueError, match="max_groups must be at least 1, got 0"):
         evict([], strategy="age", version=VERSION, max_groups=0)
