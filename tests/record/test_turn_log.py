@@ -17,9 +17,15 @@ from rollweave.record.turn_log import (
 )
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import DiskError
-from rollweave.schema.serving import FinishReason, GenerateResult, TokenDelta, VersionSpan
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateResult,
+    Sampling,
+    TokenDelta,
+    VersionSpan,
+)
 
-CONTEXT = context_digest((1, 2, 3))
+CONTEXT = context_digest((1, 2, 3), Sampling())
 
 
 def key(member: int, attempt: int = 0) -> Attempt:
@@ -99,9 +105,9 @@ def test_segments_of_former_lives_stay_until_nothing_can_continue(tmp_path: Path
     with TurnLog(tmp_path) as log:
         log.keep([key(0), key(1)])
         log.append(answer(0, attempt=1))
-        log.release(key(0))
+        log.release(key(0)[0])
         assert segments(tmp_path) == ["000000.bin", "000001.bin"]
-        log.release(key(1))
+        log.release(key(1)[0])
         assert segments(tmp_path) == ["000001.bin"]
     with TurnLog(tmp_path) as log:
         assert list(log.recorded) == [key(0, 1)]
@@ -166,4 +172,21 @@ def test_a_full_disk_ends_the_log_once_and_nothing_else(
 
 def test_contexts_have_different_digests() -> None:
     contexts = [(), (0,), (1,), (0, 1), (1, 0), (256,), (1, 2, 3)]
-    assert len({context_digest(context) for context in contexts}) == len(contexts)
+    digests = {context_digest(context, Sampling()) for context in contexts}
+    assert len(digests) == len(contexts)
+
+
+def test_other_settings_of_sampling_make_another_context() -> None:
+    ways = [
+        Sampling(),
+        Sampling(temperature=0.6),
+        Sampling(top_p=0.9),
+        Sampling(top_k=5),
+        Sampling(stop=("a",)),
+        Sampling(stop_token_ids=(1,)),
+        Sampling(allowed=(1,)),
+    ]
+    assert len({context_digest((1, 2), way) for way in ways}) == len(ways)
+    assert context_digest((1, 2), Sampling(seed=3, max_tokens=9)) == context_digest(
+        (1, 2), Sampling()
+    )

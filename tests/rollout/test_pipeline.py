@@ -994,3 +994,22 @@ async def test_only_training_is_recorded_and_only_while_it_is_under_way(
         await harness.play()
         assert len(list((tmp_path / "turns").iterdir())) == 2, "those of the first are deleted"
         await harness.idle()
+
+
+async def test_an_attempt_that_starts_over_forgets_the_records_of_the_former_one(
+    store: TrajectoryStore, tmp_path: Path
+) -> None:
+    with TurnLog(tmp_path / "turns") as log:
+        former = Harness(store, THREE, log=log)
+        former.init()
+        await rolled_out(former, 0, turns=2)
+    former.pipeline.cancel(cancel())
+    await former.idle()
+    with TurnLog(tmp_path / "turns") as log:
+        log.keep([(TRAJECTORY, 0)])
+        harness = Harness(store, log=log)
+        harness.init(1)  # what is recorded became too old
+        assert not log.recorded
+        harness.pipeline.cancel(cancel(attempt=1))
+        await harness.idle()
+    assert not (tmp_path / "turns").exists()

@@ -1,13 +1,22 @@
 """Recorded turns are used for their own contexts, and only if their weights survive."""
 
+import msgspec
 import pytest
 
 from rollweave.record.turn_log import TurnAnswer, TurnRecord, TurnTokens, context_digest
+from rollweave.rollout.partial import PartialTurn
 from rollweave.rollout.recorded import RecordedTurns
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.serving import FinishReason, GenerateResult, TokenDelta, VersionSpan
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateResult,
+    PartialOutput,
+    Sampling,
+    TokenDelta,
+    VersionSpan,
+)
 
-ID, MOST = TrajectoryId("g0.0"), 100
+ID, MOST = TrajectoryId("g0.0"), Sampling(max_tokens=100)
 
 
 def context(turn: int) -> tuple[int, ...]:
@@ -35,7 +44,7 @@ def answer(turn: int, versions: str = "333") -> TurnAnswer:
         finish=FinishReason.STOP,
         generate_s=float(count),
     )
-    digest = context_digest(context(turn))
+    digest = context_digest(context(turn), MOST)
     return TurnAnswer(trajectory_id=ID, attempt=0, turn=turn, context=digest, result=result)
 
 
@@ -49,7 +58,7 @@ def tokens(turn: int, versions: str = "33", *, start: int = 0) -> TurnTokens:
         versions=spans(versions, start),
         generate_s=float(end),
     )
-    digest = context_digest(context(turn))
+    digest = context_digest(context(turn), MOST)
     return TurnTokens(trajectory_id=ID, attempt=0, turn=turn, context=digest, delta=delta)
 
 
@@ -58,7 +67,7 @@ def known(records: list[TurnRecord], version: int = 9) -> list[tuple[int, bool]]
     answer.
     """
     recorded, found = RecordedTurns(records, version=version), list[tuple[int, bool]]()
-    while (turn := recorded.take(len(found), context(len(found)), most=MOST)) is not None:
+    while (turn := recorded.take(len(found), context(len(found)), MOST)) is not None:
         found.append((len(turn), turn.answer is not None))
     return found
 
@@ -92,7 +101,7 @@ def test_tokens_of_lost_versions_are_cut_off(
 
 def test_a_cut_turn_keeps_tokens_log_probs_and_versions_together() -> None:
     recorded = RecordedTurns([answer(0, "3345")], version=4)
-    turn = recorded.take(0, context(0), most=MOST)
+    turn = recorded.take(0, context(0), MOST)
     assert turn is not None
     assert turn.partial is not None
     assert turn.partial.tokens == (0, 1, 2)
@@ -102,13 +111,16 @@ def test_a_cut_turn_keeps_tokens_log_probs_and_versions_together() -> None:
 
 def test_another_context_ends_the_use_of_records() -> None:
     recorded = RecordedTurns([answer(0), answer(1)], version=9)
-    assert recorded.take(0, (9, 9), most=MOST) is None
-    assert recorded.take(1, context(1), most=MOST) is None
+    assert recorded.take(0, (9, 9), MOST) is None
+    assert recorded.take(1, context(1), MOST) is None
 
 
 def test_a_turn_that_is_longer_than_allowed_is_not_used() -> None:
-    assert RecordedTurns([answer(0)], version=9).take(0, context(0), most=2) is None
-    assert RecordedTurns([answer(0)], version=9).take(0, context(0), most=3) is not None
+    assert RecordedTurns([answer(0)], version=9).take(0, context(0), Sampling(max_tokens=2)) is None
+    assert (
+        RecordedTurns([answer(0)], version=9).take(0, context(0), Sampling(max_tokens=3))
+        is not None
+    )
 
 
 def test_records_of_another_attempt_have_what_is_left() -> None:
@@ -116,3 +128,37 @@ def test_records_of_another_attempt_have_what_is_left() -> None:
     again = list(recorded.records(ID, 7))
     assert {record.attempt for record in again} == {7}
     assert known(again) == known([answer(0), answer(1, "3345")], 4) == [(3, True), (3, False)]
+
+
+def test_a_turn_that_was_sampled_in_another_way_is_not_used() -> None:
+    """The run was resumed with another temperature."""
+    recorded = RecordedTurns([answer(0)], version=9)
+    assert recorded.take(0, context(0), Sampling(temperature=0.6, max_tokens=100)) is None
+
+
+@pytest.mark.parametrize(("most", "answered"), [(3, True), (4, False)])
+def test_an_answer_that_a_lower_limit_cut_goes_on(most: int, *, answered: bool) -> None:
+    whole = answer(0, "334")
+    cut = msgspec.structs.replace(whole.result, finish=FinishReason.LENGTH)
+    recorded = RecordedTurns([msgspec.structs.replace(whole, result=cut)], version=9)
+    turn = recorded.take(0, context(0), Sampling(max_tokens=most))
+    assert turn is not None
+    assert (turn.answer == cut, turn.partial is None) == (answered, answered)
+    if turn.partial is not None:
+        assert turn.partial.tokens == cut.tokens
+        assert turn.partial.versions == cut.versions
+
+
+def test_a_long_turn_is_assembled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are not copied again for each record."""
+    built = list[int]()
+
+    def partial(self: PartialTurn) -> PartialOutput | None:
+        built.append(len(self))
+        return whole(self)
+
+    whole = PartialTurn.partial.fget
+    assert whole is not None
+    monkeypatch.setattr(PartialTurn, "partial", property(partial))
+    RecordedTurns([tokens(0, start=start) for start in range(0, 40, 2)], version=9)
+    assert built == [40]

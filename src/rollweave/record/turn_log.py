@@ -6,7 +6,7 @@ no attempt that is under way has records in them. It is a cache: what is torn or
 is left out, and its turns are sampled again; a log that cannot be written ends with one
 warning, and the run continues without it. Nothing is synced to the disk, so after a
 power loss the log may lack its end. A context is recorded as a digest, and a record
-belongs to one context only.
+belongs to one context, and to one way of sampling, only.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from rollweave.record.record_file import RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, DiskError
 from rollweave.schema.packing import packed
-from rollweave.schema.serving import GenerateResult, TokenDelta
+from rollweave.schema.serving import GenerateResult, Sampling, TokenDelta
 
 RECORD = 1
 SEGMENT = RecordFormat(
@@ -63,9 +63,13 @@ TurnRecord = TurnTokens | TurnAnswer
 _decoder = msgspec.msgpack.Decoder(TurnRecord)
 
 
-def context_digest(tokens: Iterable[int]) -> bytes:
-    """Return the digest by which a turn's context is recognized."""
-    return xxhash.xxh3_128_digest(packed(tuple(tokens)))
+def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
+    """Return the digest by which a turn's context is recognized, and how the turn is
+    sampled: a resumed run may have other settings. The seed and `max_tokens` do not
+    count, since they do not change the distribution of a token.
+    """
+    how = msgspec.structs.replace(sampling, seed=0, max_tokens=1)
+    return xxhash.xxh3_128_digest(packed((tuple(tokens), how)))
 
 
 class TurnLog:
@@ -109,9 +113,14 @@ class TurnLog:
         """
         return self._former.get(attempt, [])
 
-    def release(self, attempt: Attempt) -> None:
-        """Forget an attempt of a former life: nothing can continue it any longer."""
-        if self._former.pop(attempt, None) is not None:
+    def release(self, trajectory_id: TrajectoryId) -> None:
+        """Forget the trajectory's attempts of former lives: nothing can continue them
+        any longer.
+        """
+        released = [attempt for attempt in self._former if attempt[0] == trajectory_id]
+        for attempt in released:
+            del self._former[attempt]
+        if released:
             self._delete_unneeded()
 
     def append(self, record: TurnRecord) -> None:

@@ -159,16 +159,17 @@ class Pipeline:
 
     def _continue(self, command: StartInit) -> RecordedTurns:
         """Return the recorded turns of the attempt that this one continues, and record
-        them as turns of this one.
+        them as turns of this one. Other records of the trajectory are forgotten.
         """
-        continues, log = command.continues, self._log
-        if continues is None or log is None:
-            return RecordedTurns()
-        former = (command.trajectory_id, continues.attempt)
-        recorded = RecordedTurns(log.take(former), version=continues.version)
-        for record in recorded.records(command.trajectory_id, command.attempt):
-            log.append(record)
-        log.release(former)
+        continues, log, recorded = command.continues, self._log, RecordedTurns()
+        if log is None:
+            return recorded
+        if continues is not None:
+            former = (command.trajectory_id, continues.attempt)
+            recorded = RecordedTurns(log.take(former), version=continues.version)
+            for record in recorded.records(command.trajectory_id, command.attempt):
+                log.append(record)
+        log.release(command.trajectory_id)
         return recorded
 
     def _is_over(self, key: Key) -> None:

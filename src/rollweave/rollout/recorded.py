@@ -15,7 +15,14 @@ import msgspec
 from rollweave.record.turn_log import TurnAnswer, TurnRecord, TurnTokens, context_digest
 from rollweave.rollout.partial import PartialTurn
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.serving import GenerateResult, PartialOutput, TokenDelta, VersionSpan
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateResult,
+    PartialOutput,
+    Sampling,
+    TokenDelta,
+    VersionSpan,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,14 +75,29 @@ class RecordedTurns:
                     delta=as_delta(turn.partial),
                 )
 
-    def take(self, number: int, context: tuple[int, ...], *, most: int) -> RecordedTurn | None:
-        """Return the recorded turn with this number, if it has this context and at most
-        `most` tokens.
+    def take(
+        self, number: int, context: tuple[int, ...], sampling: Sampling
+    ) -> RecordedTurn | None:
+        """Return the recorded turn with this number, if it was sampled for this context
+        in this way, and has at most `sampling.max_tokens` tokens.
+
+        An answer that a lower limit cut is unfinished.
         """
         turn = self._turns.pop(number, None)
-        if turn is None or turn.context != context_digest(context) or len(turn) > most:
+        if (
+            turn is None
+            or turn.context != context_digest(context, sampling)
+            or len(turn) > sampling.max_tokens
+        ):
             self._turns.clear()
             return None
+        answer = turn.answer
+        if (
+            answer is not None
+            and answer.finish is FinishReason.LENGTH
+            and len(turn) < sampling.max_tokens
+        ):
+            return _first_tokens(turn.context, answer, answer.versions)
         return turn
 
     def _drop(self, first: int) -> None:
@@ -96,16 +118,19 @@ def as_delta(partial: PartialOutput, id: str = "") -> TokenDelta:
 
 def _assembled(records: Iterable[TurnRecord]) -> dict[int, RecordedTurn]:
     turns = dict[int, RecordedTurn]()
-    unfinished = dict[int, PartialTurn]()
+    unfinished = dict[int, tuple[bytes, PartialTurn]]()
     for record in records:
         number = record.turn
         if isinstance(record, TurnAnswer):
+            unfinished.pop(number, None)
             turns[number] = RecordedTurn(context=record.context, answer=record.result)
             continue
+        turns.pop(number, None)
         if record.delta.start == 0 or number not in unfinished:
-            unfinished[number] = PartialTurn()
-        unfinished[number].append(record.delta)
-        turns[number] = RecordedTurn(context=record.context, partial=unfinished[number].partial)
+            unfinished[number] = (record.context, PartialTurn())
+        unfinished[number][1].append(record.delta)
+    for number, (context, known) in unfinished.items():
+        turns[number] = RecordedTurn(context=context, partial=known.partial)
     return turns
 
 
@@ -119,18 +144,23 @@ def _up_to(turn: RecordedTurn, version: int) -> RecordedTurn:
         if span.version > version:
             break
         kept.append(span)
-    end = kept[-1].end if kept else 0
-    partial = (
-        PartialOutput(
-            tokens=whole.tokens[:end],
-            logprobs=whole.logprobs[:end],
-            versions=tuple(kept),
-            generate_s=whole.generate_s * end / len(whole.tokens),
-        )
-        if end
-        else None
+    if not kept:
+        return RecordedTurn(context=turn.context)
+    return _first_tokens(turn.context, whole, tuple(kept))
+
+
+def _first_tokens(
+    context: bytes, whole: GenerateResult | PartialOutput, versions: tuple[VersionSpan, ...]
+) -> RecordedTurn:
+    """Return the tokens that these versions sampled as an unfinished turn."""
+    count = versions[-1].end
+    partial = PartialOutput(
+        tokens=whole.tokens[:count],
+        logprobs=whole.logprobs[:count],
+        versions=versions,
+        generate_s=whole.generate_s * count / len(whole.tokens),
     )
-    return RecordedTurn(context=turn.context, partial=partial)
+    return RecordedTurn(context=context, partial=partial)
 
 
 def replayed(result: GenerateResult, *, id: str, context_tokens: int) -> GenerateResult:

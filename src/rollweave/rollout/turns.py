@@ -188,8 +188,8 @@ class Turns:
         )
         self.reward = asked.reward
         if self.log is not None:
-            turn.context = context_digest(turn.tokens)
-        recorded = self.recorded.take(turn.number, turn.tokens, most=turn.sampling.max_tokens)
+            turn.context = context_digest(turn.tokens, turn.sampling)
+        recorded = self.recorded.take(turn.number, turn.tokens, turn.sampling)
         if recorded is not None:
             turn.answer, turn.recorded = recorded.answer, recorded.partial
             turn.partial_turn = PartialTurn(turn.recorded)
