@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollweave.core import evaluation, training
 from rollweave.core.run import Run
-from rollweave.core.state import Best, EngineStatus, Trajectory
+from rollweave.core.state import Best, EngineStatus, GroupStatus, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
@@ -281,7 +281,10 @@ def test_episodes_of_an_abandoned_evaluation_are_forgotten() -> None:
     evaluation.begin(run, version=4, final=False)
     evaluation.advance(run)
     group = next(iter(run.state.groups.values()))
+    others = [one for one in run.state.groups.values() if one is not group]
+    others[0].status = GroupStatus.ACTIVE
     evaluation.abandon(run)
+    assert others[0].status is GroupStatus.DROPPED
     run.state.groups[group.id] = group
     late = Trajectory(id=TrajectoryId(f"{group.id}.0"), group_id=group.id, member=0, reward=1.0)
     evaluation.member_scored(run, group, late)

@@ -86,7 +86,7 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
         expected or event.publication_id in run.state.publication.retained
     ):
         insort(relay.versions, event.publication_id)
-    if relay.fetch is None or not expected:
+    if not expected:
         return
     counted = run.state.counters.weights
     counted.fetch_s += run.now - relay.fetch_began

@@ -267,6 +267,11 @@ def test_refuses_invalid_arguments(fields: dict[str, object], message: str) -> N
         sample(buffer, version=VERSION, **fields)  # type: ignore[arg-type]
 
 
+def test_a_draw_may_be_zero() -> None:
+    buffer = [experience("a"), experience("b", 1)]
+    assert len(sample(buffer, 1, strategy="staleness", version=VERSION, draws=[0.0])) == 1
+
+
 def test_refuses_an_infinite_ratio() -> None:
     with pytest.raises(ValueError, match="ratio must be above 0 and finite, got inf"):
         sample([experience("a", ratio=float("inf"))], 1, strategy="ratio", version=VERSION)

@@ -87,5 +87,7 @@ def test_prices_are_scaled_to_the_seconds_worked() -> None:
     assert scaled.prices.prompt_s == pytest.approx(2e-5 * 6 / by_prices)
     assert scaled.covariance[3][3] == pytest.approx(4e-12 * (6 / by_prices) ** 2)
     assert Worked().scaled(FIT) == FIT
+    idle = Worked(amounts=[1.0, 1.0, 1.0, 1.0])
+    assert idle.scaled(FIT) == FIT
     worked.forget()
     assert worked.scaled(FIT).prices.prompt_s == pytest.approx(scaled.prices.prompt_s)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rollweave.core.policy import turn_times
 from rollweave.core.policy.turn_times import (
     FIRST_TURNS,
-    KEPT,
     PRIOR,
     Prices,
     TurnTime,
@@ -156,10 +155,10 @@ def test_the_newest_turns_of_each_batch_size_are_kept(batches: list[float]) -> N
         one = TurnTime(
             seconds=1.0 + number, output_tokens=1, prompt_tokens=0, batch=batch, context=1.0
         )
-        times.add(one)
+        times.add(one, most=4)
         added.append(one)
     sizes = [(1 << power, 2 << power) for power in range(6)]
-    kept = [[one for one in added if low <= one.batch < high][-KEPT:] for low, high in sizes]
+    kept = [[one for one in added if low <= one.batch < high][-4:] for low, high in sizes]
     assert times.turns == list(itertools.chain.from_iterable(kept))
     assert times.count == len(batches)
 
