@@ -161,6 +161,22 @@ def test_a_trainer_that_comes_back_earlier_takes_its_later_versions_along() -> N
     assert (first.kept, second.kept) == (Kept(attempt=0, initiated=3, version=4), None)
 
 
+def test_an_attempt_keeps_no_versions_that_its_trainer_lost_before() -> None:
+    """Their numbers have other weights by the time at which the controller is lost."""
+    run = with_checkpoint(Stage.RUN, Stage.RUN)
+    first, second = members(run)
+    first.initiated, second.initiated = 1, 3
+    continuation.restored(run, 2)
+    continuation.restored(run, 4)
+    for one in (first, second):
+        continuation.keep(run, one)
+    assert first.kept == Kept(attempt=0, initiated=1, version=2)
+    assert second.kept is None
+    first.stage = Stage.QUEUED
+    continuation.take(run, first, 3)
+    assert first.restored_to is None, "the next attempt is of this lineage alone"
+
+
 @pytest.mark.parametrize(("initiated", "continues"), [(3, True), (2, True), (1, False), (4, False)])
 def test_the_next_attempt_counts_its_staleness_from_the_first_launch(
     initiated: int, continues: bool

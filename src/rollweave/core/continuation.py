@@ -29,6 +29,8 @@ def continuable(state: State) -> list[tuple[TrajectoryId, int]]:
 def keep(run: Run, trajectory: Trajectory) -> None:
     """Keep the attempt, which was lost and is recorded, for the next one."""
     version = surviving_version(run.state.checkpoints.newest, warms_up=run.config.warmup.steps > 0)
+    if trajectory.restored_to is not None:
+        version = min(version, trajectory.restored_to)
     trajectory.kept = None
     group = run.state.groups[trajectory.group_id]
     if group.purpose is Purpose.TRAIN and 0 <= trajectory.initiated <= version:
@@ -45,8 +47,13 @@ def forget_unrecorded(run: Run, recorded: set[TrajectoryId]) -> None:
 
 
 def restored(run: Run, step: int) -> None:
-    """The trainer is back at `step`: later versions are lost."""
+    """The trainer is back at `step`: later versions are lost, and their numbers will
+    mean other weights.
+    """
     for trajectory in run.state.trajectories.values():
+        if trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED):
+            before = trajectory.restored_to
+            trajectory.restored_to = step if before is None else min(before, step)
         kept = trajectory.kept
         if kept is not None and kept.version > step:
             trajectory.kept = (
@@ -60,7 +67,7 @@ def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuati
     """Return the version from which the attempt's staleness is counted if it is
     launched now under version `launch`, and the attempt that it continues.
     """
-    kept, trajectory.kept = trajectory.kept, None
+    kept, trajectory.kept, trajectory.restored_to = trajectory.kept, None, None
     if kept is None or not may_continue(
         kept.initiated, launch=launch, next_version=run.next_version(), mode=run.mode
     ):

@@ -168,6 +168,8 @@ class Trajectory(msgspec.Struct):
     launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
     kept: Kept | None = None  # the attempt that the next one may continue
+    # earliest step to which the trainer was restored during the attempt
+    restored_to: int | None = None
 
     @property
     def open_turn(self) -> Turn:
