@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from rollweave import (
     Sampling,
     SessionLimits,
     SessionRecording,
+    TokenDelta,
     serve_gateway,
     start_engine,
 )
@@ -34,9 +36,14 @@ async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int
     engine, ids = start_engine(checkpoint, device=device), itertools.count()
     context = (await engine.ready()).max_context
 
-    async def generate(session: str, tokens: tuple[int, ...], sampling: Sampling) -> GenerateResult:
+    async def generate(
+        session: str,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: Callable[[TokenDelta], None] | None,
+    ) -> GenerateResult:
         request = GenerateRequest(id=f"{session}-{next(ids)}", tokens=tokens, sampling=sampling)
-        result = await engine.generate(request)
+        result = await engine.generate(request, on_tokens)
         # The engine serves its checkpoint, which training calls version 0.
         versions = tuple(msgspec.structs.replace(span, version=0) for span in result.versions)
         return msgspec.structs.replace(result, versions=versions)

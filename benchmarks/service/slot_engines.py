@@ -32,6 +32,7 @@ from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.schema.errors import EngineError, KvError, WeightsError
 from rollweave.schema.serving import (
+    STREAM_S,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -111,7 +112,11 @@ class PacedEngine:
         )
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         answer = asyncio.ensure_future(self._generated(request))
         self._under_way[request.id] = answer

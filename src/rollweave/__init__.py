@@ -47,7 +47,13 @@ if TYPE_CHECKING:
     from rollweave.schema.errors import ConfigError, RollweaveError
     from rollweave.schema.roles import WorkerError, WorkerLostError
     from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
-    from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
+    from rollweave.schema.serving import (
+        EngineSpec,
+        GenerateRequest,
+        GenerateResult,
+        Sampling,
+        TokenDelta,
+    )
     from rollweave.schema.work import (
         Decoding,
         SegmentKind,
@@ -102,6 +108,7 @@ __all__ = [
     "StopReason",
     "Summary",
     "Task",
+    "TokenDelta",
     "TokenSequence",
     "Tool",
     "Trajectory",
@@ -157,7 +164,13 @@ _NAMES_OF = {
     "schema.errors": ("ConfigError", "RollweaveError"),
     "schema.roles": ("WorkerError", "WorkerLostError"),
     "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
-    "schema.serving": ("EngineSpec", "GenerateRequest", "GenerateResult", "Sampling"),
+    "schema.serving": (
+        "EngineSpec",
+        "GenerateRequest",
+        "GenerateResult",
+        "Sampling",
+        "TokenDelta",
+    ),
     "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),
     "service.batches": ("DapoBatches", "DapoRollouts"),
     "service.client": ("RolloutClient", "Rollouts"),

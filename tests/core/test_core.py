@@ -497,6 +497,32 @@ def test_a_turn_requested_twice_is_one_turn() -> None:
     assert len(world.core.snapshot()) == len(before)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_turn_that_a_program_reads_is_resumed_wherever_it_continues(streamed: bool) -> None:
+    """Its tokens are read already. Any other turn of this mode starts over."""
+    world = World(config(), seed=5)
+    world.start()
+    run = until(world, c.StartRun)
+    assert isinstance(run, c.StartRun)
+
+    def starts() -> list[c.StartTurn]:
+        return [
+            command
+            for commands in world.commands
+            for command in commands
+            if isinstance(command, c.StartTurn) and command.trajectory_id == run.trajectory_id
+        ]
+
+    named = {"trajectory_id": run.trajectory_id, "attempt": run.attempt, "turn": 0}
+    world.feed(e.TurnRequested(**named, context_tokens=4, streamed=streamed))
+    (first,) = starts()
+    world.feed(e.TurnFailed(**named, dispatch=first.dispatch, error="refused"))
+    assert [(start.dispatch, start.resume) for start in starts()] == [
+        (first.dispatch, streamed),
+        (first.dispatch + 1, streamed),
+    ]
+
+
 def test_the_core_tracks_the_progress_of_open_turns() -> None:
     world = World(config(), seed=7)
     world.start()

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from rollweave.schema.serving import (
+    PROGRESS_S,
+    STREAM_S,
     Abort,
     Add,
     EngineCommand,
@@ -125,7 +127,7 @@ def test_chain_of_lost_engines_loses_only_unreported_tokens(
                 cut(uninterrupted[i], len(tokens), tokens=tokens, logprobs=logprobs),
             )
         at: dict[int, Sequence[EngineCommand]] = {
-            0: [Add(request=resumed_request, stream=True)],
+            0: [Add(request=resumed_request, report_s=PROGRESS_S)],
             life: [Abort(id="x")],
         }
         outcome = drive(spec(path, deterministic=True), [], at=at, clock=Seconds())
@@ -317,7 +319,10 @@ def grown(reported: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float,
 
 def test_deltas_are_the_beginning_of_the_result_and_none_follows_it(path: str) -> None:
     adds: list[EngineCommand] = [
-        Add(request=request(str(i), p, seed=i, max_tokens=4 + 5 * i), stream=i != 2)
+        Add(
+            request=request(str(i), p, seed=i, max_tokens=4 + 5 * i),
+            report_s=PROGRESS_S if i != 2 else None,
+        )
         for i, p in enumerate(PROMPTS * 2)
     ]
     outcome = drive(spec(path, max_slots=3), [], at={0: adds, 4: [Abort(id="3")]}, clock=Seconds())
@@ -350,7 +355,7 @@ def test_one_message_reports_all_requests_at_the_interval(path: str) -> None:
             self.now += 0.2
 
     adds: list[EngineCommand] = [
-        Add(request=request(str(i), p, seed=i, max_tokens=13), stream=True)
+        Add(request=request(str(i), p, seed=i, max_tokens=13), report_s=PROGRESS_S)
         for i, p in enumerate(PROMPTS)
     ]
     outcome = drive(spec(path), [], at={0: adds}, clock=Fifths())
@@ -358,9 +363,31 @@ def test_one_message_reports_all_requests_at_the_interval(path: str) -> None:
     assert sizes == [[4, 4, 4], [3, 3, 3], [3, 3, 3]]
 
 
+def test_the_most_impatient_request_sets_the_interval_while_it_lives(path: str) -> None:
+    """A step takes a fifth of a second: every step is reported until the turn that a
+    client reads has ended, and every third one from then on.
+    """
+
+    class Fifths(Seconds):
+        def step(self, *_: object) -> None:
+            self.now += 0.2
+
+    adds: list[EngineCommand] = [
+        Add(request=request("slow", PROMPTS[0], max_tokens=13), report_s=PROGRESS_S),
+        Add(request=request("read", PROMPTS[1], max_tokens=5), report_s=STREAM_S),
+    ]
+    outcome = drive(spec(path), [], at={0: adds}, clock=Fifths())
+    read, slow = (
+        [len(piece.tokens) for piece in pieces(outcome) if piece.id == id]
+        for id in ("read", "slow")
+    )
+    assert read == [2, 1, 1], "the last token comes with the result"
+    assert slow == [2, 1, 1, 3, 3]
+
+
 def test_suspension_reports_all_tokens(path: str) -> None:
     """Time stands still, so nothing is reported by the interval."""
-    add = Add(request=request("x", PROMPTS[0], max_tokens=12), stream=True)
+    add = Add(request=request("x", PROMPTS[0], max_tokens=12), report_s=PROGRESS_S)
     at: dict[int, Sequence[EngineCommand]] = {0: [add], 5: [Suspend()], 7: [Resume()]}
 
     class Still(Seconds):
@@ -386,7 +413,7 @@ def test_resumed_tokens_are_not_reported_again(
         request("x", PROMPTS[0], max_tokens=MAX_TOKENS), cut(uninterrupted[0], 7)
     )
     outcome = drive(
-        spec(path), [], at={0: [Add(request=resumed_request, stream=True)]}, clock=Seconds()
+        spec(path), [], at={0: [Add(request=resumed_request, report_s=PROGRESS_S)]}, clock=Seconds()
     )
     reported = pieces(outcome)
     assert reported[0].start == 7

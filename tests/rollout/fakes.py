@@ -33,6 +33,7 @@ from rollweave.schema.rollouts import (
     WorkerReport,
 )
 from rollweave.schema.serving import (
+    STREAM_S,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -174,7 +175,11 @@ class OneWordEngine:
         return self._lost
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
@@ -347,7 +352,7 @@ class Harness:
     def run(self, attempt: int = 0) -> None:
         self.pipeline.start_run(StartRun(trajectory_id=TRAJECTORY, attempt=attempt))
 
-    def turn(self, turn: int, dispatch: int = 0, attempt: int = 0) -> None:
+    def turn(self, turn: int, dispatch: int = 0, attempt: int = 0, *, resume: bool = False) -> None:
         self.pipeline.start_turn(
             StartTurn(
                 trajectory_id=TRAJECTORY,
@@ -356,6 +361,7 @@ class Harness:
                 engine_id=ENGINE,
                 rank=0.0,
                 dispatch=dispatch,
+                resume=resume,
             )
         )
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import Agent, Job, LimitError
 from rollweave.envs.handlers.sandboxes import ImagePort, Sandboxes
@@ -27,7 +29,7 @@ from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.image_cache import Lease
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelTrajectory, StartInit
-from rollweave.schema.errors import ImageError
+from rollweave.schema.errors import EngineLostError, ImageError
 from rollweave.schema.events import (
     AttemptDelayed,
     EnvReady,
@@ -38,7 +40,14 @@ from rollweave.schema.events import (
     TurnRequested,
     TurnWithdrawn,
 )
-from rollweave.schema.serving import FinishReason, Sampling
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    TokenDelta,
+    VersionSpan,
+)
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
 from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, engine_result, reply_tokens
 
@@ -750,6 +759,69 @@ async def test_an_agent_program_at_the_endpoint(
     (sequence,) = trajectory.sequences
     kinds = [SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION, SegmentKind.OUTPUT]
     assert [segment.kind for segment in sequence.segments] == kinds
+
+
+async def test_a_program_reads_a_turn_that_two_engines_sample(
+    store: TrajectoryStore, listener: GatewayListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first engine is lost after the program has read the beginning; what the
+    program reads is what is recorded.
+    """
+    calls: list[tuple[GenerateRequest, OnTokens, asyncio.Future[GenerateResult]]] = []
+    read: list[str] = []
+
+    def generate(
+        request: GenerateRequest, on_tokens: OnTokens | None = None, *, report_s: float = 1.0
+    ) -> asyncio.Future[GenerateResult]:
+        assert on_tokens is not None
+        calls.append((request, on_tokens, asyncio.get_running_loop().create_future()))
+        return calls[-1][2]
+
+    async def run(agent: Agent) -> None:
+        endpoint = await agent.endpoint()
+        async with openai.AsyncOpenAI(
+            base_url=endpoint.url, api_key=endpoint.token, max_retries=0
+        ) as client:
+            stream = await client.chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "go"}], stream=True
+            )
+            read.extend(
+                [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+            )
+
+    def delta(start: int, end: int, version: int) -> TokenDelta:
+        whole = engine_result("hello")
+        span = VersionSpan(start=start, end=end, version=version)
+        tokens, logprobs = whole.tokens[start:end], whole.logprobs[start:end]
+        return TokenDelta(id="", start=start, tokens=tokens, logprobs=logprobs, versions=(span,))
+
+    stage_ = harness(store, listener, Played(on_run=run))
+    monkeypatch.setattr(stage_.engine, "generate", generate)
+    stage_.init()
+    await stage_.until(EnvReady)
+    stage_.run()
+    asked = await stage_.until(TurnRequested)
+    assert isinstance(asked, TurnRequested)
+    assert asked.streamed
+    stage_.turn(0)
+    calls[0][1](delta(0, 3, version=3))
+    calls[0][2].set_exception(EngineLostError("killed"))
+    await reached(lambda: calls[0][2].done())
+    stage_.turn(0, dispatch=1, resume=True)
+    request, on_tokens, answer = calls[1]
+    assert request.resumed is not None
+    assert request.resumed.tokens == reply_tokens("hel", end=False)
+    on_tokens(delta(3, 4, version=4))
+    spans = (VersionSpan(start=0, end=3, version=3), VersionSpan(start=3, end=6, version=4))
+    whole = engine_result("hello")
+    answer.set_result(msgspec.structs.replace(whole, versions=spans, resumed_tokens=3))
+    over = await stage_.until(TrajectoryEnded)
+    assert isinstance(over, TrajectoryEnded)
+    assert (over.stop_reason, "".join(read)) == (StopReason.FINISHED, "hello")
+    (sequence,) = store.get([TRAJECTORY])[0].sequences
+    assert sequence.tokens[-6:] == whole.tokens
+    outputs = [part for part in sequence.segments if part.kind is SegmentKind.OUTPUT]
+    assert [(part.end - part.start, part.version) for part in outputs] == [(3, 3), (3, 4)]
 
 
 async def test_an_abandoned_call_withdraws_its_turn(

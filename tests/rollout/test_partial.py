@@ -33,8 +33,9 @@ from rollweave.schema.events import (
     TurnRequested,
     TurnsProgressed,
 )
-from rollweave.schema.rollouts import AttemptReport, TurnAsked, TurnGivenUp
+from rollweave.schema.rollouts import AnswerTurn, AttemptReport, StreamTurn, TurnAsked, TurnGivenUp
 from rollweave.schema.serving import (
+    STREAM_S,
     EngineSpec,
     FinishReason,
     GenerateRequest,
@@ -179,13 +180,20 @@ class Puppet(OneWordEngine):
         super().__init__()
         self.calls: list[tuple[GenerateRequest, asyncio.Future[GenerateResult], OnTokens]] = []
         self.aborted: list[str] = []
+        self.intervals: list[float] = []
+        """`report_s` of the calls."""
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         assert on_tokens is not None
         future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
         self.calls.append((request, future, on_tokens))
+        self.intervals.append(report_s)
         return future
 
     def abort(self, request_id: str) -> None:
@@ -200,10 +208,13 @@ class Puppet(OneWordEngine):
 class Stage:
     """`Turns` of one attempt, its engines, and its events.
 
-    The open turn is turn 0.
+    The open turn is turn 0. If it is `streamed`, a program reads its tokens (`heard`),
+    in a run that keeps no others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, streamed: bool = False) -> None:
+        self.streamed = streamed
+        self.heard: list[TokenDelta] = []
         self.events: list[Event] = []
         self.engines: dict[str, Any] = {"e0": Puppet(), "e1": Puppet()}
         task = Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted")
@@ -223,8 +234,8 @@ class Stage:
             post=self.events.append,
             clock=asyncio.get_running_loop().time,
             spans=NoSpans(),
-            answer=lambda answer: self.relay.answer(answer),
-            progress=self.progress,
+            answer=self._answer,
+            progress=None if streamed else self.progress,
         )
         self.relay = RemoteTurns((TRAJECTORY, 0), self._report, episode=lambda: IDLE)
         self.task: asyncio.Task[TurnResult] | None = None
@@ -232,7 +243,8 @@ class Stage:
     def ask(
         self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT
     ) -> asyncio.Task[TurnResult]:
-        turn = self.relay.turn(0, tokens, sampling or Sampling(max_tokens=20))
+        on_tokens = self.heard.append if self.streamed else None
+        turn = self.relay.turn(0, tokens, sampling or Sampling(max_tokens=20), on_tokens)
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
 
@@ -260,6 +272,12 @@ class Stage:
             )
         )
 
+    def _answer(self, command: AnswerTurn | StreamTurn) -> None:
+        if isinstance(command, StreamTurn):
+            self.relay.stream(command)
+        else:
+            self.relay.answer(command)
+
     def _report(self, report: AttemptReport) -> None:
         match report:
             case TurnAsked():
@@ -279,11 +297,11 @@ async def settle(rounds: int = 4) -> None:
         await asyncio.sleep(0)
 
 
-async def streaming_turn() -> tuple[Stage, Puppet, Puppet]:
+async def streaming_turn(*, streamed: bool = False) -> tuple[Stage, Puppet, Puppet]:
     """Return a stage whose turn is with the first engine, which has reported four
     tokens.
     """
-    stage = Stage()
+    stage = Stage(streamed=streamed)
     stage.ask()
     await settle()
     assert [type(event) for event in stage.events] == [TurnRequested]
@@ -350,6 +368,66 @@ async def test_an_aborted_turn_resumes_from_all_sampled_tokens(order: str) -> No
     assert stage.turns.known_context == PROMPT + TRUTH[:7]
     second.calls[0][2](delta(7, 9))
     await finished(stage, second, 7)
+
+
+def heard(stage: Stage) -> list[tuple[int, tuple[int, ...]]]:
+    """Return start and tokens of each delta that the program has received."""
+    for piece in stage.heard:
+        assert piece.logprobs == logprobs_of(piece.tokens)
+    return [(piece.start, piece.tokens) for piece in stage.heard]
+
+
+@pytest.mark.parametrize("how", ["lost", "aborted"])
+async def test_a_program_reads_each_token_once_though_engines_change(how: str) -> None:
+    stage, first, second = await streaming_turn(streamed=True)
+    assert [event.streamed for event in stage.of(TurnRequested)] == [True]
+    assert first.intervals == [STREAM_S]
+    if how == "lost":
+        first.calls[0][1].set_exception(EngineLostError("killed"))
+    else:
+        stage.abort("e0", 0)
+        first.calls[0][1].set_result(result(7))
+    await settle()
+    stage.start("e1", 1, resume=True)
+    known = 4 if how == "lost" else 7
+    assert second.resumed == partial(known)
+    second.calls[0][2](delta(known, 9))
+    second.calls[0][2](delta(9, 10))
+    # The tokens that the abort has brought to light come with the next ones.
+    assert heard(stage) == [(0, TRUTH[:2]), (2, TRUTH[2:4]), (4, TRUTH[4:9]), (9, TRUTH[9:10])]
+    await finished(stage, second, known)
+    assert stage.of(TurnsProgressed) == []
+
+
+@pytest.mark.parametrize("how", ["refused", "restarted", "inconsistent"])
+async def test_a_program_learns_that_its_turn_begins_anew(how: str) -> None:
+    """Then it has tokens that the engine does not continue."""
+    stage, first, second = await streaming_turn(streamed=True)
+    if how == "refused":
+        first.calls[0][1].set_exception(EngineError("the model's logits are not finite"))
+        await settle()
+    elif how == "inconsistent":
+        first.calls[0][2](delta(5, 6))
+        first.calls[0][2](delta(6, 8))
+        first.calls[0][1].set_exception(EngineLostError("killed"))
+        await settle()
+    else:
+        stage.abort("e0", 0)
+    stage.start("e1", 1, resume=how != "restarted")
+    assert second.resumed is None
+    second.calls[0][2](delta(0, 3))
+    second.calls[0][2](delta(3, 6))
+    assert heard(stage)[2:] == [(0, TRUTH[:3]), (3, TRUTH[3:6])]
+    await finished(stage, second, 0)
+
+
+async def test_nothing_reaches_a_program_after_its_answer_or_its_end() -> None:
+    stage, first, _ = await streaming_turn(streamed=True)
+    late = first.calls[0][2]
+    await finished(stage, first, 0)
+    late(delta(4, 6))
+    stage.relay.stream(StreamTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, delta=delta(4, 6)))
+    assert len(stage.heard) == 2
 
 
 async def test_an_abort_without_an_answer_times_out() -> None:
@@ -612,7 +690,11 @@ class Watched:
         self.reported = asyncio.Event()
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         assert on_tokens is not None
         forward = on_tokens
@@ -624,7 +706,7 @@ class Watched:
                 if not self.left:
                     self.reported.set()
 
-        return self.engine.generate(request, listen)
+        return self.engine.generate(request, listen, report_s=report_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -784,7 +784,7 @@ async def test_a_bug_in_one_score_ends_only_that_attempt(store: TrajectoryStore)
 async def test_a_request_that_cannot_be_sent_fails_only_its_turn(store: TrajectoryStore) -> None:
     harness = Harness(store)
 
-    def refuses(request: object, on_tokens: object = None) -> asyncio.Future[GenerateResult]:
+    def refuses(*_: object, **__: object) -> asyncio.Future[GenerateResult]:
         raise ValueError("a frame must not be longer")
 
     harness.engine.generate = refuses  # type: ignore[method-assign,assignment]

@@ -319,8 +319,10 @@ def _emit_start(
             engine_id=engine_id,
             rank=turn.rank,
             dispatch=turn.dispatch,
-            # then it was sampled only under weights that this engine serves, too
-            resume=not run.pacing.interchangeable,
+            # A trajectory that is bound to weights was sampled under those of this
+            # engine. What a program has read cannot be taken back, so that such a turn
+            # may have tokens of several versions, as one whose engine is updated has.
+            resume=turn.streamed or not run.pacing.interchangeable,
             prefill=prefill,
         )
     )

@@ -96,6 +96,7 @@ class Turn(msgspec.Struct, kw_only=True):
 
     number: int
     context_tokens: int
+    streamed: bool = False  # a program reads its tokens while they are sampled
     since: float  # when it was requested, given to its engine, or taken from one
     place: Held | Queued | OnEngine = Held()
     arrival: int = 0  # number of its arrival in the queue, in this run

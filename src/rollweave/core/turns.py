@@ -54,7 +54,12 @@ def on_requested(run: Run, event: TurnRequested) -> None:
         return  # a duplicate
     lengths.learn_request(run, trajectory, event.context_tokens)
     trajectory.turns_requested += 1
-    turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
+    turn = Turn(
+        number=event.turn,
+        context_tokens=event.context_tokens,
+        streamed=event.streamed,
+        since=run.now,
+    )
     trajectory.turn = turn
     if not migration.holds_turn(run, trajectory):
         dispatching.enqueue(run, trajectory, turn)

@@ -36,7 +36,6 @@ from rollweave.engine.staging import WeightStaging
 from rollweave.io.device import device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
-    PROGRESS_S,
     Abort,
     Add,
     EngineCommand,
@@ -104,6 +103,10 @@ class EngineLoop:
         self._streams: dict[str, RequestState] = {}
         """The live requests whose tokens are reported as they are sampled."""
         self._progress_at = math.inf
+        """When their tokens are reported next: `report_s` after the last time, as the
+        most impatient of them asks.
+        """
+        self._progressed_at = -math.inf
         self._suspended_at: float | None = None
         self._deadline = math.inf
         self._version = spec.version
@@ -208,8 +211,8 @@ class EngineLoop:
         match item:
             case CallBetweenSteps(function=function):
                 function()
-            case Add(request=request, stream=stream):
-                self._add(request, stream=stream)
+            case Add(request=request, report_s=report_s):
+                self._add(request, report_s=report_s)
             case Abort(id=id):
                 if id in self._live:
                     self._finish(self._live[id], FinishReason.ABORTED)
@@ -252,7 +255,7 @@ class EngineLoop:
                 assert_never(item)
         return True
 
-    def _add(self, request: GenerateRequest, *, stream: bool) -> None:
+    def _add(self, request: GenerateRequest, *, report_s: float | None) -> None:
         now = self._clock()
         try:
             state = self._admit(request, now)
@@ -277,10 +280,12 @@ class EngineLoop:
         self._live[request.id] = state
         if finished is not None:
             self._finish(state, finished)
-        elif stream:
+        elif report_s is not None:
+            state.report_s = report_s
             if not self._streams:
-                self._progress_at = now + PROGRESS_S
+                self._progressed_at = now
             self._streams[request.id] = state
+            self._schedule_progress()
 
     def _admit(self, request: GenerateRequest, now: float) -> RequestState:
         """Validate a request and build its state. Raises ValueError or EngineError if
@@ -407,7 +412,8 @@ class EngineLoop:
 
     def _report_progress(self, now: float) -> None:
         """Send the tokens sampled since the last `Progress`."""
-        self._progress_at = now + PROGRESS_S
+        self._progressed_at = now
+        self._schedule_progress()
         deltas = [
             delta
             for state in self._streams.values()
@@ -415,6 +421,10 @@ class EngineLoop:
         ]
         if deltas:
             self._reply(Progress(pieces=tuple(deltas)))
+
+    def _schedule_progress(self) -> None:
+        shortest_s = min((state.report_s for state in self._streams.values()), default=math.inf)
+        self._progress_at = self._progressed_at + shortest_s
 
     def _track_slots(self, plan: StepPlan, now: float) -> None:
         """Account for the requests that lost or took a slot, and find the earliest
@@ -494,7 +504,8 @@ class EngineLoop:
         now = self._clock()
         step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
         del self._live[state.request.id]
-        self._streams.pop(state.request.id, None)
+        if self._streams.pop(state.request.id, None) is not None:
+            self._schedule_progress()
         self._batcher.remove(state.request.id)
         self._reply(
             Generated(result=state.result(finish, now=now, step_clock=step_clock, error=error))

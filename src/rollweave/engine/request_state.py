@@ -39,6 +39,7 @@ class RequestState:
         "logprobs",
         "prompt_logprobs",
         "prompt_tokens",
+        "report_s",
         "reported",
         "request",
         "served",
@@ -71,6 +72,8 @@ class RequestState:
         self.stop_strings: StopStrings | None = None
         self.reported = 0
         """Number of output tokens that were reported by `Progress` or resumed."""
+        self.report_s = math.inf
+        """Maximum seconds until its newest tokens are reported."""
         self.served = False
         """True if it has ever had a slot."""
         self.deadline = math.inf

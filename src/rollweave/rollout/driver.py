@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId, Struct
@@ -28,8 +29,16 @@ class TurnResult(Struct, frozen=True, kw_only=True):
 class TurnPort(Protocol):
     """The driver's access to the agent."""
 
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> TurnResult:
-        """Continue `tokens`; wait for a slot and through retries."""
+    async def turn(
+        self,
+        number: int,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: OnTokens | None = None,
+    ) -> TurnResult:
+        """Continue `tokens`; wait for a slot and through retries. `on_tokens` is called
+        with the deltas of `StreamTurn`.
+        """
 
     def record_span(self, name: str, start: float, end: float) -> None:
         """Record that the environment worked from `start` to `end`, in seconds of the

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
 from rollweave.envs.boundary import USER_EXCEPTIONS, checked_score
 from rollweave.envs.foreign import describe_error, running_task, type_name
@@ -368,7 +369,11 @@ class HandlerEpisode:
     # The agent's turns.
 
     async def _generate(
-        self, session: str, tokens: tuple[int, ...], sampling: Sampling
+        self,
+        session: str,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
     ) -> GenerateResult:
         """Take a turn through the pipeline, which permits one per attempt at a time."""
         del session
@@ -382,7 +387,7 @@ class HandlerEpisode:
             if self._deadline is not None:
                 self._deadline.reschedule(None)
             try:
-                answer = await self._port.turn(number, tokens, sampling)
+                answer = await self._port.turn(number, tokens, sampling, on_tokens)
             except EpisodeStopError as stop:
                 self._stop = stop
                 if self._stage_task is not None:

@@ -45,6 +45,20 @@ class PartialTurn:
             generate_s=self._generate_s,
         )
 
+    def since(self, start: int) -> TokenDelta | None:
+        """Return the known tokens from position `start` on, None if there are none.
+        Nothing but tokens and log-probs is in the delta.
+        """
+        if start >= len(self):
+            return None
+        return TokenDelta(
+            id="",
+            start=start,
+            tokens=tuple(self._tokens[start:]),
+            logprobs=tuple(self._logprobs[start:]),
+            versions=(),
+        )
+
     def append(self, delta: TokenDelta) -> None:
         """Append the tokens that the engine has reported."""
         end = delta.start + len(delta.tokens)

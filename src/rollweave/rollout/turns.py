@@ -9,8 +9,11 @@ Where partial turns are kept (`progress`), a turn that is aborted, or whose engi
 lost, continues where it stood if the core permits. A turn that an engine refuses
 restarts, since the partial output may be the reason for the refusal.
 
-Where turns are recorded (`log`), engines stream their tokens, too, and the turns of an
+Where turns are recorded (`log`), engines report their tokens, too, and the turns of an
 attempt that continues one of a lost controller begin with what is recorded.
+
+A turn whose tokens an agent program reads while they are sampled (`streamed`) is kept
+in every run, and its tokens are sent to the attempt's worker.
 """
 
 import asyncio
@@ -43,8 +46,10 @@ from rollweave.schema.events import (
     TurnRequested,
     TurnWithdrawn,
 )
-from rollweave.schema.rollouts import AnswerTurn, TurnAsked
+from rollweave.schema.rollouts import AnswerTurn, StreamTurn, TurnAsked
 from rollweave.schema.serving import (
+    PROGRESS_S,
+    STREAM_S,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -92,6 +97,9 @@ class _OpenTurn:
     sampling: Sampling
     budget_s: float
     routes_from: int = 0
+    streamed: bool = False
+    sent: int = 0
+    """Number of tokens of `partial_turn` that the worker has."""
     dispatch: int = -1
     request_id: str = ""
     partial_turn: PartialTurn = dataclasses.field(default_factory=PartialTurn)
@@ -122,7 +130,8 @@ class _OpenTurn:
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Turns:
     """The turns of the attempt that `command` started. `engine` returns the live engine
-    with an id, or None; `answer` sends answers to the attempt's worker.
+    with an id, or None; `answer` sends answers and streamed tokens to the attempt's
+    worker.
 
     With `progress`, partial turns are kept, and their progress is reported to it. Turns
     are recorded in `log`, and `recorded` are those of the attempt that this one
@@ -134,7 +143,7 @@ class Turns:
     post: Callable[[Event], None]
     clock: Callable[[], float]
     spans: Spans
-    answer: Callable[[AnswerTurn], None]
+    answer: Callable[[AnswerTurn | StreamTurn], None]
     progress: ProgressReporter | None = None
     log: TurnLog | None = None
     recorded: RecordedTurns = dataclasses.field(default_factory=RecordedTurns)
@@ -185,6 +194,7 @@ class Turns:
             budget_s=asked.budget_s,
             # no engine has processed the last token of the former answer
             routes_from=max(0, len(context) - 1),
+            streamed=asked.streamed,
         )
         self.reward = asked.reward
         if self.log is not None:
@@ -244,7 +254,7 @@ class Turns:
             return
         if not command.resume:
             turn.forget()
-            turn.partial_turn = PartialTurn(turn.recorded)
+            turn.partial_turn, turn.sent = PartialTurn(turn.recorded), 0
         if turn.aborting is None:
             self._dispatch(turn, command)
         else:
@@ -268,6 +278,7 @@ class Turns:
                 attempt=self.command.attempt,
                 turn=turn.number,
                 context_tokens=len(turn.tokens),
+                streamed=turn.streamed,
             )
         )
 
@@ -284,6 +295,8 @@ class Turns:
             self._prefill(turn, command, backend, resumed)
             return
         known = turn.partial_turn = PartialTurn(resumed)
+        if resumed is None:
+            turn.sent = 0
         request = GenerateRequest(
             id=turn.request_id,
             tokens=turn.tokens,
@@ -299,10 +312,14 @@ class Turns:
 
         def on_tokens(piece: TokenDelta) -> None:
             known.append(piece)
-            if turn.partial_turn is known and turn.generating is not None:
+            if turn.partial_turn is not known:
+                return
+            if turn.streamed and self._open is turn:
+                self._send_tokens(turn)
+            if turn.generating is not None:
                 self._record_tokens(turn, piece)
-            if progress is not None and turn.partial_turn is known and turn.generating is not None:
-                progress.on_tokens(command, len(known))
+                if progress is not None:
+                    progress.on_tokens(command, len(known))
 
         def done(future: asyncio.Future[GenerateResult]) -> None:
             if turn.generating is future:  # otherwise the turn was aborted or reset
@@ -311,8 +328,11 @@ class Turns:
                 self._generated(turn, command, started, future, resumed)
 
         try:
-            streamed = progress is not None or self.log is not None
-            turn.generating = backend.generate(request, on_tokens if streamed else None)
+            turn.generating = backend.generate(
+                request,
+                on_tokens if self._keeps(turn) or self.log is not None else None,
+                report_s=STREAM_S if turn.streamed else PROGRESS_S,
+            )
         except Exception as error:  # a request that cannot be sent fails only its turn
             self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
             return
@@ -384,7 +404,7 @@ class Turns:
         if generating is None:
             return
         self._stop_reporting()
-        if self.progress is None or backend is None or turn.prefilling:
+        if backend is None or turn.prefilling or not self._keeps(turn):
             turn.forget()
             return
         turn.generating, turn.aborting = None, generating
@@ -440,6 +460,25 @@ class Turns:
                     result=result,
                 )
             )
+
+    def _keeps(self, turn: _OpenTurn) -> bool:
+        """Return whether the turn can continue after the tokens so far."""
+        return turn.streamed or self.progress is not None
+
+    def _send_tokens(self, turn: _OpenTurn) -> None:
+        """Send the worker the tokens that it lacks."""
+        delta = turn.partial_turn.since(turn.sent)
+        if delta is None:
+            return
+        turn.sent = delta.start + len(delta.tokens)
+        self.answer(
+            StreamTurn(
+                trajectory_id=self.command.trajectory_id,
+                attempt=self.command.attempt,
+                turn=turn.number,
+                delta=delta,
+            )
+        )
 
     def _stop_reporting(self) -> None:
         if self.progress is not None:

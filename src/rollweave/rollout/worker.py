@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
 from rollweave.envs.foreign import describe_error
 from rollweave.rollout.budget import EpisodeStopError
@@ -32,6 +33,7 @@ from rollweave.schema.rollouts import (
     AttemptScored,
     PhaseEnded,
     RolloutCommand,
+    StreamTurn,
     TurnAsked,
     TurnGivenUp,
 )
@@ -68,13 +70,20 @@ class RemoteTurns:
         then.
         """
         self._open: tuple[int, asyncio.Future[TurnResult]] | None = None
+        self._on_tokens: OnTokens | None = None
         self._base = -1
         self._known: tuple[int, ...] = ()
         """The context of turn `_base`, and its answer."""
 
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> TurnResult:
+    async def turn(
+        self,
+        number: int,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: OnTokens | None = None,
+    ) -> TurnResult:
         answer: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
-        self._open = (number, answer)
+        self._open, self._on_tokens = (number, answer), on_tokens
         trajectory_id, attempt = self._key
         kept = len(self._known) if tokens[: len(self._known)] == self._known else 0
         episode = self._episode()
@@ -89,6 +98,7 @@ class RemoteTurns:
                 sampling=sampling,
                 budget_s=episode.budget_s,
                 reward=episode.reward,
+                streamed=on_tokens is not None,
             )
         )
         try:
@@ -99,7 +109,7 @@ class RemoteTurns:
                 self._report(TurnGivenUp(trajectory_id=trajectory_id, attempt=attempt, turn=number))
             raise
         finally:
-            self._open = None
+            self._open = self._on_tokens = None
         self._base, self._known = number, tokens + result.result.tokens
         return result
 
@@ -110,6 +120,13 @@ class RemoteTurns:
                 trajectory_id=trajectory_id, attempt=attempt, name=name, start=start, end=end
             )
         )
+
+    def stream(self, command: StreamTurn) -> None:
+        """Pass sampled tokens of the open turn to the episode."""
+        if self._on_tokens is not None and self._open is not None:
+            number, answer = self._open
+            if number == command.turn and not answer.done():
+                self._on_tokens(command.delta)
 
     def answer(self, command: AnswerTurn) -> None:
         """Pass the answer to the episode, unless it has given the turn up."""
@@ -203,6 +220,9 @@ class RolloutWorker:
             case AnswerTurn(trajectory_id=name, attempt=number):
                 if (attempt := self._attempts.get((name, number))) is not None:
                     attempt.turns.answer(command)
+            case StreamTurn(trajectory_id=name, attempt=number):
+                if (attempt := self._attempts.get((name, number))) is not None:
+                    attempt.turns.stream(command)
             case StartEval():
                 self._start_eval(command)
             case CancelTrajectory():

@@ -67,8 +67,9 @@ class StartTurn(TaggedStruct, frozen=True, kw_only=True):
     TurnDone | TurnFailed
 
     With `resume`, the turn continues after the tokens that earlier dispatches sampled,
-    as far as they are known; the core asks for this only on an engine with the weights
-    that sampled them. Without it, the turn starts over and those tokens are discarded.
+    as far as they are known. The core asks for this on an engine with the weights that
+    sampled them, and for a turn whose tokens a program has read already. Without it,
+    the turn starts over and those tokens are discarded.
 
     With `prefill`, the engine only computes the KV of the context, and of those tokens,
     which it keeps in its cache for `Migrate`. → PrefillDone | TurnFailed

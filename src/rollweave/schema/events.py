@@ -155,13 +155,15 @@ class AttemptDelayed(TaggedStruct, frozen=True, kw_only=True):
 class TurnRequested(TaggedStruct, frozen=True, kw_only=True):
     """The episode needs the agent's next message.
 
-    `context_tokens` is the length of the prompt so far.
+    `context_tokens` is the length of the prompt so far. If `streamed`, an agent program
+    reads the tokens while they are sampled, so that they should stand.
     """
 
     trajectory_id: TrajectoryId
     attempt: int
     turn: int
     context_tokens: int
+    streamed: bool = False
 
 
 class TurnDone(TaggedStruct, frozen=True, kw_only=True):

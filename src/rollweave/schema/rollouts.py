@@ -18,7 +18,7 @@ from rollweave.schema.commands import (
 )
 from rollweave.schema.events import AttemptDelayed, DrawFailed, EnvReady, GroupSubmitted
 from rollweave.schema.images import GrantImage, ImageReport, ImageWait
-from rollweave.schema.serving import GenerateResult, Sampling
+from rollweave.schema.serving import GenerateResult, Sampling, TokenDelta
 from rollweave.schema.work import StopReason, Trajectory, Unscored
 
 BEAT_S = 0.5
@@ -61,11 +61,26 @@ class AnswerTurn(TaggedStruct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class StreamTurn(TaggedStruct, frozen=True, kw_only=True):
+    """Tokens that an engine has sampled of a turn with `TurnAsked.streamed`.
+
+    A delta continues the one before, unless it starts at 0: then the turn has begun
+    anew. The last tokens come with the answer.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    delta: TokenDelta
+
+
 class StopRolloutWorker(TaggedStruct, frozen=True, kw_only=True):
     """Cancel all attempts, report their ends, and exit."""
 
 
-RolloutCommand = StartInit | StartRun | StartEval | CancelTrajectory | DrawTask | AnswerTurn
+RolloutCommand = (
+    StartInit | StartRun | StartEval | CancelTrajectory | DrawTask | AnswerTurn | StreamTurn
+)
 """Commands to a worker, in the controller or in another process."""
 
 RolloutWorkerCommand = RolloutCommand | GrantImage | StopRolloutWorker
@@ -112,7 +127,7 @@ class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
 
     The context is the first `kept` tokens of the context and answer of turn `base`, and
     then `tokens`. `budget_s` are the active seconds that remain, and `reward` is the
-    reward so far.
+    reward so far. If `streamed`, `StreamTurn` brings the tokens while they are sampled.
     """
 
     trajectory_id: TrajectoryId
@@ -124,6 +139,7 @@ class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
     sampling: Sampling
     budget_s: float
     reward: float
+    streamed: bool = False
 
 
 class TurnGivenUp(TaggedStruct, frozen=True, kw_only=True):

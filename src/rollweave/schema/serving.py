@@ -240,12 +240,12 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 class Add(TaggedStruct, frozen=True, kw_only=True):
-    """Run a request. With `stream`, `Progress` also reports its tokens as they are
-    sampled.
+    """Run a request. With `report_s`, `Progress` also reports its tokens as they are
+    sampled, at most this many seconds after the step that sampled them.
     """
 
     request: GenerateRequest
-    stream: bool = False
+    report_s: float | None = None
 
 
 class Abort(TaggedStruct, frozen=True, kw_only=True):
@@ -417,9 +417,15 @@ besides its current step. A message with all tokens that 64 requests sample in t
 costs an engine less than a thousandth of it.
 """
 
+STREAM_S = 0.05
+"""Seconds between two `Progress` messages while a client reads a turn as it is sampled:
+fewer than a reader notices.
+"""
+
 
 class Progress(TaggedStruct, frozen=True, kw_only=True):
-    """The tokens sampled since the last `Progress`, for all live requests that stream.
+    """The tokens sampled since the last `Progress`, for all live requests with
+    `Add.report_s`; the shortest of these is the time between two messages.
 
     No delta follows a request's result.
     """

@@ -189,7 +189,7 @@ class EchoLoop:
             add.request, FinishReason.ABORTED, more=PROGRESS_TOKENS
         )
         new = result.resumed_tokens
-        if add.stream:
+        if add.report_s is not None:
             spans = (VersionSpan(start=new, end=len(result.tokens), version=self._version),)
             piece = TokenDelta(
                 id=result.id,

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.client import EngineClient
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
@@ -93,14 +94,18 @@ class Turns:
         self._ids = itertools.count()
 
     async def __call__(
-        self, session: str, tokens: tuple[int, ...], sampling: Sampling
+        self,
+        session: str,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
     ) -> GenerateResult:
         if self._fails:
             raise self._fails.pop(0)
         request = GenerateRequest(
             id=f"{session}-{next(self._ids)}", tokens=tokens, sampling=sampling
         )
-        result = await self._client.generate(request)
+        result = await self._client.generate(request, on_tokens)
         # The engine serves its checkpoint, which is what it would have been given as
         # version 0.
         versions = tuple(msgspec.structs.replace(span, version=0) for span in result.versions)

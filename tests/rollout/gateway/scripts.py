@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, VersionSpan
@@ -51,7 +52,11 @@ class Script:
     cancelled: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
 
     async def __call__(
-        self, session: str, tokens: tuple[int, ...], sampling: Sampling
+        self,
+        session: str,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
     ) -> GenerateResult:
         what = self.texts[min(len(self.requests), len(self.texts) - 1)]
         self.requests.append((session, tokens, sampling))

@@ -3,11 +3,14 @@ and its effect.
 """
 
 import asyncio
+import contextlib
 import io
 import json
 import re
 import socket
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,18 @@ import pytest
 import yarl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai import APIError, AsyncOpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParamsBase
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
+from rollweave.rollout.gateway import server as gateway_server
 from rollweave.rollout.gateway.requests import RequestError, _Chat, parse_chat
 from rollweave.rollout.gateway.server import MAX_BODY, Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import FinishReason, Sampling
+from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta
 from rollweave.schema.work import SegmentKind
 from tests.rollout.chat.chats import codec
 from tests.support.properties import examples
@@ -706,6 +712,190 @@ async def test_a_slow_stream_is_kept_alive_and_sends_errors_as_events() -> None:
         assert server.sequences("s") == ()
 
 
+@dataclass
+class Sampler:
+    """`generate` of a gateway whose turns a test samples token by token."""
+
+    turns: asyncio.Queue[tuple[OnTokens | None, asyncio.Future[GenerateResult]]] = field(
+        default_factory=asyncio.Queue
+    )
+
+    async def __call__(
+        self,
+        session: str,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+    ) -> GenerateResult:
+        result: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        self.turns.put_nowait((on_tokens, result))
+        return await result
+
+
+def report(on_tokens: OnTokens | None, sampled: tuple[int, ...], start: int = 0) -> None:
+    """Report the tokens of a turn from `start` on."""
+    assert on_tokens is not None, "a stream is read while it is sampled"
+    logprobs = engine_result(sampled).logprobs
+    on_tokens(
+        TokenDelta(
+            id="x", start=start, tokens=sampled[start:], logprobs=logprobs[start:], versions=()
+        )
+    )
+
+
+def openai_of(client: Client) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=client.base_url, api_key=client.access.token, max_retries=0, timeout=60.0
+    )
+
+
+async def test_text_arrives_while_the_turn_is_sampled() -> None:
+    """The turn goes on only after the client has what was sampled."""
+    sampler, sampled = Sampler(), (*encode("né 🙂 stop it"), END)
+    async with gateway(sampler) as (server, client), openai_of(client) as openai:
+        stream = await _started(openai, sampler, sampled[:2], logprobs=True, stop=["stop it"])
+        text, entries = "", []
+        for end in range(2, len(sampled)):
+            report(stream.on_tokens, sampled[:end], end - 1)
+            while text != "né 🙂 "[: len(CODEC.decode(sampled[:end]).rstrip("\ufffd"))]:
+                choice = await stream.next_choice()
+                text += choice.delta.content
+                entries += choice.logprobs.content
+            assert not stream.result.done()
+        stream.result.set_result(engine_result(sampled))
+        assert await stream.next_choice() is not None
+        assert (text, [entry.token for entry in entries]) == (
+            "né 🙂 ",
+            [CODEC.decode([token]) for token in encode("né 🙂 ")],
+        )
+        (sequence,) = server.sequences("s")
+        assert sequence.tokens[sequence.turns[0].start :] == sampled
+
+
+@dataclass
+class _Stream:
+    """A stream that OpenAI's client reads, and the turn behind it."""
+
+    chunks: AsyncIterator[Any]
+    on_tokens: OnTokens | None
+    result: asyncio.Future[GenerateResult]
+
+    async def next_choice(self) -> Any:
+        """Return the next choice with text or a finish reason."""
+        async with asyncio.timeout(30):
+            while True:
+                (choice,) = (await anext(self.chunks)).choices
+                if choice.delta.content or choice.finish_reason:
+                    return choice
+
+    async def drain(self) -> None:
+        """Read to the end."""
+        async with asyncio.timeout(30):
+            async for _ in self.chunks:
+                pass
+
+
+async def _started(
+    openai: AsyncOpenAI, sampler: Sampler, sampled: tuple[int, ...], **more: Any
+) -> _Stream:
+    """Begin a stream, of whose turn these tokens are sampled."""
+    asked = asyncio.create_task(
+        openai.chat.completions.create(**ask(stream=True, **more))  # type: ignore[call-overload]
+    )
+    on_tokens, result = await sampler.turns.get()
+    report(on_tokens, sampled)
+    return _Stream(aiter(await asked), on_tokens, result)
+
+
+async def test_a_turn_that_begins_anew_alike_goes_on() -> None:
+    sampler, sampled = Sampler(), (*encode("one two three"), END)
+    async with gateway(sampler) as (server, client), openai_of(client) as openai:
+        stream = await _started(openai, sampler, sampled[:4])
+        first = (await stream.next_choice()).delta.content
+        for end in range(1, len(sampled)):
+            report(stream.on_tokens, sampled[:end], 0 if end == 1 else end - 1)
+            await asyncio.sleep(0)
+        stream.result.set_result(engine_result(sampled))
+        rest = ""
+        while not (choice := await stream.next_choice()).finish_reason:
+            rest += choice.delta.content
+        assert first + rest == "one two three"
+        assert len(server.sequences("s")) == 1
+
+
+@pytest.mark.parametrize("noticed", ["while it is sampled", "at its end"])
+async def test_a_stream_never_contradicts_itself(noticed: str) -> None:
+    """It breaks off with an error; nothing of the turn is recorded, and the session
+    continues.
+    """
+    sampler, other = Sampler(), (*encode("six seven"), END)
+    async with gateway(sampler) as (server, client), openai_of(client) as openai:
+        stream = await _started(openai, sampler, encode("one two"))
+        assert (await stream.next_choice()).delta.content
+        if noticed == "at its end":
+            stream.result.set_result(engine_result(other))
+        else:
+            report(stream.on_tokens, other[:3])
+        with pytest.raises(APIError, match="the stream is broken off: the turn"):
+            await stream.drain()
+        assert server.sequences("s") == ()
+        if noticed == "while it is sampled":
+            async with asyncio.timeout(30):
+                await asyncio.wait({stream.result})
+            assert stream.result.cancelled(), "the turn has no reader left"
+        again = asyncio.create_task(client.post(ask("again")))
+        _, result = await sampler.turns.get()
+        result.set_result(engine_result(other))
+        assert (await again)[0] == 200
+
+
+async def test_an_engine_that_fails_in_mid_stream_is_an_error_of_the_client() -> None:
+    sampler = Sampler()
+    async with gateway(sampler) as (server, client), openai_of(client) as openai:
+        stream = await _started(openai, sampler, encode("one two"))
+        assert (await stream.next_choice()).delta.content
+        stream.result.set_exception(EngineLostError("killed"))
+        with pytest.raises(APIError, match="no engine could take the turn"):
+            await stream.drain()
+        assert server.sequences("s") == ()
+
+
+async def test_a_client_that_leaves_in_mid_stream_stops_the_generation() -> None:
+    sampler = Sampler()
+    async with gateway(sampler) as (server, client), openai_of(client) as openai:
+        stream = await _started(openai, sampler, encode("one two"))
+        assert (await stream.next_choice()).delta.content
+        await openai.close()
+        async with asyncio.timeout(30):
+            await asyncio.wait({stream.result})
+        assert stream.result.cancelled()
+        assert server.sequences("s") == ()
+
+
+async def test_a_client_that_does_not_read_is_disconnected_and_delays_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Far more is sampled than the connection holds."""
+    monkeypatch.setattr(gateway_server, "WRITE_S", 0.05)
+    sampler, tokens = Sampler(), (*encode("a\n") * 10_000, END)
+    body = json.dumps(ask(stream=True, logprobs=True)).encode()
+    async with gateway(sampler) as (server, client):
+        reader, writer = await _narrow_connection(client, body)
+        on_tokens, result = await sampler.turns.get()
+        for end in range(1000, len(tokens), 1000):
+            report(on_tokens, tokens[:end], end - 1000)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await asyncio.wait({result})
+        assert result.cancelled(), "nobody reads the turn"
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1 << 20):
+                    pass
+        writer.close()
+        assert server.sequences("s") == ()
+
+
 async def test_a_turn_times_out() -> None:
     async with gateway(Script(hold=True), session={"limits": SessionLimits(turn_s=0.01)}) as (
         _,
@@ -738,6 +928,21 @@ async def test_a_disconnected_client_stops_the_generation(stream: bool) -> None:
         assert len(server.sequences("s")[0].turns) == 1
 
 
+async def _narrow_connection(
+    client: Client, body: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request over a connection that holds little."""
+    url, narrow = yarl.URL(client.url), socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, (url.host, url.port))
+    reader, writer = await asyncio.open_connection(sock=narrow)
+    head = f"POST {client.access.path}{CHAT} HTTP/1.1\r\nHost: {url.authority}\r\n"
+    head += f"Authorization: Bearer {client.access.token}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
 async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
     tokens = encode("a\n") * 10_000
     script = Script([engine_result((*tokens, END)), "other"])
@@ -745,14 +950,7 @@ async def test_an_interrupted_answer_is_sent_again_and_counts_once() -> None:
     async with gateway(script) as (server, client):
         # Some 6 MB, which is more than both ends of this connection hold: the gateway
         # still writes when the client goes.
-        url, narrow = yarl.URL(client.url), socket.socket()
-        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        narrow.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(narrow, (url.host, url.port))
-        reader, writer = await asyncio.open_connection(sock=narrow)
-        head = f"POST {client.access.path}{CHAT} HTTP/1.1\r\nHost: {url.authority}\r\n"
-        head += f"Authorization: Bearer {client.access.token}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        reader, writer = await _narrow_connection(client, body)
         assert b"200" in await reader.readline()
         writer.transport.abort()
         assert server.sequences("s") == ()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.gateway.server import Access
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateResult, Sampling
@@ -85,6 +86,41 @@ async def test_a_stream_adds_up_to_the_answer(directory: Path) -> None:
     assert completion_chunks[-2].choices[0].finish_reason == complete.choices[0].finish_reason
 
 
+async def test_a_stream_is_read_while_the_engine_samples(directory: Path) -> None:
+    """The engine's answer is withheld until the client has read what was sampled."""
+    async with engine(directory) as tiny:
+        turns, read = Turns(tiny), asyncio.Event()
+
+        async def generate(
+            session: str,
+            tokens: tuple[int, ...],
+            sampling: Sampling,
+            on_tokens: OnTokens | None,
+        ) -> GenerateResult:
+            result = await turns(session, tokens, sampling, on_tokens)
+            async with asyncio.timeout(60):
+                await read.wait()
+            return result
+
+        async with served(generate, directory, "s") as (server, url, access):
+            async with client(url, access["s"]) as openai:
+                question: Any = [{"role": "user", "content": "q"}]
+                stream = await openai.chat.completions.create(
+                    model="any", messages=question, max_tokens=200, stream=True, logprobs=True
+                )
+                entries: list[Any] = []
+                async for chunk in stream:
+                    (choice,) = chunk.choices
+                    if choice.logprobs is not None:
+                        entries += choice.logprobs.content or ()
+                        read.set()
+            (sequence,) = server.close("s").sequences
+    sampled = [value for value in sequence.logprobs if value]
+    assert [entry.logprob for entry in entries] == pytest.approx(sampled[: len(entries)])
+    assert len(sampled) - len(entries) <= 1, "all but the token that ends the turn"
+    assert logprob_error(directory, sequence) < 1e-4
+
+
 async def test_the_clients_retries_count_once(directory: Path) -> None:
     async with engine(directory) as tiny:
         generate = Turns(tiny, fails=[EngineLostError("gone")])
@@ -104,14 +140,17 @@ async def test_a_client_timeout_cancels_the_turn_and_the_retry_counts(
         turns = Turns(tiny)
 
         async def generate(
-            session: str, tokens: tuple[int, ...], sampling: Sampling
+            session: str,
+            tokens: tuple[int, ...],
+            sampling: Sampling,
+            on_tokens: OnTokens | None,
         ) -> GenerateResult:
             if not stalled.qsize():
                 try:
                     await asyncio.Event().wait()
                 finally:
                     stalled.put_nowait("cancelled")
-            return await turns(session, tokens, sampling)
+            return await turns(session, tokens, sampling, on_tokens)
 
         async with served(generate, directory, "s") as (server, url, access):
             async with client(url, access["s"], max_retries=5, timeout=2.0) as openai:

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.rollout.chat.tools import Hermes
+from rollweave.rollout.gateway.deltas import text_deltas
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import (
     ChatReply,
+    Chunks,
+    ReplyHead,
     completion,
-    completion_chunks,
     finish_reason,
     read_turn,
-    text_deltas,
 )
 from rollweave.schema.serving import FinishReason
 from tests.support.properties import examples
@@ -46,9 +47,6 @@ def reply_of(
         CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens
     )
     return ChatReply(
-        id="r",
-        created=0,
-        model="m",
         message=message,
         deltas=text_deltas(CODEC, result, length=deltas, logprobs=True),
         finish_reason=finish_reason(message, finish),
@@ -96,8 +94,9 @@ def test_a_stream_adds_up_to_the_complete_response(
         sampled, tools=tools, forced=forced, stop=stop, finish=finish, stop_tokens=stop_tokens
     )
     ask = ChatRequest(model="m", messages=(), logprobs=True, include_usage=True)
-    stream = list(completion_chunks(reply, ask, forced=forced))
-    body = json.loads(json.dumps(completion(reply, ask)))
+    head = ReplyHead(id="r", created=0, model="m")
+    stream = list(Chunks(head, ask, forced=forced).rest(reply))
+    body = json.loads(json.dumps(completion(head, reply, ask)))
     assembled = put_together(json.loads(json.dumps(stream)))
     message = body["choices"][0]["message"]
     assert assembled["content"] == (message["content"] or "")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rollweave.schema.serving import (
+    STREAM_S,
     EngineCommand,
     EngineStats,
     GenerateRequest,
@@ -45,15 +46,19 @@ class EngineBackend(Protocol):
         """Wait until the engine serves."""
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         """Continue `request.tokens`, and `request.resumed`. The request is sent before
         this returns, in order with all other calls.
 
         The future raises `EngineError` if the engine refuses; cancelling it aborts the
         request at the engine. `on_tokens` is called with the sampled tokens while they
-        arrive, delta by delta, and never after the future is done; an engine may not
-        report any.
+        arrive, delta by delta, at most about `report_s` seconds after they were
+        sampled, and never after the future is done; an engine may not report any.
         """
 
     def abort(self, request_id: str) -> None:

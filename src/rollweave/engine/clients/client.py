@@ -13,6 +13,7 @@ from typing import Any, TypeVar, assert_never
 from rollweave.engine.clients.base import EngineLink, OnTokens
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
+    STREAM_S,
     Abort,
     Add,
     EngineFatal,
@@ -91,7 +92,11 @@ class EngineClient:
         return await self._within(asyncio.shield(self._ready), self._start_s, "become ready")
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         waiter: asyncio.Future[GenerateResult] = self._loop.create_future()
         if self._lost.done():
@@ -107,7 +112,7 @@ class EngineClient:
             if on_tokens is not None:
                 self._on_tokens[request.id] = on_tokens
             waiter.add_done_callback(lambda done: self._on_done(request.id, done))
-            self._link.send(Add(request=request, stream=on_tokens is not None))
+            self._link.send(Add(request=request, report_s=None if on_tokens is None else report_s))
         return waiter
 
     def _on_done(self, request_id: str, waiter: asyncio.Future[GenerateResult]) -> None:

@@ -36,6 +36,7 @@ from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
+    STREAM_S,
     DialectName,
     EngineStats,
     FinishReason,
@@ -172,7 +173,11 @@ class HttpEngine:
         return await asyncio.shield(self._ready)
 
     def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
         """Generate as in the protocol, except that connections race: the order of
         requests is not kept.

@@ -177,15 +177,10 @@ class ChatCodec:
         Their concatenation is `decode(tokens)`. A character that is never completed
         belongs to the last token.
         """
-        texts, text = [], self.decode(tokens)
-        since = read = 0
-        for end in range(1, len(tokens) + 1):
-            before, after = self.decode(tokens[since:read]), self.decode(tokens[since:end])
-            if end < len(tokens) and (len(after) <= len(before) or after.endswith("\ufffd")):
-                texts.append("")
-            else:
-                texts.append(after[len(before) :])
-                since, read = read, end
+        growing, text = TokenTexts(self), self.decode(tokens)
+        texts = [growing.add(token) for token in tokens]
+        if texts:
+            texts[-1] += growing.rest()
         # If the decoded windows do not add up to the text, the last token gets all of
         # it.
         return tuple(texts) if "".join(texts) == text else (*[""] * (len(tokens) - 1), text)
@@ -338,6 +333,37 @@ class ChatCodec:
             raise ConfigError(
                 f"{self._name}: chat template cannot be extended turn by turn: {problem}"
             )
+
+
+class TokenTexts:
+    """What each token of a growing sequence adds to its text, in complete characters.
+
+    A tokenizer may render a token differently after another one: new text is the
+    difference of two decodings that start at the same token.
+    """
+
+    def __init__(self, codec: ChatCodec) -> None:
+        self._codec = codec
+        self._tokens: list[int] = []
+        """The tokens from the last but one that completed a character on."""
+        self._read = 0
+
+    def add(self, token: int) -> str:
+        """Append a token; return its text, "" within a character that later tokens
+        complete.
+        """
+        self._tokens.append(token)
+        added = self.rest()
+        if not added or added.endswith("\ufffd"):
+            return ""
+        del self._tokens[: self._read]
+        self._read = len(self._tokens)
+        return added
+
+    def rest(self) -> str:
+        """Return the text of the tokens that have none yet."""
+        before = self._codec.decode(self._tokens[: self._read])
+        return self._codec.decode(self._tokens)[len(before) :]
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:

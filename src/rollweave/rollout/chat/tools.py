@@ -29,7 +29,14 @@ class ToolFormat(Protocol):
     def parse(self, text: str) -> ParsedReply:
         """Parse the calls of a turn's text.
 
-        If one of them is malformed, all of the text is content.
+        If one of them is malformed, all of the text is content. Else the content begins
+        with the text before the first `call_start`, without the space at its end.
+        """
+
+    @property
+    def call_start(self) -> str:
+        """The text with which every call begins. A stream shows nothing from there on
+        before the turn is complete; if it is "", nothing at all.
         """
 
     def call_prefix(self, name: str = "") -> str:
@@ -50,12 +57,12 @@ class Hermes:
     The last call may lack its closing mark if its JSON is complete.
     """
 
-    MARK: Final = "<tool_call>"
+    call_start: Final = "<tool_call>"
     call_end: Final = "</tool_call>"
 
     def parse(self, text: str) -> ParsedReply:
         calls: list[ToolCall] = []
-        content, mark, rest = text.partition(self.MARK)
+        content, mark, rest = text.partition(self.call_start)
         while mark:
             try:
                 value, end = _JSON.raw_decode(rest, len(rest) - len(rest.lstrip()))
@@ -65,15 +72,15 @@ class Hermes:
             tail = rest[end:].lstrip()
             if tail and not tail.startswith(self.call_end):
                 return ParsedReply(content=text)
-            between, mark, rest = tail.removeprefix(self.call_end).partition(self.MARK)
+            between, mark, rest = tail.removeprefix(self.call_end).partition(self.call_start)
             content += between
-        return ParsedReply(content=content.strip() if calls else text, tool_calls=tuple(calls))
+        return ParsedReply(content=content.rstrip() if calls else text, tool_calls=tuple(calls))
 
     def call_prefix(self, name: str = "") -> str:
         return (
-            f'{self.MARK}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":'
+            f'{self.call_start}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":'
             if name
-            else f"{self.MARK}\n"
+            else f"{self.call_start}\n"
         )
 
 
@@ -81,7 +88,7 @@ def tool_format_of(template: str) -> ToolFormat | None:
     """Return the format that a chat template tells its model to write, by the marks in
     its source; None if it is unknown.
     """
-    return Hermes() if Hermes.MARK in template else None
+    return Hermes() if Hermes.call_start in template else None
 
 
 def openai_message(message: Message, *, arguments: Callable[[str], Any] = str) -> dict[str, Any]:

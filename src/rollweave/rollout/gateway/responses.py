@@ -7,10 +7,11 @@ shown.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
+from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
@@ -18,23 +19,23 @@ from rollweave.schema.serving import FinishReason, GenerateResult, openai_finish
 
 Json = dict[str, Any]
 
-
-class TextDelta(Struct, frozen=True, kw_only=True):
-    """The text of one or several tokens: the smallest run of complete characters.
-
-    `entries` are the tokens' `(text, log-prob)`.
-    """
-
-    text: str
-    entries: tuple[tuple[str, float], ...]
+CHUNK: Final = "chat.completion.chunk"
+"""What OpenAI's API calls a part of a stream."""
 
 
-class ChatReply(Struct, frozen=True, kw_only=True):
-    """What a client receives for a turn. `created` is in seconds of Unix time."""
+class ReplyHead(Struct, frozen=True, kw_only=True):
+    """What all chunks of a reply have. `created` is in seconds of Unix time."""
 
     id: str
     created: int
     model: str
+
+
+class ChatReply(Struct, frozen=True, kw_only=True):
+    """What a client receives for a complete turn. In a stream, `deltas` are those that
+    it has not received yet.
+    """
+
     message: Message
     deltas: tuple[TextDelta, ...]
     finish_reason: str
@@ -75,35 +76,13 @@ def read_turn(
     ), length
 
 
-def text_deltas(
-    codec: ChatCodec, result: GenerateResult, *, length: int, logprobs: bool
-) -> tuple[TextDelta, ...]:
-    """Return the first `length` characters of the turn's text as deltas; without
-    `logprobs` they have no entries.
-    """
-    deltas: list[TextDelta] = []
-    entries: list[tuple[str, float]] = []
-    for token, logprob, text in zip(
-        result.tokens, result.logprobs, codec.token_texts(result.tokens), strict=True
-    ):
-        if not length:
-            break
-        if logprobs:
-            entries.append((codec.decode([token]), logprob))
-        if text:
-            deltas.append(TextDelta(text=text[:length], entries=tuple(entries)))
-            length -= len(deltas[-1].text)
-            entries = []
-    return tuple(deltas)
-
-
 def finish_reason(message: Message, finish: FinishReason) -> str:
     """Return OpenAI's name for how a turn ended."""
     word = openai_finish_reason(finish)
     return "tool_calls" if word == "stop" and message.tool_calls else word
 
 
-def completion(reply: ChatReply, chat: ChatRequest) -> Json:
+def completion(head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
     """Return the body of a response that is not streamed."""
     choice = {
         "index": 0,
@@ -116,42 +95,68 @@ def completion(reply: ChatReply, chat: ChatRequest) -> Json:
         "logprobs": _logprobs(reply.deltas, chat),
         "finish_reason": reply.finish_reason,
     }
-    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    return {**_head(head, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def completion_chunks(reply: ChatReply, chat: ChatRequest, *, forced: str) -> Iterator[Json]:
-    """Yield the chunks of a stream, the first of which names the role."""
-    message = reply.message
+class Chunks:
+    """The chunks of one stream, the first of which names the role.
 
-    def chunk(delta: Json, entries: Sequence[TextDelta] = (), reason: str | None = None) -> Json:
-        logprobs = _logprobs(entries, chat) if entries else None
+    `forced` is the beginning of the message that was not sampled: as that of a call, it
+    is held back like any other.
+    """
+
+    def __init__(self, head: ReplyHead, chat: ChatRequest, *, forced: str = "") -> None:
+        self._head, self._chat, self._forced = head, chat, forced
+        self._content = ""
+        self._begun = False
+
+    def progress(self, deltas: Sequence[TextDelta]) -> Iterator[Json]:
+        """Yield chunks with the text that is certain before the turn is complete."""
+        if deltas and not self._begun:
+            yield self._begin()
+        for delta in deltas:
+            self._content += delta.text
+            yield self._chunk({"content": delta.text}, [delta])
+
+    def rest(self, reply: ChatReply) -> Iterator[Json]:
+        """Yield the other chunks of a complete turn.
+
+        Raises ContradictionError if its message does not begin with what was sent.
+        """
+        message = reply.message
+        if not message.content.startswith(self._content):
+            raise ContradictionError("the message does not begin with the text that was sent")
+        if not self._begun:
+            yield self._begin(no_content=bool(message.tool_calls))
+        if message.tool_calls:
+            # Calls are parsed once the turn is complete: only then it is known which
+            # text surrounds them.
+            left = message.content[len(self._content) :]
+            yield self._chunk({"content": left or None}, reply.deltas)
+            for index, call in enumerate(openai_calls(message)):
+                named = {**call, "function": {**call["function"], "arguments": ""}}
+                yield self._chunk({"tool_calls": [{"index": index, **named}]})
+                arguments = {"arguments": call["function"]["arguments"]}
+                yield self._chunk({"tool_calls": [{"index": index, "function": arguments}]})
+        else:
+            if self._forced:
+                yield self._chunk({"content": self._forced})
+            yield from self.progress(reply.deltas)
+        yield self._chunk({}, (), reply.finish_reason)
+        if self._chat.include_usage:
+            yield {**_head(self._head, CHUNK), "choices": [], "usage": _usage(reply)}
+
+    def _begin(self, *, no_content: bool = False) -> Json:
+        self._begun = True
+        return self._chunk({"role": "assistant", "content": None if no_content else ""})
+
+    def _chunk(
+        self, delta: Json, deltas: Sequence[TextDelta] = (), reason: str | None = None
+    ) -> Json:
+        logprobs = _logprobs(deltas, self._chat) if deltas else None
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        tail = {"usage": None} if chat.include_usage else {}
-        return {**_head(reply, "chat.completion.chunk"), "choices": [choice], **tail}
-
-    yield chunk({"role": "assistant", "content": None if message.tool_calls else ""})
-    if message.tool_calls:
-        # Calls are parsed once the turn is complete: only then it is known where a call
-        # begins and which text surrounds it.
-        yield chunk({"content": message.content or None}, reply.deltas)
-        for index, call in enumerate(openai_calls(message)):
-            yield chunk(
-                {
-                    "tool_calls": [
-                        {"index": index, **call, "function": {**call["function"], "arguments": ""}}
-                    ]
-                }
-            )
-            arguments = {"index": index, "function": {"arguments": call["function"]["arguments"]}}
-            yield chunk({"tool_calls": [arguments]})
-    else:
-        if forced:
-            yield chunk({"content": forced})
-        for delta in reply.deltas:
-            yield chunk({"content": delta.text}, [delta])
-    yield chunk({}, (), reply.finish_reason)
-    if chat.include_usage:
-        yield {**_head(reply, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)}
+        tail = {"usage": None} if self._chat.include_usage else {}
+        return {**_head(self._head, CHUNK), "choices": [choice], **tail}
 
 
 def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
@@ -169,12 +174,12 @@ def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
     return {"content": content, "refusal": None}
 
 
-def _head(reply: ChatReply, kind: str) -> Json:
+def _head(head: ReplyHead, kind: str) -> Json:
     return {
-        "id": reply.id,
+        "id": head.id,
         "object": kind,
-        "created": reply.created,
-        "model": reply.model,
+        "created": head.created,
+        "model": head.model,
         "system_fingerprint": None,
     }
 

@@ -8,8 +8,8 @@ its API key. The conversation is recorded token by token
 
 Invariants: every answer is OpenAI's JSON or its stream of events, whatever the client
 sends; a client has access only to the session of its token; the generation stops when
-the client disconnects. The last one requires `handler_cancellation`: use
-`serve_gateway`.
+the client disconnects, and does not wait for one that reads slowly. This requires
+`handler_cancellation`: use `serve_gateway`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
 import xxhash
@@ -29,18 +29,25 @@ from rollweave.io.http.guard import Guard, Refused
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.gateway.deltas import (
+    ContradictionError,
+    DeltaReader,
+    TextDelta,
+    text_deltas,
+)
 from rollweave.rollout.gateway.requests import ChatRequest, RequestError, parse_chat
 from rollweave.rollout.gateway.responses import (
     ChatReply,
+    Chunks,
     Json,
+    ReplyHead,
     completion,
-    completion_chunks,
     finish_reason,
-    text_deltas,
 )
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits, Turn
 from rollweave.schema.base import Struct
-from rollweave.schema.serving import Sampling
+from rollweave.schema.chat import Message
+from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import TokenSequence
 
 MAX_BODY: Final = 16 * 2**20
@@ -57,6 +64,9 @@ KEEP_ALIVE_S: Final = 15.0
 """Seconds of silence after which a stream sends a comment: proxies give up after about
 30.
 """
+
+WRITE_S: Final = 60.0
+"""Seconds that a client has to read what is sent, before it is disconnected."""
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -194,7 +204,12 @@ class Gateway:
         self, request: web.Request, session: Session, turn: Turn, chat: ChatRequest
     ) -> web.StreamResponse:
         await _turn_ended(turn, None)
-        response = web.json_response(completion(self._reply(session, turn, chat), chat))
+        result, message = _outcome(turn)
+        deltas: Sequence[TextDelta] = ()
+        if chat.logprobs:
+            deltas = text_deltas(self._codec, result, length=turn.shown, logprobs=True)
+        body = completion(_head(session, turn, chat), _reply(turn, result, message, deltas), chat)
+        response = web.json_response(body)
         await response.prepare(request)
         await response.write_eof()
         session.deliver(turn)
@@ -205,50 +220,38 @@ class Gateway:
     ) -> web.StreamResponse:
         """Stream the reply.
 
-        Status and headers wait for the turn, so that errors are plain responses, but no
-        longer than clients wait.
+        Status and headers wait for the first text, so that errors before it are plain
+        responses, but no longer than clients wait.
         """
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        while not await _turn_ended(turn, self._keep_alive_s):
-            if not response.prepared:
-                await response.prepare(request)
-            await response.write(b": the turn is in progress\n\n")
-        if turn.error is not None and response.prepared:
-            await response.write(_event(turn.error.body()))
-            await response.write_eof()
-            return response
-        reply = self._reply(session, turn, chat)
-        if not response.prepared:
-            await response.prepare(request)
-        for chunk in completion_chunks(reply, chat, forced=turn.forced):
-            await response.write(_event(chunk))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        session.deliver(turn)
-        return response
+        stream = _EventStream(request)
+        chunks = Chunks(_head(session, turn, chat), chat, forced=turn.forced)
+        try:
+            try:
+                await self._send_turn(stream, chunks, session.deltas_of(turn, chat), turn)
+            except ContradictionError as error:
+                text = f"the stream is broken off: {error}"
+                await stream.fail(RequestError(503, text, code="stream_broken_off"))
+            except RequestError as error:
+                await stream.fail(error)
+            else:
+                await stream.end()
+                session.deliver(turn)
+        except TimeoutError:
+            stream.break_off()
+        return stream.response
 
-    def _reply(self, session: Session, turn: Turn, chat: ChatRequest) -> ChatReply:
-        """Return the reply, or raise its RequestError."""
-        if turn.error is not None:
-            raise turn.error
-        result, message = turn.call.result, turn.message
-        assert result is not None, "a turn without error has a result"
-        assert message is not None, "and a message"
-        return ChatReply(
-            id=f"chatcmpl-{session.id}-{turn.call.number}",
-            created=int(time.time()),
-            model=chat.model,
-            message=message,
-            deltas=text_deltas(self._codec, result, length=turn.shown, logprobs=chat.logprobs)
-            if chat.stream or chat.logprobs
-            else (),
-            finish_reason=finish_reason(message, result.finish),
-            prompt_tokens=turn.call.prompt_tokens,
-            completion_tokens=len(result.tokens),
-            cached_tokens=result.cached_tokens,
-        )
+    async def _send_turn(
+        self, stream: "_EventStream", chunks: Chunks, reader: DeltaReader, turn: Turn
+    ) -> None:
+        """Send all chunks of the turn. Raises RequestError if the turn fails."""
+        while not turn.ended:
+            news = turn.news
+            await stream.send(chunks.progress(reader.read(turn.tokens, turn.logprobs)))
+            if not await _turn_ended(turn, self._keep_alive_s, news) and not news.done():
+                await stream.keep_alive()
+        result, message = _outcome(turn)
+        deltas = reader.finish(result.tokens, result.logprobs, turn.shown)
+        await stream.send(chunks.rest(_reply(turn, result, message, deltas)))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of the path if the client has its token."""
@@ -261,6 +264,82 @@ class Gateway:
             text = "the bearer token must be that of the session"
             raise RequestError(401, text, code="invalid_api_key")
         return session
+
+
+class _EventStream:
+    """A stream of events in response to one request.
+
+    Everything that is sent raises TimeoutError if the client has not read it within
+    `WRITE_S`.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+
+    async def send(self, chunks: Iterable[Json]) -> None:
+        """Send chunks, if there are any."""
+        if data := b"".join(map(_event, chunks)):
+            await self._write(data)
+
+    async def keep_alive(self) -> None:
+        """Send a comment."""
+        await self._write(b": the turn is in progress\n\n")
+
+    async def fail(self, error: RequestError) -> None:
+        """Send an error as the last event; raise it if nothing has been sent."""
+        if not self.response.prepared:
+            raise error
+        await self._write(_event(error.body()), last=True)
+
+    async def end(self) -> None:
+        """Send the mark of a complete stream."""
+        await self._write(b"data: [DONE]\n\n", last=True)
+
+    def break_off(self) -> None:
+        """Disconnect the client."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
+        async with asyncio.timeout(WRITE_S):
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(data)
+            if last:
+                await self.response.write_eof()
+
+
+def _head(session: Session, turn: Turn, chat: ChatRequest) -> ReplyHead:
+    id = f"chatcmpl-{session.id}-{turn.call.number}"
+    return ReplyHead(id=id, created=int(time.time()), model=chat.model)
+
+
+def _outcome(turn: Turn) -> tuple[GenerateResult, Message]:
+    """Return the result of a turn that has ended, and its message; or raise its
+    RequestError.
+    """
+    if turn.error is not None:
+        raise turn.error
+    result, message = turn.call.result, turn.message
+    assert result is not None, "a turn without error has a result"
+    assert message is not None, "and a message"
+    return result, message
+
+
+def _reply(
+    turn: Turn, result: GenerateResult, message: Message, deltas: Sequence[TextDelta]
+) -> ChatReply:
+    return ChatReply(
+        message=message,
+        deltas=tuple(deltas),
+        finish_reason=finish_reason(message, result.finish),
+        prompt_tokens=turn.call.prompt_tokens,
+        completion_tokens=len(result.tokens),
+        cached_tokens=result.cached_tokens,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -309,10 +388,15 @@ class GatewayListener:
             await self._stack.aclose()
 
 
-async def _turn_ended(turn: Turn, timeout_s: float | None) -> bool:
-    """Wait for the end of the turn, successful or not, without cancelling it."""
+async def _turn_ended(
+    turn: Turn, timeout_s: float | None, news: asyncio.Future[None] | None = None
+) -> bool:
+    """Wait for the end of the turn, successful or not, or for `news`, without
+    cancelling it.
+    """
     assert turn.task is not None, "a turn has a task from the start"
-    await asyncio.wait([turn.task], timeout=timeout_s)
+    waited: list[asyncio.Future[None]] = [turn.task] if news is None else [turn.task, news]
+    await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return turn.task.done()
 
 

@@ -11,25 +11,29 @@ import contextlib
 import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest, RequestError
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
+from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta
 from rollweave.schema.work import StopReason
 
-Generate = Callable[[str, tuple[int, ...], Sampling], Awaitable[GenerateResult]]
-"""`generate(session, tokens, sampling)` samples the agent's turn.
+Generate = Callable[[str, tuple[int, ...], Sampling, OnTokens | None], Awaitable[GenerateResult]]
+"""`generate(session, tokens, sampling, on_tokens)` samples the agent's turn.
 
-Raises EngineError if that fails; may be cancelled.
+If the client reads the turn while it is sampled, `on_tokens` may be called with its
+tokens delta by delta; one that starts at 0 begins the turn anew. Raises EngineError if
+that fails; may be cancelled.
 """
 
 
@@ -75,6 +79,34 @@ class Turn:
     message: Message | None = None
     shown: int = 0
     """Number of characters of the sampled text that the message contains."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens so far, if they are streamed: no more than the session allows a turn,
+    however slowly clients read.
+    """
+    logprobs: list[float] = field(default_factory=list)
+    news: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Done once there are more tokens; replaced then."""
+
+    @property
+    def ended(self) -> bool:
+        """True once the turn has a result or an error."""
+        return self.task is not None and self.task.done()
+
+    def on_tokens(self, delta: TokenDelta) -> None:
+        """Append the tokens that the engine has reported, or begin anew with them. What
+        fits neither comes with the result.
+        """
+        if delta.start == 0:
+            self.tokens.clear()
+            self.logprobs.clear()
+        if delta.start != len(self.tokens) or len(delta.tokens) != len(delta.logprobs):
+            return
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        news, self.news = self.news, asyncio.get_running_loop().create_future()
+        news.set_result(None)
 
 
 class Session:
@@ -138,6 +170,19 @@ class Session:
             if not turn.waiters:
                 self._cancel(turn)
                 self.recorder.lose(turn.call)
+
+    def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
+        """Return a reader of the turn's text while it is sampled."""
+        call_start = None
+        if self._tools is not None and chat.reads_calls:
+            call_start = self._tools.call_start
+        return DeltaReader(
+            self._codec,
+            stop=self._stop_texts(chat),
+            stop_tokens=chat.stop_token_ids,
+            call_start="" if turn.forced else call_start,
+            logprobs=chat.logprobs,
+        )
 
     def deliver(self, turn: Turn) -> None:
         """Record that the client has the answer."""
@@ -298,7 +343,8 @@ class Session:
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:
             async with asyncio.timeout(self.limits.turn_s):
-                result = await self._generate(self.id, turn.call.prompt, sampling)
+                on_tokens = turn.on_tokens if chat.stream else None
+                result = await self._generate(self.id, turn.call.prompt, sampling, on_tokens)
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -321,7 +367,6 @@ class Session:
             self._forget(turn)
 
     def _accept_result(self, turn: Turn, chat: ChatRequest, result: GenerateResult) -> None:
-        stop = (*self._codec.stop, *self._sampling.stop, *chat.stop)
         tools = self._tools if chat.reads_calls else None
         turn.message, turn.shown = read_turn(
             self._codec,
@@ -329,12 +374,16 @@ class Session:
             result,
             number=turn.call.number,
             forced=turn.forced,
-            stop=stop,
+            stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
         )
         self.recorder.answer(turn.call, result, turn.message)
         self.conversation = (*chat.messages, turn.message)
         self._sampled_tokens += len(result.tokens)
+
+    def _stop_texts(self, chat: ChatRequest) -> tuple[str, ...]:
+        """Return the texts that end a turn and are not shown."""
+        return (*self._codec.stop, *self._sampling.stop, *chat.stop)
 
     def _cancel(self, turn: Turn) -> None:
         """Cancel a turn in progress; it then counts as never requested."""

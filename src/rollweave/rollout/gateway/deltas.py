@@ -1,0 +1,222 @@
+"""The text of a turn, delta by delta, while it is sampled. Pure.
+
+Invariants: the deltas add up to the text of the complete turn; a delta consists of
+whole tokens and whole characters. A text that may still change is held back: part of a
+character, what may be the beginning of a stop text or of a tool call, and the token
+that may end the turn.
+
+A turn may begin anew, since its engine failed. The stream goes on if the new tokens
+begin with those whose text has been released; else `ContradictionError` ends it, since
+nothing released can be taken back.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rollweave.rollout.chat.codec import ChatCodec, TokenTexts
+from rollweave.schema.base import Struct
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.serving import GenerateResult
+
+SAME_LOGPROB = 1e-4
+"""Maximum difference of a token's log-probs that engines with equal weights compute."""
+
+
+class ContradictionError(RollweaveError):
+    """The turn is no longer the one whose beginning was released."""
+
+
+class TextDelta(Struct, frozen=True, kw_only=True):
+    """The text of one or several tokens: the smallest run of complete characters.
+
+    `entries` are the tokens' `(text, log-prob)`.
+    """
+
+    text: str
+    entries: tuple[tuple[str, float], ...]
+
+
+class _Piece(Struct, frozen=True, kw_only=True):
+    """A delta, and where its tokens and its text end in the turn."""
+
+    delta: TextDelta
+    tokens_end: int
+    text_end: int
+
+
+class DeltaReader:
+    """Reads the deltas of one turn.
+
+    `stop` and `stop_tokens` end the turn, and `call_start` begins a tool call: nothing
+    from there on is released before the turn is complete. None if no call is read.
+    Without `logprobs`, deltas have no entries.
+    """
+
+    def __init__(
+        self,
+        codec: ChatCodec,
+        *,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        call_start: str | None = None,
+        logprobs: bool = False,
+    ) -> None:
+        self._codec, self._wants_logprobs = codec, logprobs
+        self._stop = tuple(text for text in stop if text)
+        self._stop_tokens = frozenset((*codec.stop_token_ids, *stop_tokens))
+        self._call_start = call_start
+        self._released = ""
+        self._released_tokens = 0
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._begin()
+
+    def read(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[TextDelta]:
+        """Return the deltas that are certain now; the turn has these tokens so far.
+
+        Raises ContradictionError.
+        """
+        self._take(tokens, logprobs)
+        certain = len(self._tokens) - self._codec.end_overlap(self._tokens)
+        if certain == len(self._tokens) and self._tokens and self._tokens[-1] in self._stop_tokens:
+            certain -= 1
+        safe, released = self._safe_length(), list[TextDelta]()
+        while (
+            self._pieces
+            and self._pieces[0].tokens_end <= certain
+            and self._pieces[0].text_end <= safe
+        ):
+            released.append(self._release())
+        return released
+
+    def finish(
+        self, tokens: Sequence[int], logprobs: Sequence[float], length: int
+    ) -> list[TextDelta]:
+        """Return the other deltas of the complete turn, of whose text `length`
+        characters are shown.
+
+        Raises ContradictionError.
+        """
+        self._take(tokens, logprobs)
+        if len(tokens) < self._released_tokens or length < len(self._released):
+            raise ContradictionError("the turn ended before the end of what was released")
+        deltas = [piece.delta for piece in self._pieces]
+        rest = self._texts.rest()
+        if rest or self._entries:
+            deltas.append(TextDelta(text=rest, entries=tuple(self._entries)))
+        whole = self._codec.decode(tokens)
+        if self._text + rest != whole:  # decoding in parts does not add up with this tokenizer
+            if not whole.startswith(self._released):
+                raise ContradictionError("the turn's text does not begin with what was released")
+            entries = tuple(entry for delta in deltas for entry in delta.entries)
+            deltas = [TextDelta(text=whole[len(self._released) :], entries=entries)]
+        return _cut(deltas, length - len(self._released))
+
+    def _begin(self) -> None:
+        """Discard all tokens."""
+        self._tokens.clear()
+        self._logprobs.clear()
+        self._texts = TokenTexts(self._codec)
+        self._text = ""
+        self._pieces: list[_Piece] = []
+        self._entries: list[tuple[str, float]] = []
+        """Those of the tokens whose characters are not complete."""
+
+    def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Take over the tokens of the turn, which continue the known ones or replace
+        them.
+        """
+        count = min(len(tokens), len(self._tokens))
+        same = list(tokens[:count]) == self._tokens[:count]
+        if not same or list(logprobs[:count]) != self._logprobs[:count]:
+            self._replace(tokens, logprobs)
+        for at in range(len(self._tokens), len(tokens)):
+            self._append(tokens[at], logprobs[at])
+
+    def _replace(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Forget what is not released, and check that the rest stays."""
+        kept = self._released_tokens
+        overlap = min(len(tokens), kept)
+        if list(tokens[:overlap]) != self._tokens[:overlap]:
+            raise ContradictionError(
+                "the turn began anew with other tokens than those that were released"
+            )
+        pairs = zip(logprobs[:overlap], self._logprobs[:overlap], strict=True)
+        if self._wants_logprobs and not all(
+            math.isclose(new, old, rel_tol=0.0, abs_tol=SAME_LOGPROB) for new, old in pairs
+        ):
+            raise ContradictionError(
+                "the turn began anew with other log-probs than those that were released"
+            )
+        former = self._tokens[:kept]
+        known = [*logprobs[:overlap], *self._logprobs[overlap:kept]]
+        self._begin()
+        for token, logprob in zip(former, known, strict=True):
+            self._append(token, logprob)
+        self._pieces.clear()
+
+    def _append(self, token: int, logprob: float) -> None:
+        self._tokens.append(token)
+        self._logprobs.append(logprob)
+        if self._wants_logprobs:
+            self._entries.append((self._codec.decode([token]), logprob))
+        text = self._texts.add(token)
+        if text:
+            self._text += text
+            self._pieces.append(
+                _Piece(
+                    delta=TextDelta(text=text, entries=tuple(self._entries)),
+                    tokens_end=len(self._tokens),
+                    text_end=len(self._text),
+                )
+            )
+            self._entries = []
+
+    def _release(self) -> TextDelta:
+        piece = self._pieces.pop(0)
+        self._released += piece.delta.text
+        self._released_tokens = piece.tokens_end
+        return piece.delta
+
+    def _safe_length(self) -> int:
+        """Return how many characters of the text will be shown, whatever follows."""
+        marks, text = self._stop, self._text
+        if self._call_start is not None:
+            marks = (*marks, self._call_start)
+        safe = min(
+            (_before(mark, text, since=len(self._released)) for mark in marks), default=len(text)
+        )
+        # The space before a call is not part of the message.
+        return len(text[:safe].rstrip()) if self._call_start is not None else safe
+
+
+def text_deltas(
+    codec: ChatCodec, result: GenerateResult, *, length: int, logprobs: bool
+) -> tuple[TextDelta, ...]:
+    """Return the first `length` characters of a complete turn's text as deltas."""
+    reader = DeltaReader(codec, logprobs=logprobs)
+    return tuple(reader.finish(result.tokens, result.logprobs, length))
+
+
+def _before(mark: str, text: str, *, since: int) -> int:
+    """Return the length of the text before `mark`, or before what may be its beginning
+    at the end of the text.
+    """
+    place = text.find(mark, since)
+    if place >= 0:
+        return place
+    for count in range(min(len(mark) - 1, len(text) - since), 0, -1):
+        if text.endswith(mark[:count]):
+            return len(text) - count
+    return len(text)
+
+
+def _cut(deltas: Sequence[TextDelta], length: int) -> list[TextDelta]:
+    """Return the deltas up to `length` characters."""
+    kept: list[TextDelta] = []
+    for delta in deltas:
+        if not length:
+            break
+        kept.append(TextDelta(text=delta.text[:length], entries=delta.entries))
+        length -= len(kept[-1].text)
+    return kept
