@@ -107,6 +107,22 @@ def test_a_model_that_ranks_cannot_divide_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("qwen3", 2), ("glm4", 4)])
+def test_adapters_in_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> None:
+    """Each pair has one divided matrix. They are published and exported in full."""
+    path = build(name, tmp_path / "m")
+    alone = run(path, tmp_path / "alone", case="lora")
+    assert any(tensor.any() for key, tensor in alone.items() if key.endswith("lora_B.weight"))
+    out = tmp_path / "groups"
+    run_ranks(count, "rank_worker", out, path, "lora", "2", tmp_path / "alone" / "c")
+    for rank in range(count):
+        assert_all_close(load_file(out / f"rank{rank}.safetensors"), alone)
+    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
+        exported = load_file(out / "c" / file)
+        assert_all_close(exported, load_file(tmp_path / "alone" / "c" / file))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("qwen3", 2), ("qwen3_moe", 4), ("gemma3", 4), ("phi3", 2)]
 )

@@ -8,6 +8,7 @@ adapter's parameters are those of peft.
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.train.distributed import RankGroup, local_tensor, own_rows
+from rollweave.train.distributed import RankGroup, Split, full_shape, local_tensor, own_rows
 from rollweave.weights.adapters import ADAPTER_WEIGHTS, PREFIX, A, B, targeted_layers
 
 
@@ -69,29 +70,42 @@ class NewAdapters:
             layer.lora_A, layer.lora_B, layer.scale = down, up, self.lora.scale
 
     @torch.no_grad()
-    def initialize(self, model: nn.Module, ranks: RankGroup) -> None:
+    def initialize(
+        self, model: nn.Module, ranks: RankGroup, splits: Mapping[str, Split] | None = None
+    ) -> None:
         """Set the adapters' first values: those of `lora.path`, or like peft's, A
-        uniform and B 0. They do not depend on the number of ranks.
+        uniform and B 0. They do not depend on the number of ranks, nor on how a tensor
+        group divides them (`splits`).
 
         Raises ConfigError for an adapter that cannot be read.
         """
-        given = {} if self.lora.path is None else self._given(Path(self.lora.path), model)
+        splits = splits or {}
+        given: dict[str, torch.Tensor] = {}
+        if self.lora.path is not None:
+            sizes = {
+                name: full_shape(parameter.shape, splits.get(name), ranks)
+                for name, parameter in model.named_parameters()
+                if name.endswith((A, B))
+            }
+            given = self._given(Path(self.lora.path), sizes)
         for name, layer in model.named_modules():
             if not isinstance(layer, AdaptedLinear):
                 continue
-            if given:
-                for end, matrix in ((A, layer.lora_A), (B, layer.lora_B)):
-                    rows = own_rows(len(given[name + end]), ranks)
-                    local_tensor(matrix.weight).copy_(given[name + end][rows])
-                continue
-            generator = torch.Generator().manual_seed(self.seed ^ zlib.crc32(name.encode()))
-            bound = 1 / math.sqrt(layer.in_features)
-            a = torch.empty(self.lora.rank, layer.in_features)
-            a.uniform_(-bound, bound, generator=generator)
-            local_tensor(layer.lora_A.weight).copy_(a[own_rows(self.lora.rank, ranks)])
-            local_tensor(layer.lora_B.weight).zero_()
+            ends = (A, layer.lora_A), (B, layer.lora_B)
+            values = [given[name + end] for end, _ in ends] if given else self._new(name, layer)
+            for (end, matrix), value in zip(ends, values, strict=True):
+                split = splits.get(name + end)
+                part = value if split is None else split.take(value, ranks)
+                local_tensor(matrix.weight).copy_(part[own_rows(len(part), ranks)])
 
-    def _given(self, directory: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    def _new(self, name: str, layer: AdaptedLinear) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed ^ zlib.crc32(name.encode()))
+        bound = 1 / math.sqrt(layer.in_features)
+        a = torch.empty(self.lora.rank, layer.in_features)
+        a.uniform_(-bound, bound, generator=generator)
+        return [a, torch.zeros(layer.out_features, self.lora.rank)]
+
+    def _given(self, directory: Path, sizes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
         """Return the adapters in `directory`. Raises ConfigError unless they are those
         of the model.
         """
@@ -101,7 +115,6 @@ class NewAdapters:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{where}: {error}") from error
         given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        sizes = {n: p.shape for n, p in model.named_parameters() if n.endswith((A, B))}
         if {name: tensor.shape for name, tensor in given.items()} != sizes:
             raise ConfigError(f"{where} must have the adapters of this model, got others")
         return given

@@ -26,6 +26,8 @@ from torch.nn import functional
 
 from rollweave.schema.errors import ConfigError
 from rollweave.train.distributed import ALONE, RankGroup, Split, full_shape, local_tensor
+from rollweave.train.lora import AdaptedLinear
+from rollweave.weights.adapters import A, B, layer_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,6 +156,10 @@ def divide(causal: "PreTrainedModel", ranks: RankGroup) -> Division:
         if style == PARTIAL:
             partial |= {f"{name}.{each}" for each, _ in modules[name].named_parameters()}
         else:
+            if isinstance(modules[name], AdaptedLinear):
+                # the part of the adapter that each rank applies to its own columns, or
+                # from which it computes its own rows
+                partial.add(name + (A if style in ROWS else B))
             _exchange(modules[name], style, ranks.tensor_group)
     return Division(ranks, splits, frozenset(partial))
 
@@ -183,10 +189,19 @@ def _is_known(module: nn.Module, style: str) -> bool:
 
 
 def _splits(causal: "PreTrainedModel", styles: Mapping[str, str]) -> dict[str, Split]:
-    """Return the divided parameters."""
+    """Return the divided parameters. Of an adapter, they are the matrix at the side at
+    which its layer is divided.
+    """
     splits = {}
     for name, _ in causal.named_parameters():
         owner = name.rpartition(".")[0]
+        if (adapted := layer_of(name)) is not None:
+            style = styles.get(adapted)
+            if style in ROWS and name.endswith(B):
+                splits[name] = Split(0)
+            elif style in COLUMNS and name.endswith(A):
+                splits[name] = Split(1)
+            continue
         if (style := styles.get(name)) is not None:
             splits[name] = STACKED[style]
         elif styles.get(owner) in ROWS:
@@ -218,7 +233,10 @@ def _exchange(module: nn.Module, style: str, group: "ProcessGroup") -> None:
 
         def by_columns(x: torch.Tensor) -> torch.Tensor:
             part = x if style == "rowwise" else through(_OwnPart, x)
-            out = through(_Summed, functional.linear(part, module.weight))
+            own_part = functional.linear(part, module.weight)
+            if isinstance(module, AdaptedLinear):
+                own_part = own_part + module.adapter(part)
+            out = through(_Summed, own_part)
             return out if module.bias is None else out + module.bias.to(out.dtype)
 
         exchanging = by_columns

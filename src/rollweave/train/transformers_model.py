@@ -298,11 +298,11 @@ def load_transformers_model(
         causal, stored = unloaded.causal, unloaded.stored
         model = TransformersModel(causal, stored, getattr(torch, dtype))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if adapters is not None:
+            adapters.attach(model, head=causal.get_output_embeddings())
         model.division = divide(causal, ranks)
         splits = model.division.splits
         parts = _parts(stored, shapes, splits, ranks)
-        if adapters is not None:
-            adapters.attach(model, head=causal.get_output_embeddings())
         tied = _shared_parameters(model)
         shard_model(model, _layers(causal), ranks, device=device)
         model.to_empty(device=device)
@@ -312,7 +312,7 @@ def load_transformers_model(
         _compute_buffers(causal)
         _read_weights(model, path, stored, parts, shapes)
         if adapters is not None:
-            adapters.initialize(model, ranks)
+            adapters.initialize(model, ranks, splits)
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
     _probe(model)

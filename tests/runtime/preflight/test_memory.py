@@ -25,6 +25,7 @@ from rollweave.runtime.preflight.memory import (
     relay_parts,
     saved_bytes,
     scratch_shape,
+    trained_parameters,
 )
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
@@ -248,6 +249,11 @@ def test_a_tensor_group_divides_the_matrices_of_the_layers(
         found = of_rank[what] / (copies * MASTER_BYTES)
         assert 0 <= found - expected / groups < 2
     assert of_rank["activations"] <= sizes(whole)["activations"]
+    with_lora = run.model_copy(update={"lora": LoraConfig()})
+    adapted = sizes(rank_parts(with_lora, shape, rank=0))
+    assert adapted["weights"] == of_rank["weights"] + adapted["gradients"]
+    trained = trained_parameters(with_lora, shape)
+    assert 0 <= adapted["gradients"] / MASTER_BYTES - trained / groups < 1
 
 
 def kept_for_backward(shape: ModelShape, dtype: torch.dtype, lengths: list[int]) -> int:

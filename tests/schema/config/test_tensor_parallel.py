@@ -38,7 +38,6 @@ def test_tensor_groups_are_of_transformers_models() -> None:
             "trainer.tensor_parallel must be 1 unless model.implementation is transformers, whose "
             "models have the plan, got 2 with native",
         ),
-        (["lora.rank=4"], "trainer.tensor_parallel must be 1 with lora, whose adapters are not"),
         (
             ["algorithm.advantage=gae"],
             "trainer.tensor_parallel must be 1 with the estimators gae and gae_turn, whose critic",

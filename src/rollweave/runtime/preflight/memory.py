@@ -121,14 +121,11 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
 def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]:
     """Return the uses of memory by one rank of the trainer."""
     trainer = config.trainer
-    if trainer.tensor_parallel > 1:
-        model = shard = _divided(shape, trainer.ranks, trainer.tensor_parallel) * MASTER_BYTES
-    else:
-        model, shard = (
-            -(-count // trainer.ranks) * MASTER_BYTES
-            for count in (parameters(shape), trained_parameters(config, shape))
-        )
+    groups = trainer.ranks // trainer.tensor_parallel
+    model = shard = _divided(shape, trainer.ranks, trainer.tensor_parallel) * MASTER_BYTES
     if config.lora is not None:
+        # a tensor group divides one matrix of each adapter, which is neglected here
+        shard = -(-trained_parameters(config, shape) // groups) * MASTER_BYTES
         model += shard
     offloaded = "optimizer" in trainer.save_memory
     on_gpu = config.model.device == "cuda"

@@ -661,8 +661,6 @@ class RunConfig(Section):
                 f"{field} be 1 unless model.implementation is transformers, whose models have the "
                 f"plan, got {size} with {self.model.implementation or 'none'}"
             )
-        if self.lora is not None:
-            raise ValueError(f"{field} be 1 with lora, whose adapters are not divided, got {size}")
         if self.has_critic:
             raise ValueError(
                 f"{field} be 1 with the estimators gae and gae_turn, whose critic is not divided, "
