@@ -4,22 +4,24 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollweave.core import watchdog
+from rollweave.core import training, watchdog
 from rollweave.core.run import Run
 from rollweave.core.state import (
     EngineStatus,
     Group,
     GroupStatus,
+    OnEngine,
     Phase,
     Stage,
     TrainerStatus,
     Trajectory,
+    Turn,
 )
 from rollweave.core.trajectories import on_delayed
 from rollweave.core.watchdog import CHECKS_PER_LIMIT, DRAW_S, GRACE_S, MIN_PERIOD_S
 from rollweave.schema import commands as c
 from rollweave.schema.base import GroupId, TaskId
-from rollweave.schema.events import AttemptDelayed
+from rollweave.schema.events import AttemptDelayed, CheckpointFailed
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.support.states import E0, members, running
 
@@ -159,6 +161,42 @@ def test_a_service_draws_no_tasks_and_has_no_trainer() -> None:
     run.state.groups[group.id] = group
     run.state.trainer.status = TrainerStatus.TRAINING
     assert check_at(run, 1e9).counted == {}
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_an_engine_is_restarted_after_two_turns_without_an_answer(late: int) -> None:
+    run = ready()
+    run.state.pools.run.clear()
+    (only,) = members(run)
+    engine = run.state.engines[E0]
+    engine.consecutive_timeouts = late - 1
+    only.turn = Turn(number=0, context_tokens=0, since=0.0)
+    only.turn.place = OnEngine(engine=E0, given=0)
+    run.fleet.occupy(engine, only.id, only.turn)
+    checked = check_at(run, 1e6)
+    assert len(checked.of(c.AbortTurn)) == 1
+    assert len(checked.of(c.RestartEngine)) == late - 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_reported() -> None:
+    run = ready()
+    run.state.trainer.saving, run.out = 1, []
+    event = CheckpointFailed(epoch=run.state.trainer.epoch, step=1, error="the disk is full")
+    training.on_checkpoint_failed(run, event)
+    (warning,) = Checked(run, run.out).of(c.Warn)
+    assert isinstance(warning, c.Warn)
+    assert warning.message == "checkpoint of step 1 failed: the disk is full"
+    assert run.state.trainer.saving is None
+    training.on_checkpoint_failed(run, event)
+    assert len(run.out) == 1, "it is no longer awaited"
+
+
+def test_nothing_is_restarted_in_a_run_that_is_over() -> None:
+    run = ready()
+    run.state.phase, run.out = Phase.FINISHED, []
+    training.restart(run, "lost")
+    assert run.out == []
+    assert run.state.trainer.restarts == 0
 
 
 def test_a_trainer_that_does_not_answer_is_restarted() -> None:

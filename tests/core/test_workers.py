@@ -188,10 +188,23 @@ def test_a_worker_that_keeps_failing_is_given_up_and_the_last_one_ends_the_run()
     for epoch in range(3):
         run.lose("w0", epoch)
     assert run.core.state.workers["w0"].status is WorkerStatus.FAILED
+    assert run.joined("w0", 2) == [], "news of a worker that was given up"
+    assert run.core.state.workers["w0"].status is WorkerStatus.FAILED
     assert not run.core.finished
     for epoch in range(3):
         run.lose("w1", epoch)
     assert run.core.state.error == "no worker is left; the last one (w1): lost: killed"
+
+
+def test_a_worker_that_is_not_ready_in_time_is_restarted() -> None:
+    run = Run()
+    run.joined("w1")
+    limit = config().watchdog.start_s
+    run.now = limit - 1
+    assert restarts(run.send(e.TimerFired())) == []
+    run.now = limit + 1
+    (restart,) = restarts(run.send(e.TimerFired()))
+    assert (restart.worker_id, restart.epoch) == ("w0", 1)
 
 
 def test_a_worker_that_has_worked_since_is_forgiven() -> None:
