@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from rollweave.core.bindings import bind_all, bind_workers, crowded, groups_on_gpus, one_machine
+from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.policy.gaps import max_gap
@@ -130,7 +131,10 @@ class _Start:
         with TrajectoryStore(run.trajectories) as store, TurnLog(run.turns) as self._turn_log:
             # before hosts join: a long replay is silent, and would end their leases
             beginning = recall(recover(self._config, run, store), self._turn_log)
-            return await self._gather_and_run(store, beginning)
+            summary = await self._gather_and_run(store, beginning)
+            # attempts that were dropped before they could continue need no record
+            self._turn_log.keep(continuable(beginning.core.state))
+            return summary
 
     async def _gather_and_run(self, store: TrajectoryStore, beginning: Beginning) -> Summary:
         async with Tasks() as tasks:
