@@ -219,6 +219,8 @@ def _release(run: Run, engine: Engine) -> None:
 def _stage(run: Run) -> None:
     """Let serving engines receive the newest weights that they can load."""
     published = run.state.publication.id
+    if run.fleet.publication_ids <= {published}:
+        return  # this is asked after every event
     for engine in run.state.engines.values():
         if (
             engine.stages
