@@ -7,6 +7,28 @@ from typing import Any
 from aiohttp import web
 
 
+async def relayed(guard: Any, request: web.Request, app: Any) -> web.StreamResponse:
+    """Send what a guard before `app` answers to a request, part by part."""
+    response = web.StreamResponse()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await request.read()}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            response.set_status(message["status"])
+            await response.prepare(request)
+        else:
+            await response.write(message["body"])
+
+    headers = [(key.lower(), value) for key, value in request.raw_headers]
+    await guard(
+        {"type": "http", "path": request.path, "app": app, "headers": headers}, receive, send
+    )
+    await response.write_eof()
+    return response
+
+
 async def guarded(
     guard: Any, request: web.Request, app: Any, /, **more: Any
 ) -> tuple[web.Response | None, dict[str, Any]]:

@@ -4,6 +4,7 @@ weights.
 """
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,8 +24,12 @@ from rollweave.schema.serving import (
     EngineSpec,
     GenerateRequest,
     GenerateResult,
+    PartialOutput,
     Sampling,
     ServerSpec,
+    TokenDelta,
+    VersionSpan,
+    spans_between,
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.adapters import A, B, linear_layers
@@ -253,6 +258,62 @@ async def requests_in_flight_continue_under_new_weights(
         await are_sampled(weights, 1, request.tokens, older, result.logprobs[: before.end])
         context = (*request.tokens, *older)
         await are_sampled(weights, 2, context, newer, result.logprobs[after.start :])
+
+
+async def streamed_tokens_are_of_the_weights_that_they_name(
+    engine: EngineClient, weights: Weights, *, until_the_end: bool
+) -> None:
+    """Change the weights from version 1 to 2 in the middle of a streamed turn. With
+    `until_the_end`, tokens of version 2 are reported before it ends.
+    """
+    await engine.load(weights.published(1))
+    manifest, deltas = weights.published(2), list[TokenDelta]()
+    both = {1: asyncio.Event(), 2: asyncio.Event()}
+
+    def on_tokens(delta: TokenDelta) -> None:
+        deltas.append(delta)
+        for span in delta.versions:
+            both[span.version].set()
+
+    await engine.stage(manifest)
+    turn = engine.generate(greedy("streamed", count=400), on_tokens, report_s=0.001)
+    await both[1].wait()
+    await engine.suspend()
+    await engine.load(manifest)
+    engine.resume()
+    if until_the_end:
+        await both[2].wait()
+        engine.abort("streamed")
+    result = await turn
+    assert [span.version for span in result.versions] == [1, 2]
+    assert [delta.start for delta in deltas] == list(
+        itertools.accumulate((len(delta.tokens) for delta in deltas[:-1]), initial=0)
+    )
+    count = deltas[-1].start + len(deltas[-1].tokens)
+    assert tuple(token for delta in deltas for token in delta.tokens) == result.tokens[:count]
+    assert tuple(value for delta in deltas for value in delta.logprobs) == result.logprobs[:count]
+    spans = [span for delta in deltas for span in delta.versions]
+    assert spans_between(spans, 0, count) == spans_between(result.versions, 0, count)
+    newest = [span.version for delta in deltas[:-1] for span in delta.versions]
+    assert until_the_end or 2 not in newest  # the last part names the versions
+    (before, after) = result.versions
+    older = result.tokens[: before.end]
+    await are_sampled(weights, 1, PROMPT, older, result.logprobs[: before.end])
+    newer = result.tokens[after.start :]
+    await are_sampled(weights, 2, (*PROMPT, *older), newer, result.logprobs[after.start :])
+
+    # a turn that continues is reported from there
+    spans = [VersionSpan(start=0, end=3, version=1)]
+    resumed = PartialOutput(
+        tokens=older[:3], logprobs=result.logprobs[:3], versions=tuple(spans), generate_s=1.0
+    )
+    deltas.clear()
+    rest = msgspec.structs.replace(greedy("rest", count=300), resumed=resumed)
+    whole = await engine.generate(rest, on_tokens, report_s=0.001)
+    assert whole.tokens[:3] == older[:3]
+    assert deltas[0].start == 3
+    assert deltas[0].versions[0] == VersionSpan(start=3, end=3 + len(deltas[0].tokens), version=2)
+    assert deltas[0].generate_s >= 1.0
 
 
 async def tokens_are_sampled(engine: EngineClient, turns: int) -> None:

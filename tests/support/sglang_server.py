@@ -25,7 +25,14 @@ from aiohttp import web
 from rollweave.engine.clients.client import EngineClient
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import EngineSpec, FinishReason, GenerateRequest, Sampling
+from rollweave.schema.serving import (
+    EngineSpec,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    TokenDelta,
+)
 from tests.support.asgi import guarded
 from tests.support.engines import engine_in_thread
 
@@ -74,9 +81,11 @@ def parser() -> argparse.ArgumentParser:
         "enable-deterministic-inference",
         "skip-tokenizer-init",
         "skip-server-warmup",
+        "incremental-streaming-output",
     ):
         parser.add_argument(f"--{name}", action="store_true")
-    # not SGLang's: what goes wrong here
+    # not SGLang's: each part of a stream has all tokens, and what goes wrong here
+    parser.add_argument("--stream-all", action="store_true")
     parser.add_argument("--fault", choices=("refused", "unlabeled", "split", "small"), default="")
     return parser
 
@@ -232,12 +241,12 @@ class Server:
             self.resumed.notify_all()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         rid, tokens, params = body["rid"], body["input_ids"], body["sampling_params"]
         context = self.arguments.context_length
         assert body["return_logprob"] is True
-        assert body["stream"] is False
+        assert self.arguments.incremental_streaming_output
         if rid in self.requests:
             return bad(f"Duplicate request ID detected: {rid}")
         if len(tokens) >= context or len(tokens) + params["max_new_tokens"] > context:
@@ -255,7 +264,7 @@ class Server:
         finally:
             del self.requests[rid]
 
-    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         tokens, params = tuple(body["input_ids"]), body["sampling_params"]
         room = self.arguments.context_length - 1 - len(tokens) - 1
         stops = {*params["stop_token_ids"], *self.stop_ids}
@@ -269,41 +278,87 @@ class Server:
             seed=params["sampling_seed"] if seeded else random.getrandbits(62),
         )
         priority = body.get("priority") or 0
-        answer = self.engine.generate(
-            GenerateRequest(id=body["rid"], tokens=tokens, sampling=sampling, rank=float(priority))
+        turn = GenerateRequest(
+            id=body["rid"], tokens=tokens, sampling=sampling, rank=float(priority)
         )
+        if body["stream"]:
+            return await self.stream(request, turn)
+        answer = self.engine.generate(turn)
         while not answer.done():
             await asyncio.wait({answer}, timeout=0.2)
             if request.transport is None:  # the client has disconnected
-                self.engine.abort(body["rid"])
-        result = answer.result()
+                self.engine.abort(turn.id)
+        return web.json_response(self.last_part(turn, answer.result(), 0))
+
+    async def stream(self, request: web.Request, turn: GenerateRequest) -> web.StreamResponse:
+        """Send the tokens as they are sampled: the last part has their versions."""
+        response, parts = web.StreamResponse(), asyncio.Queue[TokenDelta | None]()
+        answer = self.engine.generate(turn, parts.put_nowait, report_s=0.0)
+        answer.add_done_callback(lambda _: parts.put_nowait(None))
+        await response.prepare(request)
+        tokens, logprobs = tuple[int, ...](), tuple[float, ...]()
+        first = 0
+        try:
+            while (delta := await parts.get()) is not None:
+                tokens, logprobs = tokens + delta.tokens, logprobs + delta.logprobs
+                part = self.part(turn, tokens, logprobs, first)
+                await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+                if not self.arguments.stream_all:
+                    first = len(tokens)
+            part = self.last_part(turn, answer.result(), first)
+            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        except EngineError as error:
+            part = {"error": {"message": str(error)}}
+            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        except ConnectionError:
+            self.engine.abort(turn.id)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def part(
+        self,
+        turn: GenerateRequest,
+        tokens: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        first: int,
+    ) -> dict[str, Any]:
+        """Return an answer with the tokens from `first` on."""
+        pairs = zip(logprobs[first:], tokens[first:], strict=True)
+        return {
+            "text": "",
+            "output_ids": tokens[first:],
+            "meta_info": {
+                "id": turn.id,
+                "finish_reason": None,
+                "prompt_tokens": len(turn.tokens),
+                "completion_tokens": len(tokens),
+                "cached_tokens": 0,
+                "weight_version": self.label,
+                "output_token_logprobs": [(logprob, token, None) for logprob, token in pairs],
+            },
+        }
+
+    def last_part(
+        self, turn: GenerateRequest, result: GenerateResult, first: int
+    ) -> dict[str, Any]:
         reason: dict[str, object] = {"type": result.finish.value}
         if result.finish is FinishReason.ABORTED:
             reason = {"type": "abort", "message": "Aborted", "status_code": None}
         elif result.finish is FinishReason.STOP:
             reason["matched"] = result.tokens[-1]
         elif result.finish is FinishReason.LENGTH:
-            reason["length"] = sampling.max_tokens
-        pairs = zip(result.logprobs, result.tokens, strict=True)
-        return web.json_response(
-            {
-                "text": "",
-                "output_ids": result.tokens,
-                "meta_info": {
-                    "id": body["rid"],
-                    "finish_reason": reason,
-                    "prompt_tokens": len(tokens),
-                    "completion_tokens": len(result.tokens),
-                    "cached_tokens": result.cached_tokens,
-                    "weight_version": self.label,
-                    "weight_versions": [
-                        {"version": str(max(0, span.version)), "start": span.start, "end": span.end}
-                        for span in result.versions
-                    ],
-                    "output_token_logprobs": [(logprob, token, None) for logprob, token in pairs],
-                },
-            }
-        )
+            reason["length"] = turn.sampling.max_tokens
+        spans = [
+            {"version": str(max(0, span.version)), "start": span.start, "end": span.end}
+            for span in result.versions
+        ]
+        part = self.part(turn, result.tokens, result.logprobs, first)
+        part["meta_info"] |= {
+            "finish_reason": reason,
+            "cached_tokens": result.cached_tokens,
+            "weight_versions": spans,
+        }
+        return part
 
     # The scheduler
 

@@ -33,12 +33,16 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     EngineSpec,
+    FinishReason,
     GenerateRequest,
     Sampling,
     ServerName,
     ServerSpec,
+    TokenDelta,
+    VersionSpan,
+    spans_between,
 )
-from tests.support.asgi import guarded
+from tests.support.asgi import relayed
 from tests.support.engines import ROOT, engine_in_thread, environment
 
 SECRET = "open sesame"
@@ -47,6 +51,12 @@ PREFIX = "generate-tokens-"
 
 START_S = 120.0
 """Maximum seconds until the server is ready on a busy machine."""
+
+REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
+}
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -104,8 +114,12 @@ class VllmApp:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Answer one request that the guard has admitted."""
         body, path = (await receive())["body"], scope["path"]
+        fields = json.loads(body or b"{}")
+        if path == GENERATE and fields["stream"]:
+            await self._stream(fields, send)
+            return
         try:
-            status, answer = await self._answer(path, json.loads(body or b"{}"))
+            status, answer = await self._answer(path, fields)
         except (EngineError, AssertionError, OSError) as error:
             status, answer = 500, {"error": str(error)}
         text = await self._metrics() if path == "/metrics" else json.dumps(answer)
@@ -174,42 +188,93 @@ class VllmApp:
             await self.engine.load(publication.manifest)
 
     async def _generate(self, body: dict[str, Any]) -> Answer:
-        params, request_id = body["sampling_params"], body["request_id"]
-        request = GenerateRequest(
-            id=request_id,
-            tokens=tuple(body["token_ids"]),
-            sampling=Sampling(
-                temperature=params["temperature"],
-                top_p=params["top_p"],
-                top_k=params["top_k"],
-                max_tokens=params["max_tokens"],
-                stop_token_ids=tuple(params["stop_token_ids"]),
-                seed=params["seed"],
-                allowed=tuple(params["allowed_token_ids"] or ()),
-            ),
-            rank=-float(body["priority"]),
-        )
-        self.live.add(request_id)
+        request = generate_request(body)
+        self.live.add(request.id)
         try:
             result = await self.engine.generate(request)
         finally:
-            self.live.discard(request_id)
-        reasons = {"stop": "stop", "length": "length", "aborted": "abort"}
+            self.live.discard(request.id)
+        finish = REASONS[result.finish]
+        choice = self._choice(result.tokens, result.logprobs, result.versions, finish)
+        return 200, {"choices": [choice]}
+
+    async def _stream(self, body: dict[str, Any], send: Any) -> None:
+        """Send the tokens as they are sampled, each part with the versions of all
+        tokens so far, as with the plug-in.
+        """
+        assert body["stream_options"] == {"include_usage": True}
+        request, parts = generate_request(body), asyncio.Queue[TokenDelta | None]()
+        self.live.add(request.id)
+        answer = self.engine.generate(request, parts.put_nowait, report_s=0.0)
+        answer.add_done_callback(lambda _: parts.put_nowait(None))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        sent, versions = 0, tuple[VersionSpan, ...]()
+        try:
+            while (delta := await parts.get()) is not None:
+                end = delta.start + len(delta.tokens)
+                versions = spans_between((*versions, *delta.versions), 0, end)
+                choice = self._choice(delta.tokens, delta.logprobs, versions, None)
+                assert delta.start == sent
+                await send(event({"choices": [choice]}))
+                sent = end
+            result = answer.result()
+            rest = result.tokens[sent:], result.logprobs[sent:]
+            choice = self._choice(*rest, result.versions, REASONS[result.finish])
+            await send(event({"choices": [choice]}))
+            details = {"cached_tokens": result.cached_tokens}
+            await send(event({"choices": [], "usage": {"prompt_tokens_details": details}}))
+        except EngineError as error:
+            await send(event({"error": {"message": str(error)}}))
+        finally:
+            answer.cancel()
+            self.live.discard(request.id)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    def _choice(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[VersionSpan],
+        finish: str | None,
+    ) -> dict[str, Any]:
         content = [
             {"token_id": token, "logprob": logprob}
-            for token, logprob in zip(result.tokens, result.logprobs, strict=True)
+            for token, logprob in zip(tokens, logprobs, strict=True)
         ]
         spans = [
             {"version": self.labels[span.version], "start": span.start, "end": span.end}
-            for span in result.versions
+            for span in versions
         ]
-        choice = {
-            "finish_reason": reasons[result.finish.value],
-            "token_ids": result.tokens,
+        return {
+            "finish_reason": finish,
+            "token_ids": tokens,
             "logprobs": {"content": content},
             "weight_versions": spans,
         }
-        return 200, {"choices": [choice]}
+
+
+def event(value: object) -> dict[str, Any]:
+    """Return the message with one part of a streamed answer."""
+    body = b"data: " + json.dumps(value).encode() + b"\n\n"
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+def generate_request(body: dict[str, Any]) -> GenerateRequest:
+    params = body["sampling_params"]
+    return GenerateRequest(
+        id=body["request_id"],
+        tokens=tuple(body["token_ids"]),
+        sampling=Sampling(
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=params["top_k"],
+            max_tokens=params["max_tokens"],
+            stop_token_ids=tuple(params["stop_token_ids"]),
+            seed=params["seed"],
+            allowed=tuple(params["allowed_token_ids"] or ()),
+        ),
+        rank=-float(body["priority"]),
+    )
 
 
 def mapped(info: dict[str, Any]) -> dict[str, Any]:
@@ -255,10 +320,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         app = VllmApp(engine, arguments, Path(folder))
         guard = guard_of(app)
 
-        async def handle(request: web.Request) -> web.Response:
-            answer, _ = await guarded(guard, request, app)
-            assert answer is not None, "the guard sent nothing"
-            return answer
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await relayed(guard, request, app)
 
         await engine.ready()
         web_app = web.Application(client_max_size=1 << 26)

@@ -108,6 +108,21 @@ def spans_cover(spans: Sequence[VersionSpan], end: int, *, start: int = 0) -> bo
     return start == end
 
 
+def spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """Return the parts of the spans in `[start, end)`, with one span for neighbors of
+    the same version.
+    """
+    parts = list[VersionSpan]()
+    for span in spans:
+        first, last = max(start, span.start), min(end, span.end)
+        if first >= last:
+            continue
+        if parts and (parts[-1].version, parts[-1].end) == (span.version, first):
+            first = parts.pop().start
+        parts.append(VersionSpan(start=first, end=last, version=span.version))
+    return tuple(parts)
+
+
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """Continue `tokens`. A higher `rank` runs first, and equals run in the order of
     arrival. `id` is unique among live requests.

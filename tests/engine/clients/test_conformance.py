@@ -300,21 +300,30 @@ async def test_partial_turn_is_resumed(connect: Connect, kind: str) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SERVERS])
 async def test_tokens_are_reported_during_the_turn(connect: Connect, kind: str) -> None:
     """The embedded engine reports all sampled tokens when it is suspended: during both
-    turns, or they are repeated.
+    turns, or they are repeated. A server reports them as they arrive.
     """
     client, deltas, others = connect(kind), list[TokenDelta](), list[TokenDelta]()
+    several = asyncio.Event()
+
+    def on_tokens(delta: TokenDelta) -> None:
+        deltas.append(delta)
+        if delta.start + len(delta.tokens) >= 2:
+            several.set()
+
     await client.ready()
     while True:
         before = (await client.stats()).output_tokens
         turn = client.generate(
-            request("r0", PROGRESS if "fake" in kind else 5, count=200), deltas.append
+            request("r0", PROGRESS if "fake" in kind else 5, count=200), on_tokens
         )
         quiet = client.generate(request("r1", PROGRESS if "fake" in kind else 5, count=200))
         while "ours" in kind and (await client.stats()).output_tokens < before + 4:
             pass
+        if kind in ("vllm", "sglang", "attached"):
+            await several.wait()
         await client.suspend()
         if not turn.done() and not quiet.done():
             break

@@ -30,6 +30,7 @@ from tests.support.server_engines import (
     all_end,
     greedy,
     started,
+    streamed_tokens_are_of_the_weights_that_they_name,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
 from tests.support.vllm_server import attached_spec, free_port, start_vllm_server
@@ -78,6 +79,13 @@ async def test_updates_are_exact_and_the_next_engine_begins_with_the_model(
     async with started(weights, tmp_path, attached_spec(port, run="h:/other")) as (engine, _):
         await agrees(engine, weights, 0)
         assert (await engine.generate(greedy("again"))).versions[0].version == 0
+
+
+async def test_streamed_tokens_are_of_the_weights_that_they_name(
+    weights: Weights, port: int, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
+        await streamed_tokens_are_of_the_weights_that_they_name(engine, weights, until_the_end=True)
 
 
 async def test_a_server_left_in_an_update_is_taken_over_by_its_run(
@@ -274,7 +282,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import rollweave_vllm_leases
 
     yield rollweave_vllm_leases
-    for name in ("rollweave_vllm_leases", "rollweave_vllm", "rollweave_leases"):
+    names = ("rollweave_vllm_leases", "rollweave_vllm", "rollweave_vllm_spans", "rollweave_leases")
+    for name in names:
         sys.modules.pop(name)
 
 
@@ -338,3 +347,31 @@ def test_only_the_first_process_of_a_server_outlives_its_parent(
     monkeypatch.setenv(plugin.MAIN, "1")
     register()
     assert bound
+
+
+def test_vllm_is_made_to_name_versions_in_each_part(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RequestState:
+        def _new_completion_output(self, final: list[str] | None) -> SimpleNamespace:
+            return SimpleNamespace(weight_versions=final)
+
+        def _weight_version_spans(self) -> list[str]:
+            return ["so far"]
+
+    spans = plugin.rollweave_vllm_spans
+    spans.register()  # there is no vLLM here
+    module = SimpleNamespace(RequestState=RequestState)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.output_processor", module)
+    for part in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[]))
+    spans.register()
+    patched = RequestState._new_completion_output
+    spans.register()
+    assert RequestState._new_completion_output is patched
+    state = RequestState()
+    assert state._new_completion_output(None).weight_versions == ["so far"]
+    assert state._new_completion_output(["all"]).weight_versions == ["all"]
+    del RequestState._weight_version_spans, RequestState._new_completion_output
+    spans.register()
+    assert not hasattr(RequestState, "_new_completion_output")

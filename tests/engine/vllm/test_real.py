@@ -39,6 +39,7 @@ from tests.support.server_engines import (
     greedy,
     spec_of,
     started,
+    streamed_tokens_are_of_the_weights_that_they_name,
     tokens_are_sampled,
     updates_are_exact_and_refused_ones_leave_the_old_weights,
 )
@@ -136,6 +137,13 @@ async def test_a_server_that_already_runs_is_leased_updated_and_left(
         async with started(weights, tmp_path, attached_spec(port)) as (engine, _):
             await agrees(engine, weights, 0)
         assert process.poll() is None
+
+
+async def test_streamed_tokens_are_of_the_weights_that_they_name(
+    weights: Weights, tmp_path: Path
+) -> None:
+    async with started(weights, tmp_path, vllm_spec()) as (engine, _):
+        await streamed_tokens_are_of_the_weights_that_they_name(engine, weights, until_the_end=True)
 
 
 async def test_adapters_are_added_to_the_first_weights(weights: Weights, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
         "rollweave_vllm",
         "rollweave_vllm_leases",
         "rollweave_vllm_routes",
+        "rollweave_vllm_spans",
         "rollweave_vllm_weights",
     }
 

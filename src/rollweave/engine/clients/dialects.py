@@ -150,8 +150,11 @@ class Vllm:
         }
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        answer = parse(body, VllmResponse)
-        choice = _single(answer.choices)
+        return self.result(request, parse(body, VllmResponse))
+
+    def result(self, request: GenerateRequest, answer: VllmResponse) -> GenerateResult:
+        """Return the result of a complete answer. Raises `ResponseError`."""
+        choice = single(answer.choices)
         content = choice.logprobs.content if choice.logprobs is not None else None
         tokens = required(choice.token_ids, "choices[0].token_ids")
         entries = required(content, "choices[0].logprobs.content")
@@ -223,7 +226,7 @@ class Completions:
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, CompletionResponse)
-        choice = _single(answer.choices)
+        choice = single(answer.choices)
         finish = _finish(choice.finish_reason)
         if self._encode_text is not None:
             tokens: Sequence[int] = self._encode_text(choice.text)
@@ -285,7 +288,10 @@ class Sglang:
         }
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        answer = parse(body, SglangResponse)
+        return self.result(request, parse(body, SglangResponse))
+
+    def result(self, request: GenerateRequest, answer: SglangResponse) -> GenerateResult:
+        """Return the result of a complete answer. Raises `ResponseError`."""
         meta = answer.meta_info
         if meta.output_token_logprobs is None and not answer.output_ids:  # aborted before it began
             pairs: tuple[tuple[float, int, str | None], ...] = ()
@@ -415,20 +421,30 @@ def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> No
             raise ResponseError(f"it resumed other tokens than the {len(given)} that it was given")
     if not tokens and result.finish in (FinishReason.STOP, FinishReason.LENGTH):
         raise ResponseError("it gave no token")
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-        raise ResponseError(
-            f"its tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}"
-        )
-    for at, logprob in enumerate(logprobs):
-        if not NOT_A_LOGPROB < logprob <= ABOVE_ZERO:
-            raise ResponseError(f"the log-prob of its token {at} is {logprob}")
+    check_values(tokens, logprobs, vocab=vocab)
     if not spans_cover(result.versions, len(tokens)):
         raise ResponseError(
             f"its version spans must cover its {len(tokens)} tokens in order, got {result.versions}"
         )
 
 
-def _single(choices: Sequence[T]) -> T:
+def check_values(
+    tokens: Sequence[int], logprobs: Sequence[float], *, vocab: int, start: int = 0
+) -> None:
+    """Raise `ResponseError` if the tokens from position `start` on are not of a model
+    of `vocab` tokens, or their log-probs are not those of sampled tokens.
+    """
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+        raise ResponseError(
+            f"its tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}"
+        )
+    for at, logprob in enumerate(logprobs, start):
+        if not NOT_A_LOGPROB < logprob <= ABOVE_ZERO:
+            raise ResponseError(f"the log-prob of its token {at} is {logprob}")
+
+
+def single(choices: Sequence[T]) -> T:
+    """Return the only choice of an answer. Raises `ResponseError`."""
     if len(choices) != 1:
         raise ResponseError(f"its answer must have 1 choice, got {len(choices)}")
     return choices[0]
@@ -483,6 +499,15 @@ def _version(label: str | int | None) -> int:
     return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
+def version_spans(spans: Sequence[Span]) -> tuple[VersionSpan, ...]:
+    """Convert a server's spans, without empty ones."""
+    return tuple(
+        VersionSpan(start=span.start, end=span.end, version=_version(span.version))
+        for span in spans
+        if span.end > span.start
+    )
+
+
 def _result(
     request: GenerateRequest,
     tokens: Sequence[int],
@@ -495,16 +520,11 @@ def _result(
 ) -> GenerateResult:
     if spans is None:
         spans = (Span(version=None, start=0, end=len(tokens)),)
-    versions = tuple(
-        VersionSpan(start=s.start, end=s.end, version=_version(s.version))
-        for s in spans
-        if s.end > s.start
-    )
     return GenerateResult(
         id=request.id,
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),
-        versions=versions,
+        versions=version_spans(spans),
         finish=finish,
         cached_tokens=cached,
         routes=routes,

@@ -30,8 +30,20 @@ from rollweave.engine.clients.probe import (
     probes,
 )
 from rollweave.engine.clients.responses import ResponseError, parse
-from rollweave.engine.clients.resuming import merged_result, remaining_request, unextended_result
-from rollweave.engine.clients.transport import BODY_S, BusyError, OnRetry, Transport
+from rollweave.engine.clients.resuming import (
+    merged_result,
+    moved_delta,
+    remaining_request,
+    unextended_result,
+)
+from rollweave.engine.clients.streams import StreamedAnswer, StreamingDialect
+from rollweave.engine.clients.transport import (
+    BODY_S,
+    SILENCE_S,
+    BusyError,
+    OnRetry,
+    Transport,
+)
 from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
@@ -56,6 +68,9 @@ Reference = Callable[[Sequence[int], Sequence[int]], Awaitable[Sequence[float] |
 """Returns the log-probs at temperature 1 that the checkpoint gives the second tokens
 after the first; None if unknown.
 """
+
+DONE = b"[DONE]"
+"""The event after the last part of a streamed answer."""
 
 ABORT_S = 2.0
 """Maximum seconds that a server gets to answer an aborted request with the tokens so
@@ -102,6 +117,8 @@ class _Call:
     stop: asyncio.Future[FinishReason]
     task: asyncio.Task[None] | None = None
     sent: bool = False
+    on_tokens: OnTokens | None = None
+    streamed: StreamedAnswer | None = None
 
 
 class HttpEngine:
@@ -109,7 +126,8 @@ class HttpEngine:
     check and a sample.
 
     `check_s` is the time between health checks, `body_s` bounds the time between an
-    answer's first byte and its last. `encode_text` tokenizes the text of a server that
+    answer's first byte and its last, `silence_s` that between two parts of a streamed
+    one. `encode_text` tokenizes the text of a server that
     is `text_only`. `on_retry` is called after each failed attempt to reach a server
     that has not answered yet. With `reference`, `on_warning` is called if the server's
     log-probs are not those of the checkpoint in float32. Connects to `hosts` only; None
@@ -129,18 +147,30 @@ class HttpEngine:
         reference: Reference | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
         hosts: Hosts | None = None,
-        spoken: Dialect | None = None,
+        silence_s: float = SILENCE_S,
+        spoken: StreamingDialect | None = None,
     ) -> None:
-        """`spoken` takes the place of the dialect that `spec` names."""
+        """`spoken` takes the place of the dialect that `spec` names, and the server's
+        answers are streamed if their tokens are to be reported.
+        """
         if spec.text_only is not (encode_text is not None):
             raise ValueError("encode_text must be given if and only if spec.text_only is true")
         self._spec, self._start_s, self._reply_s, self._check_s = spec, start_s, reply_s, check_s
         self._name, self._on_retry = spec.name, on_retry
         self._reference, self._on_warning = reference, on_warning
-        self._dialect = spoken or dialect(spec.dialect, model=spec.model, encode_text=encode_text)
+        self._dialect: Dialect = spoken or dialect(
+            spec.dialect, model=spec.model, encode_text=encode_text
+        )
+        self._streaming = spoken
         self._loop = asyncio.get_running_loop()
         self._wire = Transport(
-            spec.name, spec.url, token=spec.token, hosts=hosts, reply_s=reply_s, body_s=body_s
+            spec.name,
+            spec.url,
+            token=spec.token,
+            hosts=hosts,
+            reply_s=reply_s,
+            body_s=body_s,
+            silence_s=silence_s,
         )
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[str, _Call] = {}
@@ -182,10 +212,12 @@ class HttpEngine:
         """Generate as in the protocol, except that connections race: the order of
         requests is not kept.
 
-        No tokens are reported before the turn ends. Servers other than Rollweave's
-        resume a turn as described in `resuming.py`.
+        Tokens are reported by servers with a `StreamingDialect` only, as soon as they
+        arrive. Servers other than Rollweave's resume a turn as described in
+        `resuming.py`.
         """
         call = _Call(uuid4().hex, self._loop.create_future(), self._loop.create_future())
+        call.on_tokens = on_tokens
         if self.lost.done():
             call.answer.set_exception(EngineLostError(self.lost.result()))
         elif request.id in self._calls:
@@ -279,7 +311,7 @@ class HttpEngine:
                 if call.stop.done() and result.finish is FinishReason.ABORTED:
                     result = msgspec.structs.replace(result, finish=call.stop.result())
             else:
-                result = unextended_result(request, call.stop.result())
+                result = self._reported(call, request, call.stop.result())
             _resolve(call.answer, result)
         except EngineError as error:
             _fail(call.answer, error)
@@ -318,6 +350,7 @@ class HttpEngine:
         )
         if isinstance(rest, FinishReason):
             return unextended_result(request, rest)
+        starts_over = request.resumed is not None and len(rest.tokens) == len(request.tokens)
         wired = msgspec.structs.replace(rest, id=call.wire_id)
         async with self._slots:
             self._running += 1
@@ -328,7 +361,12 @@ class HttpEngine:
                 )
             try:
                 call.sent = True
-                result, took_s = await self._post_checked(wired)
+                if call.on_tokens is None or self._streaming is None or starts_over:
+                    result, took_s = await self._post_checked(wired)
+                else:
+                    result, took_s = await self._stream_checked(
+                        call, request, wired, self._streaming
+                    )
             finally:
                 self._running -= 1
                 if budget is not None:
@@ -374,6 +412,43 @@ class HttpEngine:
         except ResponseError as error:
             raise ResponseError(f"{self._name}: {error}") from error
         return result, took_s
+
+    async def _stream_checked(
+        self,
+        call: _Call,
+        request: GenerateRequest,
+        wired: GenerateRequest,
+        streaming: StreamingDialect,
+    ) -> tuple[GenerateResult, float]:
+        """Return the checked answer to `wired`, which is what remains of `request`, and
+        the seconds that it took. Tokens are reported while they arrive.
+        """
+        body = streaming.encode_streamed(wired)
+        answer = StreamedAnswer(streaming.parts(wired), wired, vocab=self._spec.vocab)
+        call.streamed, began = answer, self._loop.time()
+
+        def on_event(event: bytes) -> None:
+            delta = answer.read(event) if event != DONE else None
+            if delta is not None and call.on_tokens is not None and not call.answer.done():
+                call.on_tokens(moved_delta(request, delta, self._loop.time() - began))
+
+        try:
+            took_s = await self._wire.stream(streaming.generate_path, body, on_event)
+            result = answer.result()
+            check(wired, result, vocab=self._spec.vocab)
+        except ResponseError as error:
+            raise ResponseError(f"{self._name}: {error}") from error
+        return result, took_s
+
+    def _reported(
+        self, call: _Call, request: GenerateRequest, finish: FinishReason
+    ) -> GenerateResult:
+        """Return a result with the tokens that were reported, and those that the
+        request resumes.
+        """
+        if call.streamed is None:
+            return unextended_result(request, finish)
+        return merged_result(request, call.streamed.so_far(finish, id=request.id))
 
     # From the first health check to the loss
 

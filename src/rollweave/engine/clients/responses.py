@@ -59,6 +59,18 @@ class VllmResponse(msgspec.Struct, frozen=True):
     usage: Usage | None = None
 
 
+class StreamError(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+class VllmEvent(msgspec.Struct, frozen=True):
+    """One event of a streamed answer, or of its failure."""
+
+    choices: tuple[VllmChoice, ...] = ()
+    usage: Usage | None = None
+    error: StreamError | None = None
+
+
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: tuple[float, ...] | None = None
 
@@ -78,6 +90,8 @@ class CompletionResponse(msgspec.Struct, frozen=True):
 
 class SglangReason(msgspec.Struct, frozen=True):
     type: str
+    message: str | None = None
+    status_code: int | None = None
 
 
 class SglangMeta(msgspec.Struct, frozen=True):
@@ -85,12 +99,21 @@ class SglangMeta(msgspec.Struct, frozen=True):
     weight_version: str | int | None = None
     weight_versions: tuple[Span, ...] | None = None
     cached_tokens: int = 0
+    completion_tokens: int | None = None
     output_token_logprobs: tuple[tuple[float, int, str | None], ...] | None = None
 
 
 class SglangResponse(msgspec.Struct, frozen=True):
     meta_info: SglangMeta
     output_ids: tuple[int, ...] | None = None
+
+
+class SglangEvent(msgspec.Struct, frozen=True):
+    """One event of a streamed answer, or of its failure."""
+
+    meta_info: SglangMeta | None = None
+    output_ids: tuple[int, ...] | None = None
+    error: StreamError | None = None
 
 
 class ProrlResponse(msgspec.Struct, frozen=True):

@@ -8,10 +8,18 @@ beginning of a seed: with the turn's seed, it would repeat the draws of the resu
 tokens.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, VersionSpan
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    TokenDelta,
+    VersionSpan,
+)
 
 MIN_BUDGET_S = 1e-3
 """Budget in seconds that is sent if the budget is used up: 0 would mean no budget."""
@@ -63,8 +71,7 @@ def merged_result(request: GenerateRequest, rest: GenerateResult) -> GenerateRes
     if resumed is None:
         return rest
     count, versions = len(resumed.tokens), list(resumed.versions)
-    for span in rest.versions:
-        moved = VersionSpan(start=span.start + count, end=span.end + count, version=span.version)
+    for moved in _moved(rest.versions, count):
         if versions[-1].version == moved.version:
             moved = msgspec.structs.replace(moved, start=versions.pop().start)
         versions.append(moved)
@@ -76,6 +83,28 @@ def merged_result(request: GenerateRequest, rest: GenerateResult) -> GenerateRes
         cached_tokens=min(rest.cached_tokens, len(request.tokens)),
         generate_s=resumed.generate_s + rest.generate_s,
         resumed_tokens=count,
+    )
+
+
+def moved_delta(request: GenerateRequest, delta: TokenDelta, generate_s: float) -> TokenDelta:
+    """Return a delta of the rest of a turn, sampled in so many seconds, as one of the
+    whole turn.
+    """
+    resumed = request.resumed
+    count = len(resumed.tokens) if resumed is not None else 0
+    return msgspec.structs.replace(
+        delta,
+        id=request.id,
+        start=delta.start + count,
+        versions=_moved(delta.versions, count),
+        generate_s=generate_s + (resumed.generate_s if resumed is not None else 0.0),
+    )
+
+
+def _moved(versions: Sequence[VersionSpan], count: int) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(start=span.start + count, end=span.end + count, version=span.version)
+        for span in versions
     )
 
 

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 from aiohttp.abc import ResolveResult
@@ -25,6 +25,9 @@ from aiohttp.resolver import ThreadedResolver
 from rollweave.core.policy.balancing import Hysteresis
 from rollweave.schema.address import Hosts, host_of, ip_address
 from rollweave.schema.errors import EngineError, EngineLostError
+
+Read = Callable[[aiohttp.ClientResponse, str], Awaitable[bytes]]
+"""Reads the body of an answer to a request of this path."""
 
 MAX_RETRIES = 4
 """Maximum number of retries of a request that the server was too busy for, before its
@@ -47,6 +50,16 @@ may load its model for minutes.
 BODY_S = 30.0
 """Maximum seconds between an answer's first byte and its last: it is computed by then,
 and only has to be transferred.
+"""
+
+SILENCE_S = 300.0
+"""Maximum seconds between two parts of a streamed answer. A server sends nothing while
+its weights are updated, or while a turn waits for memory that others have.
+"""
+
+STREAM_BYTES = 256 << 20
+"""Maximum number of bytes in a streamed answer: half a million tokens, of which vLLM
+sends each with 500.
 """
 
 
@@ -87,6 +100,9 @@ ERROR_CHARS = 300
 
 BUSY = (429, 503)
 
+DATA = b"data: "
+"""Beginning of a server-sent event with an answer; others are comments."""
+
 
 class BusyError(Exception):
     """The server refused before it computed anything; `after_s` is the pause that it
@@ -100,7 +116,7 @@ class BusyError(Exception):
 
 class Transport:
     """One server at `url`, which requires `token` unless that is empty. `body_s` is as
-    `BODY_S`.
+    `BODY_S`, and `silence_s` as `SILENCE_S`.
 
     It connects to `hosts` only; None admits all. `reply_s` bounds connecting, a health
     check and a `get`.
@@ -115,13 +131,14 @@ class Transport:
         hosts: Hosts | None = None,
         reply_s: float,
         body_s: float = BODY_S,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._name, self._url = name, url.rstrip("/")
         if hosts is not None and ip_address(host := host_of(url)) and not hosts.admits_ip(host):
             raise EngineError(
                 f"{name} is at {host}, which is not among the hosts that may be reached"
             )
-        self._reply_s, self._body_s = reply_s, body_s
+        self._reply_s, self._body_s, self._silence_s = reply_s, body_s, silence_s
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         """Done, with the reason, once the server is given up."""
@@ -165,10 +182,28 @@ class Transport:
         """Return the body of a successful answer, and the seconds that it took; retry
         while the server is too busy.
         """
+        return await self._post(path, body, self._read_body)
+
+    async def stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> float:
+        """Call `on_event` with the data of each event of a successful answer, and
+        return the seconds that it took. It may raise, which ends the answer. Requests
+        are repeated as by `post`.
+        """
+
+        async def read(response: aiohttp.ClientResponse, path: str) -> bytes:
+            if response.status != 200:
+                return await self._read_body(response, path)
+            await self._read_events(response, path, on_event)
+            return b""
+
+        return (await self._post(path, body, read))[1]
+
+    async def _post(self, path: str, body: bytes, read: Read) -> tuple[bytes, float]:
         for attempt in itertools.count():
             began = self._loop.time()
             try:
-                return await self.post_once(path, body), self._loop.time() - began
+                answer = await self._exchange("POST", path, body, read)
+                return answer, self._loop.time() - began
             except BusyError as busy:
                 pause = busy.after_s if busy.after_s is not None else FIRST_RETRY_S * 2**attempt
                 if attempt == MAX_RETRIES or pause > MAX_RETRY_S:
@@ -183,7 +218,7 @@ class Transport:
 
         Raises `BusyError`, `EngineLostError` if the server is gone, else `EngineError`.
         """
-        return await self._exchange("POST", path, body)
+        return await self._exchange("POST", path, body, self._read_body)
 
     async def get(self, path: str) -> bytes:
         """Get a resource as `post_once` does, within `reply_s`; a server that is too
@@ -191,12 +226,12 @@ class Transport:
         """
         try:
             async with asyncio.timeout(self._reply_s):
-                return await self._exchange("GET", path, None)
+                return await self._exchange("GET", path, None, self._read_body)
         except (TimeoutError, BusyError) as error:
             reason = str(error) or f"{self._reply_s:g} s are over"
             raise EngineError(f"{self._name} did not answer {path}: {reason}") from None
 
-    async def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
+    async def _exchange(self, method: str, path: str, body: bytes | None, read: Read) -> bytes:
         self.raise_if_lost()
         headers = {"Content-Type": "application/json"} if body is not None else {}
         try:
@@ -207,7 +242,7 @@ class Transport:
                     raise BusyError(
                         response.status, retry_after_s(response.headers.get("Retry-After"))
                     )
-                answer = await self._read_body(response, path)
+                answer = await read(response, path)
         except (aiohttp.ClientError, OSError) as error:
             await self.confirm_health()
             self.raise_if_lost()
@@ -238,6 +273,36 @@ class Transport:
             raise EngineError(
                 f"{self._name} did not end its answer to {path} within {self._body_s:g} s"
             ) from None
+
+    async def _read_events(
+        self, response: aiohttp.ClientResponse, path: str, on_event: Callable[[bytes], None]
+    ) -> None:
+        """Read server-sent events until the answer ends, each within `silence_s` of the
+        one before.
+        """
+        rest, size, began = b"", 0, False
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s if began else None) as scope:
+                    part = await response.content.readany()
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                raise EngineError(
+                    f"{self._name} did not continue its answer to {path} within "
+                    f"{self._silence_s:g} s"
+                ) from None
+            if not part:
+                return
+            began, size = True, size + len(part)
+            if size > STREAM_BYTES:
+                raise EngineError(
+                    f"{self._name} answers {path} with more than {STREAM_BYTES} bytes"
+                )
+            *events, rest = (rest + part).split(b"\n\n")
+            for event in events:
+                if event.startswith(DATA):
+                    on_event(event.removeprefix(DATA))
 
     # Health
 

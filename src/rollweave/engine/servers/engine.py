@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, assert_never
 
 import msgspec
 
+from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.resuming import unextended_result
 from rollweave.engine.servers.adapters import AdapterMerger
@@ -28,11 +29,13 @@ from rollweave.engine.servers.attached import LeasedKind
 from rollweave.engine.servers.control import Control, RefusedError
 from rollweave.engine.servers.phases import UpdateTimes
 from rollweave.engine.servers.process import Server, max_context
+from rollweave.engine.servers.progress import ProgressReports
 from rollweave.engine.servers.published import HeldWeights, published, published_model
 from rollweave.engine.servers.versions import OwnDialect
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
 from rollweave.schema.serving import (
+    STREAM_S,
     Abort,
     Add,
     DialectName,
@@ -131,6 +134,8 @@ class ServerEngine:
         self._adapters: AdapterMerger | None = None
         self._suspended = False
         self._waiting: dict[str, GenerateRequest] = {}
+        self._on_tokens: dict[str, OnTokens] = {}
+        self._progress = ProgressReports(reply)
         self._times, self._updated = UpdateTimes(), False
         self._brought_s = 0.0
         self._version, self._label = spec.version, "default"
@@ -268,8 +273,8 @@ class ServerEngine:
 
     def _handle(self, command: EngineCommand) -> None:
         match command:
-            case Add(request=request):
-                self._add(request)
+            case Add(request=request, report_s=report_s):
+                self._add(request, report_s)
             case Abort(id=id):
                 self._abort(id)
             case Suspend() | Resume() | Load() | LoadCheckpoint():
@@ -287,11 +292,16 @@ class ServerEngine:
             case _:
                 assert_never(command)
 
-    def _add(self, request: GenerateRequest) -> None:
+    def _add(self, request: GenerateRequest, report_s: float | None) -> None:
         """Send a request, but not to a paused server, where an abort may not find
         it.
+
+        Only an answer that a client reads meanwhile is streamed: each step of a stream
+        costs the server an event for each of its turns.
         """
         self._live.add(request.id)
+        if report_s is not None and report_s <= STREAM_S:
+            self._on_tokens[request.id] = self._progress.of(request.id, report_s)
         if self._suspended:
             self._waiting[request.id] = request
         else:
@@ -302,15 +312,15 @@ class ServerEngine:
         if request is None:
             self._http.abort(request_id)
             return
-        self._live.discard(request_id)
+        self._forget(request_id)
         self._reply(Generated(result=unextended_result(request, FinishReason.ABORTED)))
 
     def _send(self, request: GenerateRequest) -> None:
-        answer = self._http.generate(request)
+        answer = self._http.generate(request, self._on_tokens.get(request.id))
         answer.add_done_callback(lambda done: self._answered(request.id, done))
 
     def _answered(self, request_id: str, answer: "asyncio.Future[GenerateResult]") -> None:
-        self._live.discard(request_id)
+        self._forget(request_id)
         if answer.cancelled():
             return
         error = answer.exception()
@@ -329,6 +339,11 @@ class ServerEngine:
             )
         )
         self._reply(Generated(result=result))
+
+    def _forget(self, request_id: str) -> None:
+        self._live.discard(request_id)
+        self._on_tokens.pop(request_id, None)
+        self._progress.drop(request_id)
 
     async def _sample(self) -> None:
         stats, gauges = await self._http.stats(), await self._control.gauges()
@@ -363,6 +378,7 @@ class ServerEngine:
         if not self._suspended:
             await self._pause()
             self._suspended = True
+        self._progress.flush()
         self._reply(Suspended(in_flight=len(self._live)))
 
     async def _resume(self) -> None:

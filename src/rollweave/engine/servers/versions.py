@@ -4,11 +4,12 @@ Invariant: every version that an answer names is one that the server has had sin
 request was sent, in that order.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from rollweave.engine.clients.dialects import Dialect
 from rollweave.engine.clients.responses import ResponseError
-from rollweave.schema.serving import GenerateRequest, GenerateResult
+from rollweave.engine.clients.streams import StreamingDialect
+from rollweave.schema.serving import GenerateRequest, GenerateResult, VersionSpan
 
 PER_RANK = 1000
 """Number of a server's priorities between two ranks that differ by 1: ranks may be
@@ -19,7 +20,7 @@ MAX_SENT = 1 << 14
 """Maximum number of requests that are remembered: many times those in flight."""
 
 
-class OwnDialect(Dialect, Protocol):
+class OwnDialect(StreamingDialect, Protocol):
     """The dialect of a server that this process has started with its own settings."""
 
     def changed(self, version: int, publication_id: int) -> None:
@@ -53,8 +54,27 @@ class KnownVersions:
         """Return the answer to a request. Raises `ResponseError` if the server cannot
         have had its versions.
         """
-        left = self._versions[self._sent.pop(request.id, 0) :]
-        for span in result.versions:
+        self._check(self._sent.pop(request.id, 0), result.versions)
+        return result
+
+    def so_far(
+        self, request: GenerateRequest, count: int, spans: Sequence[VersionSpan] | None
+    ) -> tuple[VersionSpan, ...] | None:
+        """Return the versions of the first `count` tokens of an answer; None if they
+        are not certain: without the server's `spans`, the weights must not have changed
+        since the request was sent. Raises `ResponseError` as `checked` does.
+        """
+        first = self._sent.get(request.id, 0)
+        if spans is not None:
+            self._check(first, spans)
+            return tuple(spans)
+        if len(self._versions) - 1 > first:
+            return None
+        return (VersionSpan(start=0, end=count, version=self._versions[-1]),)
+
+    def _check(self, first: int, spans: Sequence[VersionSpan]) -> None:
+        left = self._versions[first:]
+        for span in spans:
             while left and left[0] != span.version:
                 left = left[1:]
             if not left:
@@ -62,4 +82,3 @@ class KnownVersions:
                     f"its tokens {span.start} to {span.end} are of version {span.version}, which "
                     "it has not had since the request was sent"
                 )
-        return result

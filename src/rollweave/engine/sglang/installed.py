@@ -10,6 +10,7 @@ NEEDED = {
         "weight_versions",
         "extra_key",
         "disable_priority_preemption",
+        "incremental_streaming_output",
     ),
 }
 """Routes and words that an SGLang must have, by the folder whose modules mention

@@ -77,6 +77,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
     }
     # a preempted request would be computed again, which mode decoupled never does
     switches = ["enable-priority-scheduling", "disable-priority-preemption"]
+    switches.append("incremental-streaming-output")  # else each event repeats the answer
     if not spec.prefix_cache:
         switches.append("disable-radix-cache")
     if spec.deterministic:

@@ -5,10 +5,22 @@ never continues a prefix that other weights have computed.
 """
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
-from rollweave.engine.clients.dialects import Sglang
-from rollweave.engine.clients.responses import ResponseError, SglangMeta, Span
+import msgspec
+
+from rollweave.engine.clients.dialects import Sglang, version_spans
+from rollweave.engine.clients.responses import (
+    ResponseError,
+    SglangEvent,
+    SglangMeta,
+    SglangResponse,
+    Span,
+    parse,
+    required,
+)
+from rollweave.engine.clients.streams import Part
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult
@@ -46,6 +58,14 @@ class OwnSglang(Sglang):
         self._versions.sent(request)
         return body
 
+    def encode_streamed(self, request: GenerateRequest) -> bytes:
+        body = as_json(self.fields(request) | {"stream": True})
+        self._versions.sent(request)
+        return body
+
+    def parts(self, request: GenerateRequest) -> "SglangParts":
+        return SglangParts(self, self._versions, request)
+
     def spans(self, meta: SglangMeta, count: int) -> Sequence[Span]:
         """Return the versions of the tokens, which this server must report: the label
         of an answer is that of the moment at which it was sent.
@@ -54,5 +74,50 @@ class OwnSglang(Sglang):
             raise ResponseError("its answer has no meta_info.weight_versions")
         return meta.weight_versions or ()
 
-    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        return self._versions.checked(request, super().decode(request, body))
+    def result(self, request: GenerateRequest, answer: SglangResponse) -> GenerateResult:
+        return self._versions.checked(request, super().result(request, answer))
+
+
+class SglangParts:
+    """The parts of an answer: each has its last tokens, or all of them without
+    `--incremental-streaming-output`.
+
+    SGLang names versions in the last part only. Once the weights have changed since the
+    request was sent, the versions of tokens are not certain before that.
+    """
+
+    def __init__(
+        self, dialect: OwnSglang, versions: KnownVersions, request: GenerateRequest
+    ) -> None:
+        self._dialect, self._versions, self._request = dialect, versions, request
+        self._last = SglangMeta()
+
+    def read(self, event: bytes, known: int) -> Part | None:
+        part = parse(event, SglangEvent)
+        if part.error is not None:
+            raise ResponseError(f"its answer failed: {part.error.message:.300}")
+        meta = self._last = required(part.meta_info, "meta_info")
+        reason = meta.finish_reason
+        if reason is not None and (reason.status_code or 0) >= HTTPStatus.BAD_REQUEST:
+            raise ResponseError(f"its answer failed: {reason.message or reason.type:.300}")
+        count = required(meta.completion_tokens, "meta_info.completion_tokens")
+        pairs = meta.output_token_logprobs or ()
+        start, tokens = count - len(pairs), [token for _, token, _ in pairs]
+        ids = list(part.output_ids or ())
+        both = min(len(ids), len(tokens))
+        if ids[len(ids) - both :] != tokens[len(tokens) - both :]:
+            raise ResponseError(f"its log-probs are of other tokens than its {len(ids)} output_ids")
+        spans = None if meta.weight_versions is None else version_spans(meta.weight_versions)
+        return Part(
+            start=start,
+            tokens=tokens,
+            logprobs=[logprob for logprob, _, _ in pairs],
+            versions=self._versions.so_far(self._request, count, spans),
+            ends=reason is not None,
+        )
+
+    def result(self, tokens: Sequence[int], logprobs: Sequence[float]) -> GenerateResult:
+        pairs = tuple((at, token, None) for token, at in zip(tokens, logprobs, strict=True))
+        meta = msgspec.structs.replace(self._last, output_token_logprobs=pairs)
+        answer = SglangResponse(meta, output_ids=tuple(tokens))
+        return self._dialect.result(self._request, answer)

@@ -7,9 +7,24 @@ never continues a prefix that other weights have computed.
 
 import base64
 import io
+from collections.abc import Sequence
+from typing import Any
 
-from rollweave.engine.clients.dialects import Vllm
-from rollweave.engine.clients.responses import ResponseError, VllmChoice, required
+import msgspec
+
+from rollweave.engine.clients.dialects import Vllm, single, version_spans
+from rollweave.engine.clients.responses import (
+    ResponseError,
+    Usage,
+    VllmChoice,
+    VllmEvent,
+    VllmLogprobs,
+    VllmResponse,
+    VllmTokenLogprob,
+    parse,
+    required,
+)
+from rollweave.engine.clients.streams import Part
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult
@@ -35,8 +50,8 @@ class OwnVllm(Vllm):
         """Record that the server gets these weights, while it is paused."""
         self._versions.changed(version, publication_id)
 
-    def encode(self, request: GenerateRequest) -> bytes:
-        fields = self.fields(request)
+    def fields(self, request: GenerateRequest) -> dict[str, Any]:
+        fields = super().fields(request)
         sampling = fields["sampling_params"]
         sampling["stop_token_ids"] = sorted({*sampling["stop_token_ids"], *self._stop_ids})
         sampling["ignore_eos"] = True  # its own list of such tokens may be another one
@@ -46,11 +61,24 @@ class OwnVllm(Vllm):
         fields["priority"] = -round(request.rank * PER_RANK)
         if self._versions.key:
             fields["cache_salt"] = self._versions.key
-        self._versions.sent(request)
-        return as_json(fields)
+        return fields
 
-    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
-        return self._versions.checked(request, super().decode(request, body))
+    def encode(self, request: GenerateRequest) -> bytes:
+        body = as_json(self.fields(request))
+        self._versions.sent(request)
+        return body
+
+    def encode_streamed(self, request: GenerateRequest) -> bytes:
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        body = as_json(self.fields(request) | streamed)
+        self._versions.sent(request)
+        return body
+
+    def parts(self, request: GenerateRequest) -> "VllmParts":
+        return VllmParts(self, self._versions, request)
+
+    def result(self, request: GenerateRequest, answer: VllmResponse) -> GenerateResult:
+        return self._versions.checked(request, super().result(request, answer))
 
     def routes(self, request: GenerateRequest, choice: VllmChoice, tokens: int) -> Routes | None:
         """Return the routes of an answer of so many tokens."""
@@ -78,3 +106,47 @@ class OwnVllm(Vllm):
             top_k=array.shape[2],
             data=array.astype(dtype).tobytes(),
         )
+
+
+class VllmParts:
+    """The parts of an answer: each has the tokens behind those of the parts before it.
+
+    vLLM names versions in the last part. With the plug-in
+    `rollweave_vllm_spans`, each part has those of all tokens so far.
+    """
+
+    def __init__(self, dialect: OwnVllm, versions: KnownVersions, request: GenerateRequest) -> None:
+        self._dialect, self._versions, self._request = dialect, versions, request
+        self._last, self._usage = VllmChoice(), Usage()
+
+    def read(self, event: bytes, known: int) -> Part | None:
+        part = parse(event, VllmEvent)
+        if part.error is not None:
+            raise ResponseError(f"its answer failed: {part.error.message:.300}")
+        self._usage = part.usage or self._usage
+        if not part.choices:
+            return None
+        choice = self._last = single(part.choices)
+        tokens = required(choice.token_ids, "choices[0].token_ids")
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        entries = required(content, "choices[0].logprobs.content")
+        if [entry.token_id for entry in entries] != list(tokens):
+            raise ResponseError(
+                f"its log-probs are of other tokens than its {len(tokens)} token_ids"
+            )
+        spans = None if choice.weight_versions is None else version_spans(choice.weight_versions)
+        return Part(
+            start=known,
+            tokens=tokens,
+            logprobs=[entry.logprob for entry in entries],
+            versions=self._versions.so_far(self._request, known + len(tokens), spans),
+            ends=choice.finish_reason is not None,
+        )
+
+    def result(self, tokens: Sequence[int], logprobs: Sequence[float]) -> GenerateResult:
+        pairs = zip(tokens, logprobs, strict=True)
+        content = tuple(VllmTokenLogprob(token, logprob) for token, logprob in pairs)
+        choice = msgspec.structs.replace(
+            self._last, token_ids=tuple(tokens), logprobs=VllmLogprobs(content)
+        )
+        return self._dialect.result(self._request, VllmResponse((choice,), self._usage))

@@ -20,6 +20,7 @@ OPTIONS = (
     "--enable-priority-scheduling",
     "--disable-priority-preemption",
     "--default-priority-value=0",
+    "--incremental-streaming-output",
     "--skip-server-warmup",  # a request without the token, whose refusal ends the server
 )
 """Arguments without which the server cannot be an engine; the user's come last."""

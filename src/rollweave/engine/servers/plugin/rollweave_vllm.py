@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+import rollweave_vllm_spans
 from rollweave_leases import Application, Receive, Send, run_server
 
 NAME = "rollweave"
@@ -82,6 +83,7 @@ class Guard:
     def __init__(self, app: Application) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[TOKEN]}".encode()
+        rollweave_vllm_spans.register()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._admits(scope["headers"]):

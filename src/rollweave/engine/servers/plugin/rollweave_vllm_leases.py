@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rollweave_leases
+import rollweave_vllm_spans
 from rollweave_vllm import MAIN, NAME, SERVER, TOKEN
 
 OPTIONS = (
@@ -42,6 +43,10 @@ class LeasedGuard(rollweave_leases.LeasedGuard):  # type: ignore[misc]
     """The guard of a vLLM server."""
 
     variable = TOKEN
+
+    def __init__(self, app: rollweave_leases.Application) -> None:
+        super().__init__(app)
+        rollweave_vllm_spans.register()
 
     def about(self, app: Any) -> dict[str, Any]:
         return about(app.state.vllm_config)

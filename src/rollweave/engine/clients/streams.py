@@ -1,0 +1,146 @@
+"""The parts of a streamed answer, in the order in which they arrive.
+
+Invariants: a token is reported only with the version of the weights that sampled it;
+where that is not certain yet, the token waits for a later part; the complete answer is
+decoded and checked as one that arrives in one piece, and begins with what was reported.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollweave.engine.clients.dialects import Dialect, check_values
+from rollweave.engine.clients.responses import ResponseError
+from rollweave.schema.base import Struct
+from rollweave.schema.serving import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    TokenDelta,
+    VersionSpan,
+    spans_between,
+)
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """One part of an answer: tokens from position `start` on, which may be known, and
+    the versions of all tokens up to its end, None if they are not certain.
+
+    `ends` is true if no tokens follow.
+    """
+
+    start: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    versions: tuple[VersionSpan, ...] | None
+    ends: bool = False
+
+
+class Parts(Protocol):
+    """Reads the parts of the answer to one request."""
+
+    def read(self, event: bytes, known: int) -> Part | None:
+        """Return a part of an answer of which `known` tokens have arrived; None if it
+        has no tokens. Raises `ResponseError`, also if the server reports a failure.
+        """
+
+    def result(self, tokens: Sequence[int], logprobs: Sequence[float]) -> GenerateResult:
+        """Return the complete answer. Raises `ResponseError`."""
+
+
+class StreamingDialect(Dialect, Protocol):
+    """The dialect of a server that can stream its answers."""
+
+    def encode_streamed(self, request: GenerateRequest) -> bytes:
+        """Return the body of the POST for a streamed answer. Raises as `encode`."""
+
+    def parts(self, request: GenerateRequest) -> Parts:
+        """Return the reader of the answer to a request that was sent."""
+
+
+class StreamedAnswer:
+    """The answer to one request by a model of `vocab` tokens."""
+
+    def __init__(self, parts: Parts, request: GenerateRequest, *, vocab: int) -> None:
+        self._parts, self._request, self._vocab = parts, request, vocab
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._reported: tuple[VersionSpan, ...] = ()
+        self._ended = False
+
+    def so_far(self, finish: FinishReason, *, id: str) -> GenerateResult:
+        """Return the tokens that were reported as the result of request `id`."""
+        count = self._count
+        return GenerateResult(
+            id=id,
+            tokens=tuple(self._tokens[:count]),
+            logprobs=tuple(self._logprobs[:count]),
+            versions=self._reported,
+            finish=finish,
+        )
+
+    def read(self, event: bytes) -> TokenDelta | None:
+        """Return the tokens whose versions are certain now; None if there are no others
+        than before. Raises `ResponseError`.
+        """
+        part = self._parts.read(event, len(self._tokens))
+        if part is None:
+            return None
+        self._append(part)
+        self._ended = part.ends
+        start, end = self._count, len(self._tokens)
+        if part.versions is None or start == end:
+            return None
+        self._confirm(part.versions, end)
+        self._reported = spans_between(part.versions, 0, end)
+        return TokenDelta(
+            id=self._request.id,
+            start=start,
+            tokens=tuple(self._tokens[start:]),
+            logprobs=tuple(self._logprobs[start:]),
+            versions=spans_between(part.versions, start, end),
+        )
+
+    def result(self) -> GenerateResult:
+        """Return the complete answer. Raises `ResponseError` if its last part is
+        missing.
+        """
+        if not self._ended:
+            raise ResponseError(
+                f"its answer ended after {len(self._tokens)} tokens, without a finish reason"
+            )
+        result = self._parts.result(self._tokens, self._logprobs)
+        self._confirm(result.versions, len(result.tokens))
+        return result
+
+    @property
+    def _count(self) -> int:
+        """The number of tokens that were reported."""
+        return self._reported[-1].end if self._reported else 0
+
+    def _append(self, part: Part) -> None:
+        known = len(self._tokens)
+        if self._ended:
+            raise ResponseError("its answer continues after its finish reason")
+        if not 0 <= part.start <= known:
+            raise ResponseError(f"its answer continues at token {part.start}, not {known}")
+        overlap = min(known - part.start, len(part.tokens))
+        if list(part.tokens[:overlap]) != self._tokens[part.start : part.start + overlap]:
+            raise ResponseError("it changed tokens that it had sent")
+        tokens, logprobs = part.tokens[overlap:], part.logprobs[overlap:]
+        check_values(tokens, logprobs, vocab=self._vocab, start=known)
+        self._tokens += tokens
+        self._logprobs += logprobs
+        most = self._request.sampling.max_tokens
+        if len(self._tokens) > most:
+            raise ResponseError(f"it gave {len(self._tokens)} tokens, max_tokens is {most}")
+
+    def _confirm(self, versions: tuple[VersionSpan, ...], end: int) -> None:
+        """Check that the versions of `end` tokens are those that were reported of the
+        first ones.
+        """
+        first = self._count
+        if end < first or spans_between(versions, 0, first) != self._reported:
+            raise ResponseError(
+                f"the versions of its first {first} tokens were {self._reported}, and are "
+                f"{versions}"
+            )
