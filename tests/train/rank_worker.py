@@ -49,6 +49,11 @@ CASES = {
     },
     "lora": CASE | {"lora": {"rank": 3, "alpha": 6.0}},
     "critic": {"trainer": {"minibatches": 2, "micro_tokens": 60}, "advantage": "gae"},
+    "critic of transformers": {
+        "trainer": {"minibatches": 2, "micro_tokens": 60},
+        "advantage": "gae",
+        "implementation": "transformers",
+    },
 }
 
 

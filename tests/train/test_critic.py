@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks.architectures import build, read
 from rollweave.schema.training import (
     Restore,
     Restored,
@@ -23,8 +24,11 @@ from rollweave.train.model import load_model
 from rollweave.train.packing import pack
 from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
+from rollweave.train.values import load_value_model
+from rollweave.train.weights import load_named_tensors
 from tests.train.asking import published, trained
-from tests.train.builders import CPU, make_batch, make_config, make_model
+from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
+from tests.train.compare import assert_all_close
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,58 @@ def test_a_value_is_a_product_of_the_hidden_state_before_the_token(model_dir: Pa
         expected = trunk.hidden(packed) @ (torch.arange(32) / 32)
     torch.testing.assert_close(values, expected)
     assert "lm_head.weight" not in critic.tensors()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl"])
+def test_a_value_of_a_model_of_transformers_is_one_of_its_own_hidden_states(
+    tmp_path: Path, name: str
+) -> None:
+    path = build(name, tmp_path / "m")
+    model = load_value_model(path, "transformers", dtype="float32", device=CPU)
+    examples = make_examples(4)
+    assert not model(pack(examples), 1.0).logprobs.any()
+    head = torch.arange(len(model.value)) / len(model.value)
+    with torch.no_grad():
+        model.value.copy_(head)
+        values = model(pack(examples), 1.0).logprobs
+        base = read(path).base_model
+        expected = [
+            base(input_ids=each.tokens[None]).last_hidden_state[0, each.targets - 1] @ head
+            for each in examples
+        ]
+    torch.testing.assert_close(values, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    model(pack(examples), 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    assert model.value.grad is not None
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None:
+    path = make_model(tmp_path / "m") if tied else build("qwen3", tmp_path / "m")
+    batch, steps, gradients = make_batch(3), [], []
+    weights: dict[str, torch.Tensor] = {}
+    for implementation in ("native", "transformers"):
+        config = make_config(
+            advantage="gae",
+            implementation=implementation,
+            trainer={"minibatches": 2, "epochs": 2, "save_memory": ["activations"]},
+        )
+        trainer = Trainer(config, path, tmp_path / implementation)
+        steps.append([trained(trainer, make_batch(step, step=step)) for step in range(3)])
+        critic = critic_of(trainer)
+        weights = weights or critic.tensors()
+        load_named_tensors(critic.model, weights)  # rounding has grown in three steps
+        rows = critic.estimated(batch, batch_rows(batch, config.algorithm))
+        critic.backward(rows, range(len(rows)), step=3)
+        gradients.append(
+            {f"advantage/{at}": row.advantages for at, row in enumerate(rows)}
+            | {name: each.grad for name, each in critic.model.named_parameters()}
+        )
+    ours, theirs = gradients
+    assert_all_close(theirs, ours, atol=1e-6)
+    for one, other in zip(*steps, strict=True):
+        for name in ("critic_loss", "critic_grad_norm", "critic_explained", "loss"):
+            assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
 
 
 @pytest.mark.parametrize("advantage", ["gae", "gae_turn"])
@@ -108,8 +164,15 @@ def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path
     assert not torch.equal(before["value"], after["value"])
 
 
-def test_a_restored_trainer_continues_bitwise(model_dir: Path, tmp_path: Path) -> None:
-    config = make_config(advantage="gae", trainer={"minibatches": 2, "epochs": 2})
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_restored_trainer_continues_bitwise(
+    model_dir: Path, tmp_path: Path, implementation: str
+) -> None:
+    config = make_config(
+        advantage="gae",
+        trainer={"minibatches": 2, "epochs": 2},
+        implementation=implementation,
+    )
     first = Trainer(config, model_dir, tmp_path / "a")
     for step in range(4):
         trained(first, make_batch(step, step=step))
@@ -123,8 +186,12 @@ def test_a_restored_trainer_continues_bitwise(model_dir: Path, tmp_path: Path) -
     assert same(state_of(first), state_of(second))
 
 
-def test_a_run_may_get_a_critic_and_lose_it_again(model_dir: Path, tmp_path: Path) -> None:
-    plain, with_critic = make_config(), make_config(advantage="gae")
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_run_may_get_a_critic_and_lose_it_again(
+    model_dir: Path, tmp_path: Path, implementation: str
+) -> None:
+    plain = make_config(implementation=implementation)
+    with_critic = make_config(advantage="gae", implementation=implementation)
     first = Trainer(plain, model_dir, tmp_path / "a")
     trained(first, make_batch(0))
     assert isinstance(first.handle(Save(path=str(tmp_path / "s1"))), Saved)

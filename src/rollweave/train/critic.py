@@ -20,7 +20,7 @@ from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
 from rollweave.train.distributed import RankGroup, local_tensor
 from rollweave.train.gae import Estimate, estimate, standardized
-from rollweave.train.model import Model, Reference, Scores, load_as
+from rollweave.train.model import Scores
 from rollweave.train.optimizer import (
     Snapshot,
     clip_gradients,
@@ -30,32 +30,11 @@ from rollweave.train.optimizer import (
     optimizer_tensors,
     set_learning_rate,
 )
-from rollweave.train.packing import Packed
 from rollweave.train.passes import Passes
 from rollweave.train.residence import Residence
 from rollweave.train.rows import Row
+from rollweave.train.values import load_value_model
 from rollweave.train.weights import load_named_tensors, named_tensors
-from rollweave.weights.checkpoint import ModelShape
-
-
-class ValueModel(Model):
-    """A decoder whose head gives one number, the value of the state at each label."""
-
-    def __init__(self, shape: ModelShape, compute_dtype: torch.dtype) -> None:
-        super().__init__(shape, compute_dtype)
-        del self.lm_head
-        self.value = nn.Parameter(torch.zeros(shape.hidden))
-
-    def tie(self) -> None:
-        """Do nothing: there is no head over the vocabulary."""
-
-    def forward(
-        self, packed: Packed, temperature: float, reference: Reference | None = None
-    ) -> Scores:
-        """Return values in the place of log-probs."""
-        values = self.hidden(packed).float() @ self.value.float()
-        nothing = torch.zeros_like(values)
-        return Scores(values, nothing, nothing)
 
 
 class Critic:
@@ -77,15 +56,13 @@ class Critic:
         self._schedule = trainer if lr is None else trainer.model_copy(update={"lr": lr})
         self._steps = config.run.steps
         self._ranks = ranks
-        self.model = load_as(
-            ValueModel,
+        self.model = load_value_model(
             model_dir,
+            config.model.implementation,
             dtype=config.model.dtype,
             device=device if on_device else torch.device("cpu"),
             ranks=ranks,
         )
-        with torch.no_grad():
-            local_tensor(self.model.value).zero_()
         self.model.recompute_activations("activations" in trainer.save_memory)
         self.optimizer = new_optimizer(
             self.model,

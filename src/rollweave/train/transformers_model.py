@@ -18,7 +18,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -63,6 +63,9 @@ below 1e-4, also for large models.
 """
 
 
+M = TypeVar("M", bound="TransformersModel")
+
+
 class TransformersModel(nn.Module):
     """A model of transformers, `causal`, whose forward pass returns log-probs of the
     labels.
@@ -76,7 +79,7 @@ class TransformersModel(nn.Module):
         self, causal: "PreTrainedModel", stored: StoredTensors, compute_dtype: torch.dtype
     ) -> None:
         super().__init__()
-        for name, child in causal.named_children():
+        for name, child in self.parts_of(causal):
             self.add_module(name, child)
         # not a submodule, which would add a prefix to each name
         object.__setattr__(self, "_causal", causal)
@@ -86,6 +89,10 @@ class TransformersModel(nn.Module):
         self.vocab = int(causal.get_output_embeddings().weight.shape[0])
         self._replay = Replay(causal)
         self.division = Division()
+
+    def parts_of(self, causal: "PreTrainedModel") -> Iterable[tuple[str, nn.Module]]:
+        """Yield the modules that this model has, by name."""
+        return causal.named_children()
 
     def forward(
         self, packed: Packed, temperature: float, reference: Reference | None = None
@@ -293,11 +300,32 @@ def load_transformers_model(
     A rank reads its own rows only. Raises `TrainerError` for what is not supported, and
     for tensors that are missing or have the wrong shape.
     """
+    model = load_transformers_as(
+        TransformersModel, path, dtype=dtype, device=device, ranks=ranks, adapters=adapters
+    )
+    _probe(model)
+    return model
+
+
+def load_transformers_as(
+    kind: type[M],
+    path: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    ranks: RankGroup = ALONE,
+    adapters: NewAdapters | None = None,
+) -> M:
+    """Load a model of class `kind` as `load_transformers_model` does, without verifying
+    it; parameters that only `kind` has are left empty, and those that it lacks are not
+    read.
+    """
     try:
         unloaded = _Unloaded(path)
-        causal, stored = unloaded.causal, unloaded.stored
-        model = TransformersModel(causal, stored, getattr(torch, dtype))
+        causal = unloaded.causal
+        model = kind(causal, unloaded.stored, getattr(torch, dtype))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        stored = unloaded.stored.of(shapes)
         if adapters is not None:
             adapters.attach(model, head=causal.get_output_embeddings())
         model.division = divide(causal, ranks)
@@ -315,7 +343,6 @@ def load_transformers_model(
             adapters.initialize(model, ranks, splits)
     except (ConfigError, WeightsError) as error:
         raise TrainerError(f"{path}: {error}") from error
-    _probe(model)
     return model
 
 

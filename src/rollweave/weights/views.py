@@ -6,7 +6,7 @@ to read or write a stored tensor.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 import torch
@@ -94,6 +94,11 @@ class StoredTensors(Struct, frozen=True, kw_only=True):
             and view.stride == contiguous_strides(view.size)
             for name, view in self.views.items()
         )
+
+    def of(self, parameters: Container[str]) -> "StoredTensors":
+        """Return the tensors of a model with some of the parameters only."""
+        views = {name: view for name, view in self.views.items() if view.parameter in parameters}
+        return StoredTensors(views=views, constants=self.constants)
 
     @classmethod
     def identical(cls, shapes: Mapping[str, Sequence[int]]) -> "StoredTensors":

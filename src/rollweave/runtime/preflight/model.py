@@ -226,8 +226,8 @@ def _shape_of(config: RunConfig) -> ModelShape:
     """
     assert config.model.path is not None, "the configuration has one of path and scratch"
     directory = Path(config.model.path)
-    if config.model.implementation == "native" or config.has_critic:
-        return read_shape(directory)  # a critic is always computed by our code
+    if config.model.implementation == "native":
+        return read_shape(directory)
     if any(group.kind == "embedded" for group in config.engines):
         try:
             return read_shape(directory)
