@@ -93,12 +93,12 @@ class Core:
         idle.charge(run)
         if self.finished and not isinstance(event, e.WorldLost):
             return []
-        HANDLERS[type(event)](run, event)
+        kind = type(event)
+        HANDLERS[kind](run, event)
         lifecycle.settle(run)
-        if isinstance(event, e.TurnsProgressed | e.AttemptDelayed):
-            pass  # it frees nothing
-        elif isinstance(event, e.TurnRequested | e.PrefillDone | e.TurnDone | e.PredictionReady):
-            # The most frequent events by far: they make nothing but turns possible.
+        if kind in FREES_NOTHING:
+            pass
+        elif kind in FREES_TURNS:
             barrier = "free_stepping" in self._run.config.ablation.without
             dispatching.dispatch(run, None if barrier else run.dirty_queues)
         elif not self.finished:
@@ -172,6 +172,14 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
 }
 """The sub-machine that handles each kind of event."""
 
+FREES_NOTHING: frozenset[type[Event]] = frozenset({e.TurnsProgressed, e.AttemptDelayed})
+"""Events after which nothing is possible that was not before."""
+
+FREES_TURNS: frozenset[type[Event]] = frozenset(
+    {e.TurnRequested, e.PrefillDone, e.TurnDone, e.PredictionReady}
+)
+"""The most frequent events by far, which make nothing but turns possible."""
+
 STEPS: tuple[Callable[[Run], None], ...] = (
     engines.remove_drained,
     ending.advance,
@@ -196,6 +204,7 @@ STEPS: tuple[Callable[[Run], None], ...] = (
 def _use_what_is_possible(run: Run) -> None:
     for step in STEPS:
         step(run)
-        lifecycle.settle(run)
+        if run.over:
+            lifecycle.settle(run)
         if run.state.phase is Phase.FINISHED:
             return

@@ -16,6 +16,15 @@ from rollweave.core.state import Engine, EngineStatus, State, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 
 
+@dataclass(kw_only=True, slots=True)
+class _Turns:
+    """The turns of an engine that takes turns."""
+
+    engine: Engine
+    ranks: list[float]  # ascending
+    tokens: int  # of all contexts
+
+
 @dataclass(kw_only=True)
 class Fleet:
     loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # only engines that take turns
@@ -43,105 +52,92 @@ class Fleet:
     expected_publication_ids: frozenset[int] = frozenset()
     # computed by core/version_affinity
     batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
-    # ranks of the turns on each engine, ascending
-    _ranks: dict[EngineId, list[float]] = field(default_factory=dict)
-    _tokens: dict[EngineId, int] = field(
-        default_factory=dict
-    )  # context tokens of the turns on each engine
+    _turns: dict[EngineId, _Turns] = field(default_factory=dict)  # of the engines in `loads`
 
     @classmethod
-    def of(cls, state: State) -> Self:
-        staying = [engine for engine in state.engines.values() if not engine.draining]
-        ready_to_serve = [engine for engine in staying if engine.status is EngineStatus.SERVING]
-        serving = [engine for engine in ready_to_serve if engine.samples]
-        ready = [
-            engine
-            for engine in staying
-            if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
-        ]
-        starting = sum(engine.status is EngineStatus.STARTING for engine in staying)
-        released = sum(
-            engine.released and engine.status is EngineStatus.STALE for engine in staying
-        )
-        turns = {engine.id: _turns(state, engine) for engine in serving}
-        ranks = {
-            engine_id: sorted(turn.rank for turn in given) for engine_id, given in turns.items()
-        }
-        tokens = {
-            engine_id: sum(turn.context_tokens for turn in given)
-            for engine_id, given in turns.items()
-        }
-        loads = {
-            engine.id: _load(engine, ranks[engine.id], tokens[engine.id]) for engine in serving
-        }
-        by_pool: dict[str, dict[EngineId, EngineLoad]] = {}
-        for engine in serving:
-            if engine.pool:
-                by_pool.setdefault(engine.pool, {})[engine.id] = loads[engine.id]
-        return cls(
-            loads=loads,
-            loads_by_pool=by_pool,
-            live_pools=frozenset(
-                engine.pool
-                for engine in staying
-                if engine.samples and engine.pool and engine.version >= 0
-            ),
-            slots=sum(engine.max_slots for engine in serving),
-            active=sum(len(engine.active) for engine in serving),
-            free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
-            busy=sum(bool(engine.active) for engine in serving),
-            draining=len(state.engines) - len(staying),
-            departing=tuple(engine.id for engine in state.engines.values() if engine.departing),
-            hosts=frozenset(engine.host for engine in state.engines.values()),
-            starting=starting,
-            prefill=tuple(engine.id for engine in ready_to_serve if not engine.samples),
-            updating=len(staying) - len(ready_to_serve) - starting - released,
-            released=released,
-            version=min(
-                (engine.version for engine in staying if engine.samples and engine.version >= 0),
-                default=None,
-            ),
-            publication_ids=frozenset(engine.publication_id for engine in ready),
-            expected_publication_ids=frozenset(
-                engine.loading_id
-                if engine.status is EngineStatus.LOADING
-                else engine.publication_id
-                for engine in staying
-                if engine.samples
-            ),
-            _ranks=ranks,
-            _tokens=tokens,
-        )
+    def of(cls, state: State, before: Self | None = None) -> Self:
+        """Count all engines.
+
+        `before`, the aggregates until an engine changed, saves going through the turns
+        of the engines that it has counted.
+        """
+        fleet, known = cls(), {} if before is None else before._turns
+        live, ids, expected, departing, prefill = set(), set(), set(), [], []
+        for engine in state.engines.values():
+            if engine.departing:
+                departing.append(engine.id)
+            if engine.draining:
+                fleet.draining += 1
+                continue
+            status, samples = engine.status, engine.samples
+            if status is EngineStatus.STARTING:
+                fleet.starting += 1
+            elif status is EngineStatus.STALE and engine.released:
+                fleet.released += 1
+            elif status is not EngineStatus.SERVING:
+                fleet.updating += 1
+            elif samples:
+                turns = known.get(engine.id)
+                if turns is None or turns.engine is not engine:
+                    turns = _turns(state, engine)
+                fleet._add(engine, turns)
+            else:
+                prefill.append(engine.id)
+            if status in (EngineStatus.STALE, EngineStatus.SERVING):
+                ids.add(engine.publication_id)
+            if samples:
+                loading = status is EngineStatus.LOADING
+                expected.add(engine.loading_id if loading else engine.publication_id)
+                if engine.version >= 0:
+                    live.add(engine.pool)
+                    if fleet.version is None or engine.version < fleet.version:
+                        fleet.version = engine.version
+        fleet.live_pools = frozenset(live - {""})
+        fleet.departing, fleet.prefill = tuple(departing), tuple(prefill)
+        fleet.hosts = frozenset(engine.host for engine in state.engines.values())
+        fleet.publication_ids, fleet.expected_publication_ids = frozenset(ids), frozenset(expected)
+        return fleet
+
+    def _add(self, engine: Engine, turns: _Turns) -> None:
+        """Add an engine that takes turns."""
+        load = self.loads[engine.id] = _load(turns)
+        if engine.pool:
+            self.loads_by_pool.setdefault(engine.pool, {})[engine.id] = load
+        self._turns[engine.id] = turns
+        self.slots += load.slots
+        self.active += load.active
+        self.free += max(0, load.slots - load.active)
+        self.busy += load.active > 0
 
     def occupy(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> None:
         """Put a trajectory's turn on an engine that takes turns."""
         engine.active[trajectory_id] = turn.number
-        insort(self._ranks[engine.id], turn.rank)
-        self._tokens[engine.id] += turn.context_tokens
-        self._recount(engine)
+        turns = self._turns[engine.id]
+        insort(turns.ranks, turn.rank)
+        turns.tokens += turn.context_tokens
+        self._recount(turns)
 
     def vacate(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> None:
         """Take a trajectory's turn from the engine."""
         del engine.active[trajectory_id]
-        ranks = self._ranks.get(engine.id)
-        if ranks is not None:
-            del ranks[bisect_left(ranks, turn.rank)]
-            self._tokens[engine.id] -= turn.context_tokens
-            self._recount(engine)
+        turns = self._turns.get(engine.id)
+        if turns is not None:
+            del turns.ranks[bisect_left(turns.ranks, turn.rank)]
+            turns.tokens -= turn.context_tokens
+            self._recount(turns)
 
     def rerank(self, engine: Engine, before: float, after: float) -> None:
         """Record that a turn on this engine has another rank."""
-        ranks = self._ranks.get(engine.id)
-        if ranks is not None:
-            del ranks[bisect_left(ranks, before)]
-            insort(ranks, after)
-            self._recount(engine)
+        turns = self._turns.get(engine.id)
+        if turns is not None:
+            del turns.ranks[bisect_left(turns.ranks, before)]
+            insort(turns.ranks, after)
+            self._recount(turns)
 
-    def _recount(self, engine: Engine) -> None:
+    def _recount(self, turns: _Turns) -> None:
+        engine = turns.engine
         before = self.loads[engine.id]
-        after = self.loads[engine.id] = _load(
-            engine, self._ranks[engine.id], self._tokens[engine.id]
-        )
+        after = self.loads[engine.id] = _load(turns)
         if engine.pool:
             self.loads_by_pool[engine.pool][engine.id] = after
         self.active += after.active - before.active
@@ -149,18 +145,23 @@ class Fleet:
         self.busy += (after.active > 0) - (before.active > 0)
 
 
-def _turns(state: State, engine: Engine) -> list[Turn]:
-    return [state.trajectories[trajectory_id].open_turn for trajectory_id in engine.active]
+def _turns(state: State, engine: Engine) -> _Turns:
+    given = [state.trajectories[trajectory_id].open_turn for trajectory_id in engine.active]
+    return _Turns(
+        engine=engine,
+        ranks=sorted(turn.rank for turn in given),
+        tokens=sum(turn.context_tokens for turn in given),
+    )
 
 
-def _load(engine: Engine, ranks: list[float], tokens: int) -> EngineLoad:
-    lowest = -math.inf
+def _load(turns: _Turns) -> EngineLoad:
+    engine, ranks, lowest = turns.engine, turns.ranks, -math.inf
     if len(ranks) >= engine.max_slots > 0:
         lowest = ranks[-engine.max_slots] if engine.preempts else math.inf
     return EngineLoad(
         id=engine.id,
         active=len(engine.active),
         slots=engine.max_slots,
-        tokens=tokens,
+        tokens=turns.tokens,
         lowest=lowest,
     )

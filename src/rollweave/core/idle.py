@@ -18,19 +18,20 @@ def charge(run: Run) -> None:
     elapsed = run.now - idle.clock
     idle.clock = run.now
     fleet = run.fleet
-    waiting = len(fleet.loads) - fleet.busy
     prefilling = sum(bool(state.engines[name].prompts) for name in fleet.prefill)
-    engines = {
-        "starting": fleet.starting,
-        "weights": fleet.updating,
-        "training": fleet.released,
-        "busy": fleet.busy + prefilling + fleet.draining,
-        "prompts": len(fleet.prefill) - prefilling,
-        _cause_of_waiting(run): waiting,
-    }
-    for cause, count in engines.items():
+    for cause, count in (
+        ("starting", fleet.starting),
+        ("weights", fleet.updating),
+        ("training", fleet.released),
+        ("busy", fleet.busy + prefilling + fleet.draining),
+        ("prompts", len(fleet.prefill) - prefilling),
+    ):
         if count:
             idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed * count
+    waiting = len(fleet.loads) - fleet.busy
+    if waiting:
+        cause = _cause_of_waiting(run)
+        idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed * waiting
     cause = _trainer_cause(run)
     idle.trainer[cause] = idle.trainer.get(cause, 0.0) + elapsed
 

@@ -120,6 +120,7 @@ class Run:
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
+        self._fleet_before: Fleet | None = None  # until an engine changed
         self._turn_queues: TurnQueues | None = None
         self._length_index: LengthIndex | None = None
         self.out: list[Command] = []
@@ -221,14 +222,16 @@ class Run:
     def fleet(self) -> Fleet:
         """Aggregates over all engines."""
         if self._fleet is None:
-            self._fleet = Fleet.of(self.state)
+            self._fleet = Fleet.of(self.state, self._fleet_before)
+            self._fleet_before = None
         return self._fleet
 
     def fleet_changed(self) -> None:
         """Recompute the aggregates: an engine was added, removed, or changed otherwise
         than by its turns.
         """
-        self._fleet = None
+        if self._fleet is not None:
+            self._fleet, self._fleet_before = None, self._fleet
 
     @property
     def turn_queues(self) -> TurnQueues:
