@@ -10,7 +10,7 @@ from rollweave.core.core import Core
 from rollweave.core.policy.profile import DomainProfile, Worked
 from rollweave.core.policy.turn_times import Prices, TurnTime, TurnTimes
 from rollweave.core.run import Run
-from rollweave.core.state import TrainerStatus
+from rollweave.core.state import TrainerStatus, Turn
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from tests.core.test_pools import PooledWorld, pooled
@@ -121,6 +121,33 @@ def test_a_pinned_domain_stays_and_others_make_room() -> None:
     assert affinity.shares_now(run)["a"] == {"bandwidth": 1.0}
     assert affinity.shares_now(run)["b"] == {"compute": 1.0}
     assert "a" not in run.state.affinity.shares
+    assert run.state.counters.scheduling.moved_domains == 1
+
+
+def test_a_domain_that_is_where_it_should_be_does_not_move() -> None:
+    run = ready(learned(pools=("compute", "compute", None))).core._run
+    teach(run, {"a": READS, "b": WRITES | {"output": 8000}})
+    assert set(run.state.affinity.trial) == {"b"}
+    assert affinity.shares_now(run)["a"] == {"compute": 1.0}
+
+
+def test_a_context_grows_by_half_of_the_output_on_average() -> None:
+    world = ready(learned())
+    run, state = world.core._run, world.core.state
+    one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
+    engine, turn = next(iter(state.engines.values())), Turn(number=0, context_tokens=400, since=0.0)
+    state.affinity.profiles.clear()
+    done = e.TurnDone(
+        trajectory_id=one.id,
+        attempt=0,
+        turn=0,
+        dispatch=0,
+        output_tokens=20,
+        cached_tokens=0,
+        version=0,
+    )
+    affinity.learn_turn(run, one, engine, turn, done, None)
+    assert state.affinity.profiles["a"].context == 410
 
 
 def test_a_domain_that_grows_tenfold_moves_within_three_steps() -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from rollweave.core import training
 from rollweave.core.core import Core
 from rollweave.core.policy.checkpoints import COST_SHARE
 from rollweave.core.state import TrainerStatus
@@ -125,14 +126,16 @@ def test_the_loss_of_the_trainer_is_reported_with_its_cost() -> None:
     assert 0 < checkpoint < 8
     timed.feed(e.TrainerLost(epoch=timed.trainer_epoch, error="killed"))
     while timed.core.state.trainer.status is TrainerStatus.STARTING:
+        before = training._discarded(timed.core._run)
         timed.step()
+    dropped = training._discarded(timed.core._run) - before
     (message,) = [
         warning.message for warning in timed.warnings if "trained again" in warning.message
     ]
     assert message.startswith(
         f"continues from step {checkpoint}: {8 - checkpoint} later steps are trained again, "
     )
-    assert "rollouts do not fit its weights and are dropped" in message
+    assert f"{dropped} rollouts do not fit its weights and are dropped" in message
     timed.to_the_end()
 
 
@@ -205,3 +208,12 @@ def test_the_run_does_not_wait_for_a_trainer_lost_for_good(hopeless: bool) -> No
     timed.feed(e.TrainerLost(epoch=trainer.epoch, error="killed", hopeless=hopeless))
     assert timed.finish is not None
     assert "killed" in timed.finish.error
+
+
+def test_the_first_error_of_a_run_is_its_error() -> None:
+    run = world().core._run
+    run.state.error = "the disk is full"
+    training.on_lost(
+        run, e.TrainerLost(epoch=run.state.trainer.epoch, error="killed", hopeless=True)
+    )
+    assert run.state.error == "the disk is full"

@@ -4,7 +4,7 @@ import pytest
 
 from rollweave.core import engines
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus
+from rollweave.core.state import EngineStatus, Partition
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.support.states import E0, E1, members, place_on_hosts, running
@@ -31,7 +31,9 @@ def test_a_restart_begins_anew() -> None:
     engine = run.state.engines[E0]
     engine.consecutive_timeouts, engine.load_failures, engine.loading_id = 2, 1, 9
     run.now = 8.0
+    run.state.partitions = {"": Partition()}
     engines.restart(run, engine, "stuck")
+    assert not run.state.partitions, "they had shares for it"
     assert (engine.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
     assert (engine.version, engine.publication_id, engine.loading_id) == (-1, -1, -1)
     assert (engine.consecutive_timeouts, engine.load_failures, engine.since) == (0, 0, 8.0)

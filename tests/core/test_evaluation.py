@@ -370,3 +370,9 @@ def test_a_trainer_that_comes_back_earlier_has_lost_later_checkpoints() -> None:
         run.state.checkpoints.newest = 4
         training.on_ready(run, e.TrainerReady(epoch=run.state.trainer.epoch, step=step))
         assert run.state.evaluations.best_step == kept
+
+
+def test_without_episodes_no_evaluation_is_due() -> None:
+    run = running(5, eval={"every": 1, "episodes": 2})
+    assert evaluation.is_due(run, 1)
+    assert not evaluation.is_due(running(5, eval={"every": 1, "episodes": 0}), 1)

@@ -226,3 +226,11 @@ def test_a_registered_engine_is_a_kind_by_itself_until_it_leaves() -> None:
     assert slow.fixed_s == pytest.approx(5 * fast.fixed_s, rel=0.1)
     core.handle(9e9, e.EngineWithdrawn(engine_id=names[0], drain=True))
     assert list(core.state.measured) == list(core.state.turn_times) == [names[1]]
+
+
+def test_prices_that_differ_at_one_batch_size_clear_the_partition() -> None:
+    former = (e.StepTime(batch=1, seconds=1.0), e.StepTime(batch=4, seconds=2.0))
+    other = (e.StepTime(batch=1, seconds=1.0), e.StepTime(batch=4, seconds=4.0))
+    assert costs._differ(former, other)
+    assert costs._differ(former, former[:1])
+    assert not costs._differ(former, former)

@@ -22,10 +22,12 @@ FIRST, SECOND = TrajectoryId("g0.0"), TrajectoryId("g0.1")
 class Listening(Hand):
     """Keeps what the predictor is asked and taught."""
 
-    def __init__(self, *policies: str) -> None:
+    def __init__(self, *policies: str, members: int = 2) -> None:
         self.asked: list[c.Predict] = []
         self.taught: list[c.Harvest] = []
-        super().__init__(decoupled_config(engines=1, rollout={"policies": list(policies)}))
+        super().__init__(
+            decoupled_config(engines=1, rollout={"policies": list(policies), "group_size": members})
+        )
 
     def answer(self, command: c.Command) -> list[e.Event]:
         if isinstance(command, c.Predict):
@@ -107,6 +109,18 @@ def test_a_context_says_what_siblings_took() -> None:
     assert (newest.siblings, newest.sibling_mean, newest.sibling_longest) == (1, 8.0, 8)
 
 
+def test_the_longest_sibling_is_not_the_shortest() -> None:
+    hand = Listening("longest_first", members=3)
+    third = TrajectoryId("g0.2")
+    for name, tokens in ((FIRST, 8), (third, 2)):
+        hand.done(name, tokens=tokens)
+        hand.finishes(name)
+    hand.done(SECOND, tokens=1)
+    hand.feed(hand.requests(SECOND))
+    newest = asked_of(SECOND, hand)[-1]
+    assert (newest.siblings, newest.sibling_mean, newest.sibling_longest) == (2, 5.0, 8)
+
+
 def test_a_domain_learns_running_means() -> None:
     hand = walk()
     assert (hand.stats.prompt_tokens, hand.stats.tool_s) == (7.0, 3.0)
@@ -181,6 +195,8 @@ def test_the_first_of_two_answers_counts() -> None:
     hand.predicted(FIRST, 1, 50.0)
     hand.predicted(FIRST, 1, 70.0)
     assert hand.of(FIRST).estimate == 50
+    again = e.PredictionReady(trajectory_id=FIRST, attempt=0, turn=1, remaining_tokens=70.0)
+    assert not lengths.learn_prediction(hand.core._run, hand.of(FIRST), again)
     hand.predicted(SECOND, 0, 1e300)
     assert hand.of(SECOND).estimate == MAX_ESTIMATE
 

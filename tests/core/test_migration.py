@@ -240,3 +240,11 @@ def test_trajectories_vacate_an_engine_that_cannot_move_kv_at_once() -> None:
     assert run.out == []
     counted = run.state.counters.scheduling
     assert (counted.migrations_failed, counted.moved_tokens) == (0, 0)
+
+
+def test_an_engine_that_loads_weights_is_no_source() -> None:
+    run = uneven(*EIGHT)
+    source, target = (run.state.engines[engine_id] for engine_id in (E0, E1))
+    assert migration._can_take(source, target)
+    source.status = EngineStatus.LOADING
+    assert not migration._can_take(source, target)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.core import phases
 from rollweave.core.core import Core
+from rollweave.core.phases import REMEMBERED
 from rollweave.core.policy.disaggregation import LEAST_TOKENS, TRIAL
 from rollweave.core.state import OnEngine, Spent, Trajectory, Turn
 from rollweave.schema import commands as c
@@ -180,10 +182,12 @@ def test_a_turn_is_two_dispatches_with_a_move_between() -> None:
     migrate = run.moving()
     assert (migrate.source, migrate.target) == (P0, D1)
     assert run.turn.place == OnEngine(engine=D1, given=1), "it has its engine from the beginning"
+    run.now = 5.0
     start = sampled(run.moved(migrate))
     assert (start.dispatch, start.turn) == (1, 0)
     assert run.answer(start) == []
     counted = run.core.state.counters.scheduling
+    assert counted.split_s == 5.0
     assert (counted.split_turns, counted.split_tokens, counted.split_failed) == (1, PROMPT, 0)
     assert run.trajectory().engine == D1
 
@@ -341,6 +345,16 @@ def test_one_turn_in_many_goes_the_other_way() -> None:
             start = sampled(run.moved(migrate))
         run.answer(start)
     assert 0 < sum(ways) < len(ways)
+    assert run.core.state.phases.decisions == len(ways)
+
+
+def test_a_move_costs_its_mean_seconds_for_each_token() -> None:
+    run = Controlled().core._run
+    phases.learn_move(run, 3.0, 100)
+    phases.learn_move(run, 1.0, 60)
+    moved = run.state.phases.moved
+    assert moved.tokens == REMEMBERED * 100 + 60
+    assert moved.seconds == REMEMBERED * 3.0 + 1.0
 
 
 @pytest.mark.timeout(900)

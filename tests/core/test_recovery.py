@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollweave.core import continuation, recovery
+from rollweave.core import continuation, recovery, trajectories, turns
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
-from rollweave.core.state import GroupStatus, Kept, Phase, Stage
+from rollweave.core.state import GroupStatus, Kept, Phase, Stage, Turn
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId
@@ -189,3 +189,25 @@ def test_the_next_attempt_counts_its_staleness_from_the_first_launch(
     assert continuation.take(run, one, 3) == expected
     assert one.kept is None
     assert run.state.counters.continued == continues
+
+
+def test_a_withdrawn_turn_leaves_the_environment_its_whole_limit() -> None:
+    run = under_way(Stage.RUN)
+    (only,) = members(run)
+    only.turn, only.since, run.now = Turn(number=0, context_tokens=1, since=0.0), 0.0, 50.0
+    turns.on_withdrawn(run, e.TurnWithdrawn(trajectory_id=only.id, attempt=0, turn=1))
+    assert (only.turn is None, only.since) == (False, 0.0)
+    turns.on_withdrawn(run, e.TurnWithdrawn(trajectory_id=only.id, attempt=0, turn=0))
+    assert (only.turn, only.since) == (None, 50.0)
+
+
+def test_an_attempt_that_closes_ends_for_its_own_reason_though_its_reward_fails() -> None:
+    run = under_way(Stage.CLOSING)
+    (only,) = members(run)
+    only.closing = StopReason.STALE
+    failed = e.RewardFailed(
+        trajectory_id=only.id, attempt=0, stop_reason=StopReason.REWARD_ERROR, error="broken"
+    )
+    trajectories.on_reward_failed(run, failed)
+    (over,) = run.over
+    assert over.reason is StopReason.STALE

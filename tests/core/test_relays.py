@@ -250,6 +250,19 @@ def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
     assert driver.source("r2") == "r0"
 
 
+def test_the_failure_of_a_fetch_that_is_over_is_ignored() -> None:
+    driver = Driver(2).up()
+    over = e.FetchFailed(
+        relay_id="r1",
+        epoch=0,
+        publication_id=0,
+        try_number=0,
+        reason="source",
+        error="r0 is gone",
+    )
+    assert driver.send(over) == []
+
+
 def serving(driver: Driver, *relays: str) -> None:
     for relay in relays:
         for command in driver.hold(relay, 0):

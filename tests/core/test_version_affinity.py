@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rollweave.core import version_affinity
 from rollweave.core.consolidation import PERIOD_S
 from rollweave.core.policy.experience import Experience
 from rollweave.core.state import EngineStatus, Stage
@@ -508,3 +509,51 @@ def test_contradictory_settings_are_refused() -> None:
                     **sections,
                 }
             )
+
+
+def test_an_engine_that_loads_other_weights_serves_none() -> None:
+    hand = Hand(decoupled_config())
+    engine = hand.core.state.engines[E0]
+    one = hand.core.state.trajectories[hand.on(E0)[0]]
+    assert version_affinity.serves_version_of(engine, one)
+    engine.status = EngineStatus.LOADING
+    assert not version_affinity.serves_version_of(engine, one)
+
+
+def test_an_engine_whose_kv_moves_keeps_its_weights() -> None:
+    run = Hand(decoupled_config()).core._run
+    engine = run.state.engines[E0]
+    for trajectory in run.state.trajectories.values():
+        trajectory.assigned_engine = E1
+        run.reindex(trajectory)
+    engine.launched = 1
+    run.state.publication.id += 1
+    run.state.publication.retained = {run.state.publication.id: 1}
+    wishes = version_affinity._Demand(other=None, holder=None, moving=frozenset())
+    moving = version_affinity._Demand(other=None, holder=None, moving=frozenset({E0}))
+    assert version_affinity._wanted_weights(run, engine, wishes) == run.state.publication.id
+    assert version_affinity._wanted_weights(run, engine, moving) is None
+
+
+def test_weights_that_cannot_be_had_are_not_awaited() -> None:
+    run = Hand(decoupled_config()).core._run
+    one = next(iter(run.state.trajectories.values()))
+    one.assigned_engine, one.publication_id = None, 77
+    run.state.unassigned[one.id] = None
+    assert version_affinity.awaited_weights(run) is None
+    run.state.publication.retained[77] = 7
+    assert version_affinity.awaited_weights(run) == 77
+
+
+def test_an_engine_that_failed_the_turn_is_the_last_choice() -> None:
+    run = Hand(decoupled_config(engines=2)).core._run
+    one, other, *_ = run.state.trajectories.values()
+    for trajectory in (one, other):
+        trajectory.assigned_engine = E1
+        run.reindex(trajectory)
+    version_affinity.assign(run, one)
+    assert one.assigned_engine == E0, "it has less to do"
+    version_affinity.assign(run, one, avoid=[E0])
+    assert one.assigned_engine == E1
+    version_affinity.assign(run, one, avoid=[E0, E1])
+    assert one.assigned_engine is not None

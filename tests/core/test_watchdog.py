@@ -226,6 +226,38 @@ def test_the_next_check_comes_in_a_part_of_the_shortest_limit() -> None:
     shortest = min(shortest, *(task.step_s for task in run.tasks.values()))
     (timer,) = check_at(run, 3.0).of(c.SetTimer)
     assert isinstance(timer, c.SetTimer)
-    assert timer.at == 3.0 + max(MIN_PERIOD_S, shortest / CHECKS_PER_LIMIT)
+    assert timer.at == 3.0 + shortest / CHECKS_PER_LIMIT
     run.state.phase = Phase.FINISHED
     assert check_at(run, 4.0).out == []
+
+
+def test_checks_are_not_more_frequent_than_needed() -> None:
+    run = running(5, watchdog={"turn_s": 0.001 * MIN_PERIOD_S})
+    (timer,) = check_at(run, 3.0).of(c.SetTimer)
+    assert isinstance(timer, c.SetTimer)
+    assert timer.at == 3.0 + MIN_PERIOD_S
+
+
+@pytest.mark.parametrize("earlier", ["", "the disk is full"])
+def test_a_run_without_engines_waits_for_a_host_and_ends(earlier: str) -> None:
+    run = ready()
+    limit = run.config.watchdog.train_s
+    run.state.engines.clear()
+    run.fleet_changed()
+    check_at(run, 10.0)
+    check_at(run, 10.0 + limit)
+    assert run.state.error == ""
+    run.state.error = earlier
+    check_at(run, 10.1 + limit)
+    assert run.state.error == earlier or "no host with a place for one" in run.state.error
+
+
+def test_a_run_that_has_an_engine_again_waits_anew() -> None:
+    run = ready()
+    engines, run.state.engines = run.state.engines, {}
+    run.fleet_changed()
+    check_at(run, 10.0)
+    run.state.engines = engines
+    run.fleet_changed()
+    check_at(run, 11.0)
+    assert run.state.hosts.engineless_since is None

@@ -203,6 +203,7 @@ def test_failed_staging_leaves_the_old_weights_serving_until_the_load() -> None:
     weight_updates.on_staging_failed(run, failed)
     assert (engine.status, engine.version, engine.load_failures) == (EngineStatus.SERVING, 1, 0)
     assert run.state.counters.watchdog == {"staging_failed": 1}
+    assert (engine.staging_id, engine.unstaged_id) == (-1, 20)
     run.out = []
     weight_updates.update(run)
     assert run.out == [c.SuspendEngine(engine_id=E0)]
@@ -228,6 +229,15 @@ def test_weights_published_in_the_meantime_follow_those_that_were_staged() -> No
     weight_updates.update(run)
     assert run.out == [c.StageWeights(engine_id=E0, version=3, publication_id=30)]
     assert engine.publication_id == 20
+
+
+def test_older_weights_than_its_own_are_not_kept_by_an_engine() -> None:
+    run = staging()
+    engine = run.state.engines[E0]
+    weight_updates.update(run)
+    engine.publication_id = 25
+    staged(run)
+    assert (engine.staging_id, engine.staged_id) == (-1, -1)
 
 
 @pytest.mark.parametrize("late", ["weights", "epoch"])

@@ -126,7 +126,7 @@ def _final_evaluation(run: Run) -> None:
     if _skips_final_eval(run) or state.evaluations.final_done:
         if not _in_flight(run):
             _finish(run)
-    elif state.evaluations.current is None and state.publication.id >= 0:
+    elif state.publication.id >= 0:
         evaluation.begin(run, version=state.publication.version, final=True)
 
 

@@ -89,7 +89,8 @@ def wants_members(run: Run, group: Group) -> bool:
 
 def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
     """The rollout has its reward."""
-    member_ended(run, group, trajectory, trajectory.stop or StopReason.FINISHED)
+    assert trajectory.stop is not None, "a rollout is scored after it ended"
+    member_ended(run, group, trajectory, trajectory.stop)
 
 
 def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:

@@ -49,6 +49,7 @@ def test_one_worker_goes_outside_and_the_others_to_those_that_have_it() -> None:
 
 def test_the_next_one_goes_outside_after_a_failure_or_a_loss() -> None:
     directory = ImageDirectory()
+    assert directory.on_missed("a", MissImage(key=KEY)) == []  # nobody has asked for it
     for name in "abc":
         directory.on_asked(name, AskImage(key=KEY))
     assert sent(directory.on_missed("b", MissImage(key=KEY))) == {}  # it was not its turn

@@ -68,6 +68,10 @@ def test_a_domain_that_grows_tenfold_is_known_within_three_steps() -> None:
     assert made.turns_in["p"] == pytest.approx(made.turns)
 
 
+def test_a_domain_without_output_has_no_context() -> None:
+    assert DomainProfile().context == 0.0
+
+
 def test_engines_that_divide_work_are_done_at_once() -> None:
     found = together([Cost(seconds=10.0, error_s=1.0), Cost(seconds=30.0, error_s=3.0)])
     assert found.seconds == pytest.approx(7.5)

@@ -126,6 +126,17 @@ def test_engines_of_two_pools_have_all_that_the_trainer_leaves() -> None:
     }
 
 
+def test_all_gpus_may_be_as_many_as_the_trainer_needs() -> None:
+    (only,) = [one for one in splits({"": 8}, {"": [1]}, {"": 8}) if one.colocated]
+    assert only.trainer == 8
+
+
+def test_all_but_half_a_machine_may_train() -> None:
+    assert MACHINE == 8
+    assert 20 - 4 in trainer_counts(20, 1)
+    assert 22 - 4 in trainer_counts(22, 1)
+
+
 def test_gpus_take_turns_only_in_mode_sync() -> None:
     found = candidates(splits({"": 8}, {"": [1]}, {"": 4}), PACINGS)
     assert {one.pacing for one in found if one.split.colocated} == {SYNC}

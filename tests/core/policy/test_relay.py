@@ -104,6 +104,10 @@ def test_the_successor_of_a_lost_master_takes_from_the_trainer() -> None:
         ),
         (lambda: chunk_count(-1, nodes=2, start_s=0, byte_s=0), "nbytes must be at least 0"),
         (
+            lambda: broadcast_s(1, nodes=1, chunks=1, start_s=-1, byte_s=0),
+            "start_s must be at least 0 and finite, got -1",
+        ),
+        (
             lambda: chunk_bytes(1, nodes=2, start_s=float("nan"), byte_s=0),
             "start_s must be at least 0",
         ),

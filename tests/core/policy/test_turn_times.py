@@ -245,3 +245,10 @@ def test_prices_follow_engines_that_become_slower() -> None:
         known = renewed(known, fit(mixed_turns(slow, prompts=True, seed=seed)))
     assert off(known.prices, slow) < 0.1
     assert known.times(2.0).prices.prompt_s == 2 * known.prices.prompt_s
+
+
+def test_the_shortest_contexts_are_halved_too() -> None:
+    times = TurnTimes()
+    times.add(TurnTime(seconds=1.0, output_tokens=5, prompt_tokens=0, batch=1.0, context=2.0))
+    profile, _ = step_times(times, slots=1)
+    assert [point.context for point in profile] == [1, 4]
