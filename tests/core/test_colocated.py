@@ -86,6 +86,57 @@ def test_any_colocated_world_ends_accounted_for_and_is_replayed(
         assert replayed.handle(now, event) == world.commands[place], f"event {place}: {event}"
 
 
+@pytest.mark.timeout(900)
+@settings(max_examples=examples(60))
+@given(
+    seed=st.integers(0, 10_000),
+    relays=st.integers(1, 4),
+    failure=st.sampled_from([0.0, 0.02, 0.1]),
+    restless=st.sampled_from([0.0, 0.03]),
+    changing=st.sampled_from([0.0, 0.02]),
+    own_machines=st.booleans(),
+    every=st.sampled_from([0, 2]),
+)
+def test_any_colocated_run_on_several_hosts_ends_accounted_for(
+    seed: int,
+    relays: int,
+    failure: float,
+    restless: float,
+    changing: float,
+    own_machines: bool,
+    every: int,
+) -> None:
+    """Hosts with a relay each come and go, one of them with the trainer."""
+    settings_ = colocated(
+        engines={"count": relays},
+        weights={"relays": relays},
+        eval={"every": every},
+        watchdog={"restarts": 100},
+    )
+    world = World(settings_, seed, failure=failure, restless=restless)
+    world.changing_hosts, world.own_machines = changing, own_machines
+    world.start()
+    while world.finish is None:
+        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
+        world.step()
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+    if world.core.state.hosts.up:
+        assert world.finish.error == "" or "checkpoint" in world.finish.error
+    if not world.finish.error:
+        assert sorted(world.trained) == [0, 1, 2, 3]
+        assert all(step == initiated for step, initiated in world.trained_versions)
+
+
+def test_an_engine_loads_what_the_trainer_has_published_last() -> None:
+    """Its relay has the version before, too, until it has fetched the new one."""
+    world = World(colocated(engines={"count": 3}, weights={"relays": 3}), seed=1)
+    assert world.run().error == ""
+    loads = [one.version for one in of(world, c.LoadWeights) if isinstance(one, c.LoadWeights)]
+    assert loads == [version for version in range(5) for _ in range(3)]
+
+
 def test_a_step_begins_when_the_engines_have_given_back_their_memory() -> None:
     """They load the next version once it is published, and stage none."""
     world = World(colocated(), seed=1)

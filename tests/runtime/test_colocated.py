@@ -23,8 +23,20 @@ from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from tests.engine.models import request, spec
-from tests.runtime.real import Life, Lineage, check_totals, lake, living, longer, run_dir
+from tests.runtime.real import (
+    LIMIT_S,
+    Life,
+    Lineage,
+    check_totals,
+    lake,
+    living,
+    longer,
+    run_dir,
+)
+from tests.support.host_agents import Agents, agents, secret
 from tests.train.builders import make_batch, make_config, make_model
+
+__all__ = ["agents", "secret"]  # fixtures
 
 MIB = 1 << 20
 ENGINE = "rollweave.runtime.entrypoints.engine"
@@ -197,3 +209,40 @@ def test_a_colocated_run_survives_the_loss_of_each_process(tmp_path: Path) -> No
         check_totals(more, life.finish())
     lineage.take(more)
     lineage.check(step + 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engines_and_ranks_of_two_hosts_take_turns_and_one_host_is_lost(
+    tmp_path: Path, agents: Agents
+) -> None:
+    """A rank and an engine on each host; all continue on the one that is left."""
+    config = colocated(
+        tmp_path,
+        run={"steps": 100_000},
+        engines={"count": 2, "pool": "both"},
+        trainer={"ranks": 2, "pool": "both"},
+        pools={"both": {"resource": "both"}},
+        cluster={"address": f"127.0.0.1:{agents.port}", "hosts": 2, "join_s": LIMIT_S},
+        eval={"every": 3, "episodes": 2, "final_episodes": 8},
+    )
+    lineage = Lineage()
+    agents.start("a", "b", resource="both=1")
+    with living(config) as life:
+        core = life.until(lambda core: core.state.trainer.step > 1, "two steps")
+        hosts = core.state.hosts
+        assert {rank.host for rank in hosts.ranks} == {0, 1}
+        assert {engine.host for engine in core.state.engines.values()} == {0, 1}
+        life.until(without_memory, "engines without memory")
+        agents.signal(hosts.up[hosts.ranks[0].host].name, signal.SIGKILL)
+        core = life.until(lambda core: core.state.trainer.epoch == 1, "another trainer")
+        step = steps_after(life, core.state.trainer.step + 1)
+        life.kill()
+    lineage.take(config)
+    assert config.cluster is not None
+    more = longer(config, step + 3, cluster=config.cluster.model_copy(update={"hosts": 1}))
+    with living(more, resume=True) as life:
+        check_totals(more, life.finish())
+    lineage.take(more)
+    lineage.check(step + 3)
+    assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]

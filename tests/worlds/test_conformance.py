@@ -125,6 +125,22 @@ def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path:
 
 
 @pytest.mark.parametrize("world", [live, simulated])
+def test_a_colocated_run_with_relays_keeps_the_contract(world: World, tmp_path: Path) -> None:
+    referee = judge(
+        *world(
+            tmp_path,
+            "sync",
+            trainer={"colocated": True},
+            engines={"count": 3},
+            weights={"relays": 2},
+        )
+    )
+    assert [owed for owed in referee.owed() if not owed.startswith("take")] == []
+    assert {"FetchWeights", "SuspendEngine", "WeightsLoaded", "StepTrained"} <= referee.seen
+    assert "StageWeights" not in referee.seen
+
+
+@pytest.mark.parametrize("world", [live, simulated])
 def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: Path) -> None:
     """The live trainer waits until there is a choice. With one engine nothing is
     consolidated.

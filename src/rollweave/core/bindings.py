@@ -3,9 +3,12 @@
 
 Without [cluster] this machine is the only host, or, with `weights.relays`, stands for
 that many hosts with a relay each. In a colocated run, engines and ranks are bound
-independently of each other, and so to the same devices.
+independently of each other, and so to the same devices, at the beginning and after the
+loss of a host. Each GPU then has at most one rank, and never more engines than the
+memory estimate counted on it (`engine_limits`).
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -97,15 +100,33 @@ def share_gpus(engines: Iterable[EngineSlot], ranks: Iterable[RankSlot]) -> bool
     return len(set(used)) < len(used)
 
 
+def engine_limits(
+    hosts: Iterable[HostSlot], engines: Iterable[EngineSlot]
+) -> dict[int, dict[int, int]]:
+    """Return how many engines each GPU of these hosts may have in a colocated run: as
+    many as it has now, and at least one.
+    """
+    engines_on = Counter((slot.host, device) for slot in engines for device in slot.devices)
+    return {
+        host.number: {device: max(1, engines_on[host.number, device]) for device in host.devices}
+        for host in hosts
+    }
+
+
 def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot | None:
     """Return the engine with its place beside all bound processes; None if there is
     none.
 
     It shares no GPU, whose memory may not suffice, in a run that began without sharing.
+    In a colocated run it shares none with more engines than the run began with there;
+    the ranks of the trainer, which have the GPU in turn, do not count.
     """
     hosts = list(state.hosts.up.values())
     bound = _bound(config, state, ranks=not config.trainer.colocated)
-    may_use = hosts if state.hosts.shares_gpus else _without(hosts, bound)
+    if config.trainer.colocated:
+        may_use = _within_limits(hosts, bound, state.hosts.engine_limits)
+    else:
+        may_use = hosts if state.hosts.shares_gpus else _without(hosts, bound)
     bindings, _ = bind([_engine(config, slot, hosts)], may_use, bound)
     return _placed(slot, bindings[0]) if bindings else None
 
@@ -140,13 +161,15 @@ def bind_worker(config: RunConfig, state: State, worker_id: str) -> int | None:
 
 def bind_ranks(config: RunConfig, state: State) -> list[RankSlot]:
     """Return the places of the trainer's ranks beside the engines: the present places,
-    unless one of their hosts is lost. Empty if some rank has no place.
+    unless one of their hosts is lost. Empty if some rank has no place. In a colocated
+    run the engines do not count, which have their GPUs in turn.
     """
     present, hosts = state.hosts.ranks, list(state.hosts.up.values())
     if all(rank.host in state.hosts.up for rank in present):
         return present
     demands = [_rank(config, rank, hosts) for rank in range(len(present))]
-    bindings, unbound = bind(demands, hosts, _bound(config, state, ranks=False))
+    bound = _bound(config, state, engines=not config.trainer.colocated, ranks=False)
+    bindings, unbound = bind(demands, hosts, bound)
     ranks = [RankSlot(host=place.host, devices=place.devices) for place in bindings]
     return [] if unbound or crowded(config, _on_devices(ranks)) else ranks
 
@@ -169,12 +192,33 @@ def _without(hosts: Iterable[HostSlot], bound: Iterable[Binding]) -> list[HostSl
     """Return the hosts without the devices that are in use."""
     used = {(binding.host, device) for binding in bound for device in binding.devices}
     return [
-        msgspec.structs.replace(
-            host,
-            devices=tuple(device for device in host.devices if (host.number, device) not in used),
-        )
+        _with_devices(host, (one for one in host.devices if (host.number, one) not in used))
         for host in hosts
     ]
+
+
+def _within_limits(
+    hosts: Iterable[HostSlot],
+    bound: Iterable[Binding],
+    limits: Mapping[int, Mapping[int, int]],
+) -> list[HostSlot]:
+    """Return the hosts without the devices that have as many processes as their limit.
+    That of a host which has joined later is the highest of all limits.
+    """
+    used = Counter((binding.host, device) for binding in bound for device in binding.devices)
+    highest = max((limit for of_host in limits.values() for limit in of_host.values()), default=1)
+
+    def has_room(host: HostSlot, device: int) -> bool:
+        of_host = limits.get(host.number, {})
+        return used[host.number, device] < of_host.get(device, highest)
+
+    return [
+        _with_devices(host, (one for one in host.devices if has_room(host, one))) for host in hosts
+    ]
+
+
+def _with_devices(host: HostSlot, devices: Iterable[int]) -> HostSlot:
+    return msgspec.structs.replace(host, devices=tuple(devices))
 
 
 def _on_devices(ranks: Iterable[RankSlot]) -> list[tuple[object, tuple[int, ...]]]:
@@ -219,11 +263,13 @@ def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...
     return config.model.device != "cpu" and any(host.devices for host in hosts)
 
 
-def _bound(config: RunConfig, state: State, *, ranks: bool) -> list[Binding]:
-    """Return the places of all processes, with the `ranks` or without."""
-    engines = [
+def _bound(
+    config: RunConfig, state: State, *, engines: bool = True, ranks: bool
+) -> list[Binding]:
+    """Return the places of all processes, with `engines` and `ranks` or without."""
+    of_engines = [
         Binding(process=engine.id, host=engine.host, devices=engine.devices, pool=engine.pool)
-        for engine in state.engines.values()
+        for engine in (state.engines.values() if engines else ())
         if engine.devices or not engine.draining
     ]
     up = state.hosts.up
@@ -236,7 +282,7 @@ def _bound(config: RunConfig, state: State, *, ranks: bool) -> list[Binding]:
         for worker in state.workers.values()
     ]
     of_trainer = _bound_ranks(config, up, state.hosts.ranks if ranks else ())
-    return [*engines, *workers, *of_trainer]
+    return [*of_engines, *workers, *of_trainer]
 
 
 def _bound_ranks(

@@ -8,6 +8,12 @@ they may drain. Engines without a place start there, too. The trainer starts aga
 its checkpoint, if need be in the place of engines, or on the next host that joins.
 In a run that began without sharing GPUs, no process shares one later: they were found
 to have memory for one process.
+
+In a colocated run the two are bound independently of each other. The trainer starts
+again, beside the engines, if the GPUs that are left suffice for a rank each; else it
+waits for a host. The engines of a lost host start on GPUs without an engine, if there
+are any, or on the next host that joins. GPUs that began with several engines may have
+that many again.
 """
 
 from rollweave.core import bindings, engines, membership, relays, training, workers
@@ -24,6 +30,9 @@ def start(run: Run, event: RunStarted | WorldLost) -> None:
     part.up = {host.number: host for host in event.hosts or bindings.one_machine(event.relays)}
     part.ranks, part.unplaced = list(event.ranks), []
     part.shares_gpus = bindings.share_gpus(event.engines, event.ranks)
+    part.engine_limits = (
+        bindings.engine_limits(part.up.values(), event.engines) if run.colocated else {}
+    )
     part.displaced, part.returning = [], {}
 
 

@@ -541,6 +541,8 @@ class Hosts(msgspec.Struct):
     ranks: list[RankSlot] = []
     # processes have shared a GPU from the beginning
     shares_gpus: bool = False
+    # colocated placement: host → GPU → how many engines it may have
+    engine_limits: dict[int, dict[int, int]] = {}
     unplaced: list[Unplaced] = []  # engines whose host is gone, until they start elsewhere
     # since when no engine that samples has a place
     engineless_since: float | None = None

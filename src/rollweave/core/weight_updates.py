@@ -13,7 +13,8 @@ In a colocated run the trainer and the engines take turns on the same devices. E
 start without memory for weights and KV, and get it with `LoadWeights`. When the batch
 of a step is complete, they are suspended and give it back; the step begins once all
 have (`training.take_batch`), and no engine loads before its weights are published and
-the trainer has given back its own memory.
+the trainer has given back its own memory. If the trainer is lost in between, engines
+that have given theirs back wait for it: it trains the batch again.
 """
 
 from rollweave.core import (
@@ -193,9 +194,11 @@ def update(run: Run) -> None:
                 if engine.status is EngineStatus.SERVING:
                     _release(run, engine)
         return
+    is_lost = run.state.trainer.status is TrainerStatus.STARTING
     for engine, target in run.pacing.updates(run):
         if engine.status is EngineStatus.STALE:
-            _load(run, engine, target)
+            if not (engine.released and is_lost):
+                _load(run, engine, target)
         elif run.colocated:
             _release(run, engine)
         elif _swaps_staged(run, engine, target) or not _stages(run, engine, target):
@@ -308,8 +311,8 @@ def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
                 from_checkpoint=step,
             )
         )
-    elif run.state.chain.relayed and engine.version >= 0:  # its relay was lost in the meantime
-        _resume(run, engine)
+    elif run.state.chain.relayed and engine.version >= 0 and not engine.released:
+        _resume(run, engine)  # its relay was lost in the meantime
     else:
         _make_stale(run, engine)
 

@@ -172,7 +172,8 @@ def is_in_memory(run: Run, engine: Engine, publication_id: int) -> bool:
 
 def newest(run: Run, engine: Engine) -> int | None:
     """The newest weights that the engine can load now, or None. Without relays these
-    are the published ones.
+    are the published ones. In a colocated run an engine loads no others either: it gives
+    its memory back before it could load newer ones.
 
     If the published ones are not in memory, as while the trainer is down, the newest
     ones of a checkpoint, unless the engine's own are newer.
@@ -180,7 +181,9 @@ def newest(run: Run, engine: Engine) -> int | None:
     published, retained = run.state.publication.id, run.state.publication.retained
     if run.state.chain.relayed:
         relay = relay_of(run, engine)
-        held = relay.versions if relay is not None else ()
+        held = relay.versions if relay is not None else []
+        if run.colocated:
+            held = [version for version in held if version == published]
         in_memory = next((version for version in reversed(held) if version in retained), -1)
     else:
         in_memory = published if published in retained else -1

@@ -113,6 +113,39 @@ def test_a_lost_host_is_replaced_by_the_others(tmp_path: Path, agents: Agents, l
     assert replay(config).differing == 0
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_colocated_run_survives_the_loss_of_a_host(
+    tmp_path: Path, agents: Agents, lost: int
+) -> None:
+    """Engines and trainer take turns on both hosts, and then on one."""
+    config = config_of(
+        tmp_path,
+        agents,
+        steps=40,
+        rollout={"mode": "sync"},
+        trainer={"colocated": True},
+        eval={"every": 0},
+    )
+    agents.start("a", "b")
+
+    def kill() -> None:
+        (begun,) = events(config, RunStarted)
+        assert [slot.host for slot in begun.engines] == [0, 1]
+        assert [slot.host for slot in begun.ranks] == [0]
+        agents.signal(begun.hosts[lost].name, signal.SIGKILL)
+
+    with meanwhile(config, 3, kill):
+        summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    (event,) = events(config, HostLost)
+    assert event.host == lost
+    assert_trained_once(config)
+    assert sorted(agents.statuses().values()) == [-signal.SIGKILL, 0]
+    assert_no_processes(config)
+    assert replay(config).differing == 0
+
+
 def test_a_host_joins_during_the_run_and_takes_over(tmp_path: Path, agents: Agents) -> None:
     """The only host is lost once another has joined; it had nothing to do before."""
     config = config_of(tmp_path, agents, hosts=1, steps=60)

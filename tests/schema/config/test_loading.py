@@ -346,17 +346,13 @@ def test_a_former_value_names_the_key_that_replaces_it() -> None:
     ]
 
 
-def test_only_a_run_of_one_host_that_stops_to_train_is_colocated() -> None:
+def test_only_a_run_that_stops_to_train_is_colocated() -> None:
     problem = "my.toml: trainer.colocated must be false"
     text = GOOD.replace("[run]", "[trainer]\ncolocated = true\n[run]")
     sync = ("rollout.mode=sync", "rollout.alpha=1")
     assert problems(text) == [
         f"{problem} unless rollout.mode is sync, the only one that does not train while it "
         "rolls out, got mode partial"
-    ]
-    assert problems(text, *sync, "weights.relays=1") == [f"{problem} with weights.relays, got 1"]
-    assert problems(text, *sync, "cluster={address='127.0.0.1:0', hosts=1}") == [
-        f"{problem} with [cluster]: it is for the GPUs of one host, got true"
     ]
     assert problems(text, *sync, "allocation={budget=2}")[0].startswith(
         f"{problem} with [allocation], got true"

@@ -675,10 +675,6 @@ class RunConfig(Section):
                 f"{problem} unless rollout.mode is sync, the only one that does not train while it "
                 f"rolls out, got mode {self.rollout.mode.value}"
             )
-        if self.weights.relays:
-            raise ValueError(f"{problem} with weights.relays, got {self.weights.relays}")
-        if self.cluster is not None:
-            raise ValueError(f"{problem} with [cluster]: it is for the GPUs of one host, got true")
         if self.allocation is not None:
             raise ValueError(f"{problem} with [allocation], got true")
 
