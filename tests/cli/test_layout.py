@@ -14,6 +14,8 @@ from rollweave.schema.config.loading import load, load_hosts
 from tests.cli.commands import invoke
 
 EXAMPLES = DIRECTORY.parents[1] / "examples"
+IN_TURN = str(EXAMPLES / "two_nodes_in_turn.toml")
+IN_TURN_HOSTS = str(EXAMPLES / "two_nodes_in_turn_hosts.toml")
 RUN, HOSTS = str(EXAMPLES / "two_nodes.toml"), str(EXAMPLES / "two_nodes_hosts.toml")
 
 TABLE = """
@@ -58,8 +60,8 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
 
 
-def shown(width: int, *overrides: str) -> str:
-    planned = dryrun.plan(load(RUN, overrides), hosts=load_hosts(Path(HOSTS)), deep=False)
+def shown(width: int, *overrides: str, run: str = RUN, hosts: str = HOSTS) -> str:
+    planned = dryrun.plan(load(run, overrides), hosts=load_hosts(Path(hosts)), deep=False)
     assert planned.layout is not None
     text = io.StringIO()
     show_layout(planned.layout, Console(file=text, width=width))
@@ -68,6 +70,28 @@ def shown(width: int, *overrides: str) -> str:
 
 def test_the_table_of_two_nodes_fits_80_columns() -> None:
     assert shown(80).strip() == TABLE.strip()
+
+
+TURNS = """
+35 processes ───────────────────────────────────────────────────────────────────
+host      process             devices             GPU memory         memory
+10.0.0.1  controller          -                            -      450.0 MiB
+node-0    relay               -                            -       46.2 GiB
+          trainer rank 0      GPU 0 in turn         24.6 GiB       57.7 GiB
+          trainer ranks 1–7   GPUs 1–7 in turn  7 × 24.6 GiB   7 × 11.9 GiB
+          engines e0–e7       GPUs 0–7 in turn  8 × 54.2 GiB  8 × 450.0 MiB
+node-1    relay               -                            -       46.2 GiB
+          trainer ranks 8–15  GPUs 0–7 in turn  8 × 24.6 GiB   8 × 11.9 GiB
+          engines e8–e15      GPUs 0–7 in turn  8 × 54.2 GiB  8 × 450.0 MiB
+"""
+
+
+def test_on_two_nodes_in_turn_the_larger_need_counts() -> None:
+    """That of an engine and the CUDA context of a rank: 54.2 + 0.6 GiB."""
+    text = shown(80, run=IN_TURN, hosts=IN_TURN_HOSTS)
+    assert text.strip().startswith(TURNS.strip())
+    assert text.count("GPUs 0–7  H100 80GB HBM3  54.8 GiB of 79.6 GiB") == 2
+    assert "take turns: the larger of their needs counts" in " ".join(text.split())
 
 
 def test_a_wider_table_has_fewer_lines() -> None:

@@ -189,7 +189,6 @@ def test_whatever_hosts_are_lost_no_gpu_has_more_than_was_counted(
 ) -> None:
     """Nothing waits for a place if there is one, found by looking at all of them."""
     driver = Turns(gpus, ranks=min(ranks, sum(gpus)), engines=engines).up()
-    first = {number: count for number, count in enumerate(gpus)}
     most = max(1, *driver.counted.values())
     number = len(gpus)
     for kind, value in changes:
@@ -209,7 +208,7 @@ def test_whatever_hosts_are_lost_no_gpu_has_more_than_was_counted(
         up = state.hosts.up
         used = Counter((one.host, gpu) for one in state.engines.values() for gpu in one.devices)
         limits = {
-            (place, gpu): max(1, driver.counted[place, gpu]) if place in first else most
+            (place, gpu): max(1, driver.counted[place, gpu]) if place < len(gpus) else most
             for place in up
             for gpu in up[place].devices
         }

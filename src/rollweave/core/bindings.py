@@ -263,9 +263,7 @@ def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...
     return config.model.device != "cpu" and any(host.devices for host in hosts)
 
 
-def _bound(
-    config: RunConfig, state: State, *, engines: bool = True, ranks: bool
-) -> list[Binding]:
+def _bound(config: RunConfig, state: State, *, engines: bool = True, ranks: bool) -> list[Binding]:
     """Return the places of all processes, with `engines` and `ranks` or without."""
     of_engines = [
         Binding(process=engine.id, host=engine.host, devices=engine.devices, pool=engine.pool)

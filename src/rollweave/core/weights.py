@@ -172,8 +172,8 @@ def is_in_memory(run: Run, engine: Engine, publication_id: int) -> bool:
 
 def newest(run: Run, engine: Engine) -> int | None:
     """The newest weights that the engine can load now, or None. Without relays these
-    are the published ones. In a colocated run an engine loads no others either: it gives
-    its memory back before it could load newer ones.
+    are the published ones. In a colocated run an engine loads no others either, since
+    it would have to give its memory back before it loads newer ones.
 
     If the published ones are not in memory, as while the trainer is down, the newest
     ones of a checkpoint, unless the engine's own are newer.

@@ -280,6 +280,51 @@ def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
         assert in_turn.memories[0].largest()[1].what == "KV cache"
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_on_several_hosts_the_larger_of_the_two_turns_counts_on_each(device: str) -> None:
+    """Compared with the sums of runs that have nothing but engines, and nothing but
+    ranks, in these places.
+    """
+    text = """
+[run]
+name = "r"
+[model.scratch]
+[cluster]
+address = "10.0.0.1:7400"
+hosts = 2
+[rollout]
+mode = "sync"
+[trainer]
+colocated = true
+[[tasks]]
+env = "nim"
+"""
+    overrides = [f"model.device={device}", "trainer.ranks=3", "engines.count=3"]
+    gpus = 2 * (device == "cuda")
+    layout, problems = laid_out(loads(text, overrides), {"a": host(gpus), "b": host(gpus)})
+    assert problems == []
+    ranks, engines = (
+        [(one.host, one.devices) for one in layout.processes if one.kind == kind]
+        for kind in ("trainer rank", "engine")
+    )
+    if gpus:
+        assert ranks == engines == [("a", (0,)), ("a", (1,)), ("b", (0,))]
+    for memory in layout.memories:
+        expected: dict[str, int] = {"trainer rank": 0, "engine": 0}
+        always = 0
+        for user in memory.users:
+            for part in user.parts:
+                if (user.on_gpu and part.on_device) == (memory.device is not None):
+                    always += part.nbytes * (not part.in_turn)
+                    if part.in_turn:
+                        expected[user.kind] += part.nbytes
+        assert memory.needed == always + max(expected.values())
+        if memory.device is not None and memory.users:
+            assert (memory.host, memory.device.index) in [("a", 0), ("a", 1), ("b", 0)]
+            assert sorted(user.kind for user in memory.users) == ["engine", "trainer rank"]
+            assert min(expected.values()) > 0
+
+
 def test_a_slot_with_a_rank_has_no_worker() -> None:
     run = config("workers.count=1", "workers.pool=train")
     layout, problems = laid_out(run, {"a": host(T=1), "b": host(T=1), "c": host(R=1)})
