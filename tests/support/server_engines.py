@@ -21,6 +21,7 @@ from rollweave.engine.embedded import start_engine
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import (
+    STREAM_S,
     EngineSpec,
     GenerateRequest,
     GenerateResult,
@@ -314,6 +315,11 @@ async def streamed_tokens_are_of_the_weights_that_they_name(
     assert deltas[0].start == 3
     assert deltas[0].versions[0] == VersionSpan(start=3, end=3 + len(deltas[0].tokens), version=2)
     assert deltas[0].generate_s >= 1.0
+
+    # no client reads this turn, which is not streamed
+    deltas.clear()
+    await engine.generate(greedy("logged", count=400), on_tokens, report_s=2 * STREAM_S)
+    assert not deltas
 
 
 async def tokens_are_sampled(engine: EngineClient, turns: int) -> None:

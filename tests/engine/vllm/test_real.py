@@ -7,10 +7,13 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 import torch
+from openai import AsyncOpenAI
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.engine.vllm_server import START_S, VARIABLE
@@ -28,6 +31,7 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.work import Routes
 from rollweave.weights.checkpoint import read_shape
+from tests.rollout.gateway.real import Turns, checkpoint, served
 from tests.support.engines import VLLM_START_S, needs_vllm, vllm_spec
 from tests.support.processes import descendants
 from tests.support.server_engines import (
@@ -144,6 +148,39 @@ async def test_streamed_tokens_are_of_the_weights_that_they_name(
 ) -> None:
     async with started(weights, tmp_path, vllm_spec()) as (engine, _):
         await streamed_tokens_are_of_the_weights_that_they_name(engine, weights, until_the_end=True)
+
+
+async def test_a_program_reads_text_while_vllm_samples_it(tmp_path: Path) -> None:
+    """Through the gateway, with a tokenizer, which the server loads, too."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    model = cast(Weights, SimpleNamespace(model=checkpoint(directory, head_dim=32)))
+    async with started(model, tmp_path, vllm_spec()) as (engine, _):
+        texts, arrived = list[str](), list[bool]()
+        for stop in (None, ["no such text"]):
+            turns = Turns(engine)
+            async with (
+                served(turns, directory, "s") as (server, url, access),
+                AsyncOpenAI(base_url=url + access["s"].path, api_key=access["s"].token) as openai,
+            ):
+                chunks = await openai.chat.completions.create(
+                    model="tiny",
+                    messages=[{"role": "user", "content": "Go on."}],
+                    temperature=0.0,
+                    max_tokens=400,
+                    stop=stop,
+                    stream=True,
+                )
+                text = ""
+                async for chunk in chunks:
+                    text += chunk.choices[0].delta.content or ""
+                    arrived.append(bool(text) and turns.answered == 0)
+                (sequence,) = server.close("s").sequences
+            (turn,) = sequence.turns
+            assert turn.end - turn.start > 50
+            texts.append(text)
+    assert texts[0] == texts[1] != ""
+    assert sum(arrived) > 4
 
 
 async def test_adapters_are_added_to_the_first_weights(weights: Weights, tmp_path: Path) -> None:

@@ -27,8 +27,10 @@ from tests.support.engines import engine_in_thread
 CONTEXT = 2048
 
 
-def checkpoint(directory: Path) -> Path:
-    """Write random weights, a byte-level tokenizer and a chat template with tools."""
+def checkpoint(directory: Path, **changes: Any) -> Path:
+    """Write random weights, a byte-level tokenizer and a chat template with tools;
+    `changes` apply to the model's configuration.
+    """
     vocab = -(-bpe().get_vocab_size() // 8) * 8
     model = build(
         "qwen3",
@@ -36,6 +38,7 @@ def checkpoint(directory: Path) -> Path:
         hidden_size=64,
         intermediate_size=128,
         max_position_embeddings=CONTEXT,
+        **changes,
     )
     save(model, directory)
     bpe().save(str(directory / "tokenizer.json"))
@@ -92,6 +95,7 @@ class Turns:
     def __init__(self, client: EngineClient, *, fails: Sequence[Exception] = ()) -> None:
         self._client, self._fails = client, list(fails)
         self._ids = itertools.count()
+        self.answered = 0
 
     async def __call__(
         self,
@@ -108,6 +112,7 @@ class Turns:
         result = await self._client.generate(request, on_tokens)
         # The engine serves its checkpoint, which is what it would have been given as
         # version 0.
+        self.answered += 1
         versions = tuple(msgspec.structs.replace(span, version=0) for span in result.versions)
         return msgspec.structs.replace(result, versions=versions)
 
