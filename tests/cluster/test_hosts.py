@@ -297,6 +297,38 @@ def test_ranks_and_trajectories_use_two_hosts(
             assert run.crossings()["turns"]
 
 
+@pytest.mark.parametrize("with_first_rank", [True, False])
+def test_engines_and_ranks_of_two_hosts_take_turns(
+    lakes: Lakes[HostsByHand], with_first_rank: bool
+) -> None:
+    """One of the hosts, which share no memory, is lost. Its rank and its engine then
+    take turns with those of the other.
+    """
+    with lakes.running(
+        options=("--resource", "both=1"),
+        apart=True,
+        pools={"both": {"resource": "both"}},
+        rollout={"mode": "sync"},
+        trainer={"ranks": 2, "pool": "both", "colocated": True},
+        engines={"count": 2, "max_slots": 8, "kv_tokens": 4096, "pool": "both"},
+    ) as run:
+        state = run.state()
+        assert {rank.host for rank in state.hosts.ranks} == {0, 1}
+        assert {engine.host for engine in state.engines.values()} == {0, 1}
+        assert run.crossings()["parts"]
+        lost = run.trainer_host()
+        if not with_first_rank:
+            lost = lakes.hosts.name(lakes.other(run))
+        since = run.now()
+        lakes.hosts.fail(lakes.hosts.number(lost))
+        noticed(run, lost, since)
+        state = run.state()
+        (left,) = state.hosts.up
+        assert {rank.host for rank in state.hosts.ranks} == {left}
+        assert [engine.host for engine in state.engines.values()] == [left, left]
+        lakes.end(run)
+
+
 def test_a_slow_fetch_is_named_with_its_bytes(lakes: Lakes[HostsByHand]) -> None:
     large = {"scratch": {"hidden": 256, "layers": 4}}
     with lakes.running(model=large) as run:

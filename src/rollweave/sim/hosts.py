@@ -1,19 +1,20 @@
 """The simulated hosts of a run: those of its pools, its cluster or its relays.
 
 A pool has as many hosts as its engines need, or as `sim.pools` sets, with eight GPUs
-each. The simulated trainer runs on other machines.
+each. The simulated trainer runs on other machines, unless the run is colocated: it then
+has a rank on each of `sim.trainer_gpus` GPUs of these hosts.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable
 
-from rollweave.core.bindings import bind_all, one_machine
+from rollweave.core.bindings import bind_all, crowded, one_machine
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimPoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineSlot
-from rollweave.schema.hosts import HostSlot
+from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.sim.cost import slowdown_between_sites
 from rollweave.sim.hardware import GPUS, GPUS_PER_MACHINE
 
@@ -25,7 +26,8 @@ class SimHosts:
     """The hosts of a world: some may be lost, and others may join.
 
     `up` are the present hosts by number; empty stands for one host. `first` are those
-    with which a world begins.
+    with which a world begins, and `ranks` the first places of the trainer in a
+    colocated run.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -39,6 +41,7 @@ class SimHosts:
     def begin(self) -> None:
         """Begin a world."""
         self.up: dict[int, HostSlot] = {}
+        self.ranks: tuple[RankSlot, ...] = ()
         self._pools: list[str] = []  # by the number of a host
         for pool in self._first_pools:
             self.add(pool)
@@ -53,15 +56,16 @@ class SimHosts:
         """
         number = len(self._pools)
         slot = HostSlot(number=number, name=f"{pool or 'host'}-{number}")
-        if pool:
+        if pool or self._config.trainer.colocated:
             known = self._config.pools
+            resource = known[pool].resource if pool else ""
             slot = HostSlot(
                 number=number,
                 name=slot.name,
                 machine=slot.name,
                 cpus=GPUS_PER_MACHINE,
                 devices=tuple(range(GPUS_PER_MACHINE)),
-                pools=tuple(name for name in known if known[name].resource == known[pool].resource),
+                pools=tuple(name for name in known if known[name].resource == resource),
             )
         self.up[number] = slot
         self._pools.append(pool)
@@ -89,23 +93,38 @@ class SimHosts:
         return pool.site if pool is not None else ""
 
     def place(self, slots: Iterable[EngineSlot]) -> tuple[EngineSlot, ...]:
-        """Return the engines of a new world with their places. Raises ConfigError if a
-        pool lacks GPUs.
+        """Return the engines of a new world with their places, and note those of the
+        trainer's ranks. Raises ConfigError if a pool lacks GPUs.
         """
         slots = tuple(slots)
         if not self.first:
             return slots  # they are placed as on one machine
-        placed, _, unbound = bind_all(self._config, slots, self.first, trainer=False)
+        config = self._with_ranks()
+        placed, self.ranks, unbound = bind_all(
+            config, slots, self.first, trainer=config.trainer.colocated
+        )
         if unbound:
             raise ConfigError(f"{unbound[0].process}: {unbound[0].reason}")
+        if problem := crowded(config, [(one.host, one.devices) for one in self.ranks]):
+            raise ConfigError(f"sim.trainer_gpus {problem}")
         users = Counter((slot.host, device) for slot in placed for device in slot.devices)
         for slot in placed:
             if any(users[slot.host, device] > 1 for device in slot.devices):
+                hosts = f"sim.pools.{slot.pool}.hosts" if slot.pool else "cluster.hosts"
                 raise ConfigError(
-                    f"sim.pools.{slot.pool}.hosts must have {GPUS_PER_MACHINE} GPUs for its "
-                    f"engines and those that fall back to it, got {_count(self._config, slot.pool)}"
+                    f"{hosts} must have {GPUS_PER_MACHINE} GPUs for its "
+                    f"engines and those that fall back to it, got "
+                    f"{_count(self._config, slot.pool) if slot.pool else len(self.first)}"
                 )
         return placed
+
+    def _with_ranks(self) -> RunConfig:
+        """Return the configuration with a rank for each GPU of the simulated
+        trainer.
+        """
+        assert self._config.sim is not None, "only a simulation has simulated hosts"
+        trainer = self._config.trainer.model_copy(update={"ranks": self._config.sim.trainer_gpus})
+        return self._config.model_copy(update={"trainer": trainer})
 
 
 def relays_of(config: RunConfig) -> int:

@@ -135,8 +135,8 @@ def scenario(seed: int) -> RunConfig:
         data["ablation"]["without"] = ["deltas"]
     if not relays and "allocation" not in data:
         _divide(data, random.Random(f"pools/{seed}"))
-        if data["rollout"]["mode"] == "sync":
-            data["trainer"]["colocated"] = random.Random(f"colocated/{seed}").random() < 0.5
+    if data["rollout"]["mode"] == "sync" and "allocation" not in data:
+        data["trainer"]["colocated"] = random.Random(f"colocated/{seed}").random() < 0.5
     if "allocation" not in data:
         _split(data, random.Random(f"phases/{seed}"))
     return RunConfig.model_validate(data)

@@ -161,7 +161,12 @@ class World:
 
     def start(self) -> None:
         self.post(
-            e.RunStarted(engines=self.slots, hosts=self.hosts.first, relays=self.hosts.relays)
+            e.RunStarted(
+                engines=self.slots,
+                hosts=self.hosts.first,
+                ranks=self.hosts.ranks,
+                relays=self.hosts.relays,
+            )
         )
         self.fleet.start(self.slots)
         self.relays.start()
@@ -196,6 +201,7 @@ class World:
             e.WorldLost(
                 engines=self.slots,
                 hosts=self.hosts.first,
+                ranks=self.hosts.ranks,
                 missing=tuple(missing),
                 recorded=self.rollouts.recorded(continuable(core.state)),
                 relays=self.hosts.relays,
@@ -219,6 +225,8 @@ class World:
         if pool is not None:
             self.fleet.lose_host(number)
             self.relays.silence(relay_id(number))
+            if any(rank.host == number for rank in self.core.state.hosts.ranks):
+                self.trainer.drop()
             self.post(e.HostLost(host=number, error=error))
         return pool
 
