@@ -44,6 +44,8 @@ def test_a_seed_determines_its_report() -> None:
 def test_every_mode_and_every_fault_occurs() -> None:
     assert {scenario(seed).rollout.mode for seed in range(SEEDS)} == set(MODES)
     assert scenario(5).trainer.colocated
+    assert scenario(11).trainer.colocated
+    assert scenario(11).weights.relays
     seen = {kind for seed in (1, 3, 5, 9, 13) for kind in search(seed).faults}
     others = {f"message {what}" for what in ("lost", "doubled", "delayed", "reordered")}
     others |= {

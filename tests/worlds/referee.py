@@ -258,6 +258,8 @@ class Referee:
                 self._trainer(event, self.trainer[1])
             case e.StopRequested() | e.EngineRegistered() | e.EngineWithdrawn():
                 pass
+            case e.HostLost() | e.HostJoined():
+                pass  # the commands that follow end and start the processes
             case _:
                 raise AssertionError(f"nobody judges {event}")
 
