@@ -211,3 +211,22 @@ def test_an_attempt_that_closes_ends_for_its_own_reason_though_its_reward_fails(
     trajectories.on_reward_failed(run, failed)
     (over,) = run.over
     assert over.reason is StopReason.STALE
+
+
+def test_an_attempt_is_known_by_the_life_that_launched_it() -> None:
+    """An earlier life may have recorded turns of an attempt with the same number, of
+    which the journal lost all events.
+    """
+    run = with_checkpoint(Stage.RUN, Stage.QUEUED)
+    run.state.life = "ab"
+    launched, waiting = members(run)
+    launched.life = "ab"
+    assert continuation.continuable(run.state) == [(launched.id, 0, "ab")]
+    names = (launched.id,)
+    recovery.on_world_lost(
+        run, e.WorldLost(engines=(e.EngineSlot(id=E0),), recorded=names, life="cd")
+    )
+    assert run.state.life == "cd"
+    assert launched.stage is Stage.QUEUED
+    assert continuation.continuable(run.state) == [(launched.id, 0, "ab")]
+    assert waiting.life == ""

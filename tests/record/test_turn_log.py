@@ -3,9 +3,15 @@ directory, ends a run.
 """
 
 import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollweave.record.turn_log import (
     Attempt,
@@ -28,8 +34,13 @@ from rollweave.schema.serving import (
 CONTEXT = context_digest((1, 2, 3), Sampling())
 
 
-def key(member: int, attempt: int = 0) -> Attempt:
-    return TrajectoryId(f"g0.{member}"), attempt
+def of(log: TurnLog, *members: int, attempt: int = 0) -> list[Attempt]:
+    """The attempts of the log's own life."""
+    return [(TrajectoryId(f"g0.{member}"), attempt, log.life) for member in members]
+
+
+def trajectory(member: int) -> TrajectoryId:
+    return TrajectoryId(f"g0.{member}")
 
 
 def tokens(member: int, turn: int = 0, *, start: int = 0, count: int = 2) -> TurnTokens:
@@ -42,7 +53,7 @@ def tokens(member: int, turn: int = 0, *, start: int = 0, count: int = 2) -> Tur
         versions=(VersionSpan(start=start, end=end, version=3),),
     )
     return TurnTokens(
-        trajectory_id=key(member)[0], attempt=0, turn=turn, context=CONTEXT, delta=delta
+        trajectory_id=trajectory(member), attempt=0, turn=turn, context=CONTEXT, delta=delta
     )
 
 
@@ -55,7 +66,7 @@ def answer(member: int, turn: int = 0, *, attempt: int = 0) -> TurnAnswer:
         finish=FinishReason.STOP,
     )
     return TurnAnswer(
-        trajectory_id=key(member)[0], attempt=attempt, turn=turn, context=CONTEXT, result=result
+        trajectory_id=trajectory(member), attempt=attempt, turn=turn, context=CONTEXT, result=result
     )
 
 
@@ -63,31 +74,71 @@ def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def written(directory: Path, *records: TurnRecord) -> None:
+def written(directory: Path, *records: TurnRecord) -> list[Attempt]:
+    """Write a log, and return its attempts."""
     with TurnLog(directory) as log:
         for record in records:
             log.append(record)
+    return list({(one.trajectory_id, one.attempt, log.life): None for one in records})
+
+
+def read(directory: Path, attempts: list[Attempt]) -> dict[Attempt, list[TurnRecord]]:
+    """Return what the next life reads."""
+    log = TurnLog(directory)
+    log.keep(attempts)
+    return {attempt: log.take(*attempt[:2]) for attempt in log.recorded}
 
 
 def test_the_next_life_reads_what_was_written(tmp_path: Path) -> None:
     records = [tokens(0), answer(0), answer(1), tokens(0, 1), answer(0, attempt=1)]
-    written(tmp_path / "turns", *records)
+    zero, one, again = written(tmp_path / "turns", *records)
     with TurnLog(tmp_path / "turns") as log:
-        assert log.recorded == {
-            key(0): [records[0], records[1], records[3]],
-            key(1): [records[2]],
-            key(0, 1): [records[4]],
-        }
-        log.keep([key(1), key(7)])
-        assert list(log.recorded) == [key(1)]
-        assert log.take(key(1)) == [records[2]]
-        assert log.take(key(0)) == []
+        log.keep([zero, one, again])
+        assert log.recorded == [zero, again, one]
+        assert log.take(*zero[:2]) == [records[0], records[1], records[3]]
+        assert log.take(*again[:2]) == [records[4]]
+        log.keep([one, *of(log, 7)])
+        assert log.recorded == [one]
+        assert log.take(*one[:2]) == [records[2]]
+        assert log.take(*zero[:2]) == []
 
 
-def test_a_log_that_nobody_writes_leaves_no_directory(tmp_path: Path) -> None:
+def test_records_of_another_life_with_the_same_number_are_not_taken(tmp_path: Path) -> None:
+    """After a power loss, the journal may lack an attempt whose turns are recorded: the
+    next life gives its number to another one.
+    """
+    (first,) = written(tmp_path, answer(0, attempt=1))
+    with TurnLog(tmp_path) as log:
+        log.keep([(trajectory(0), 0, first[2])])  # all that the journal knows
+        log.append(answer(1))
+        assert log.take(trajectory(0), 1) == []
+    (second,) = of(log, 0, attempt=1)
+    assert read(tmp_path, [second]) == {}, "it was launched again, and has no record yet"
+
+    (lost,) = written(tmp_path, tokens(2))
+    with TurnLog(tmp_path) as log:
+        log.keep([lost])  # it waits to be continued, and its number is given again
+        log.append(answer(2))
+    assert read(tmp_path, of(log, 2)) == {of(log, 2)[0]: [answer(2)]}
+
+
+def test_a_log_that_lost_its_end_has_the_beginning_of_each_attempt(tmp_path: Path) -> None:
+    """The journal has attempts whose records a power loss took, also in the middle:
+    nothing of an attempt is used after the first missing record.
+    """
+    records = [answer(0), answer(1), answer(1, 1), answer(0, 1), answer(0, 2)]
+    with TurnLog(tmp_path, segment_bytes=1) as log:
+        for record in records:
+            log.append(record)
+    (tmp_path / "000003.bin").write_bytes(b"")
+    found = read(tmp_path, of(log, 0, 1))
+    assert found == dict(zip(of(log, 0, 1), [[records[0]], records[1:3]], strict=True))
+
+
+def test_a_log_that_is_not_written_leaves_no_directory(tmp_path: Path) -> None:
     with TurnLog(tmp_path / "turns") as log:
         log.keep([])
-        log.forget(key(0))
+        log.forget(trajectory(0), 0)
     assert not (tmp_path / "turns").exists()
 
 
@@ -95,22 +146,31 @@ def test_a_log_of_finished_attempts_is_deleted(tmp_path: Path) -> None:
     with TurnLog(tmp_path / "turns") as log:
         log.append(answer(0))
         log.append(answer(1))
-        log.forget(key(0))
-        log.forget(key(1))
+        log.forget(trajectory(0), 0)
+        log.forget(trajectory(1), 0)
     assert not (tmp_path / "turns").exists()
 
 
+def test_a_log_that_was_not_read_stays(tmp_path: Path) -> None:
+    attempts = written(tmp_path, answer(0))
+    with TurnLog(tmp_path):
+        pass
+    assert list(read(tmp_path, attempts)) == attempts
+
+
 def test_segments_of_former_lives_stay_until_nothing_can_continue(tmp_path: Path) -> None:
-    written(tmp_path, answer(0), answer(1))
+    zero, one = written(tmp_path, answer(0), answer(1))
     with TurnLog(tmp_path) as log:
-        log.keep([key(0), key(1)])
+        log.keep([zero, one])
         log.append(answer(0, attempt=1))
-        log.release(key(0)[0])
+        log.release(zero[0])
         assert segments(tmp_path) == ["000000.bin", "000001.bin"]
-        log.release(key(1)[0])
+        log.release(one[0])
         assert segments(tmp_path) == ["000001.bin"]
+    mine = of(log, 0, attempt=1)
     with TurnLog(tmp_path) as log:
-        assert list(log.recorded) == [key(0, 1)]
+        log.keep(mine)
+        assert log.recorded == mine
         log.keep([])
     assert not tmp_path.exists()
 
@@ -119,18 +179,31 @@ def test_segments_are_deleted_with_their_last_attempt(tmp_path: Path) -> None:
     with TurnLog(tmp_path, segment_bytes=1) as log:  # one record each
         for member in range(3):
             log.append(answer(member))
-        assert len(segments(tmp_path)) == 3
-        log.forget(key(1))
+        log.forget(trajectory(1), 0)
+        assert segments(tmp_path) == ["000000.bin", "000002.bin"]
         log.append(answer(3))
-        assert len(segments(tmp_path)) == 4, "an older attempt is under way"
-        log.forget(key(0))
-        log.append(answer(4))
-        assert segments(tmp_path) == [f"{number:06d}.bin" for number in (2, 3, 4)]
+        log.forget(trajectory(0), 0)
+        assert segments(tmp_path) == ["000002.bin", "000003.bin"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "changed", "foreign"])
+def test_one_slow_attempt_does_not_keep_the_records_of_others(tmp_path: Path) -> None:
+    with TurnLog(tmp_path, segment_bytes=4_000) as log:
+        mine = list[TurnRecord]()
+        for member in range(1, 1_000):
+            log.append(answer(member))
+            if member % 50 == 0:
+                mine.append(answer(0, len(mine)))
+                log.append(mine[-1])
+            log.forget(trajectory(member), 0)
+        used = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert used < 3 * 4_000 + 4 * 20 * 400
+    assert read(tmp_path, of(log, 0)) == {of(log, 0)[0]: mine}
+    assert len(segments(tmp_path)) == 1, "what is left is in one segment"
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "changed", "foreign", "former"])
 def test_damage_costs_records_and_is_named(tmp_path: Path, damage: str) -> None:
-    written(tmp_path, answer(0), answer(1))
+    zero, one = written(tmp_path, answer(0), answer(1))
     path = tmp_path / "000000.bin"
     data = path.read_bytes()
     match damage:
@@ -142,13 +215,31 @@ def test_damage_costs_records_and_is_named(tmp_path: Path, damage: str) -> None:
             path.write_bytes(data[:-3] + b"\xff" * 3)
         case "foreign":
             path.write_bytes(b"something else, of some length")
+        case "former":
+            path.write_bytes(data[:8] + b"\x01" + data[9:])
     with TurnLog(tmp_path) as log:
-        assert list(log.recorded) == ([] if damage == "foreign" else [key(0)])
-        assert len(log.damaged) == (damage in ("changed", "foreign"))
+        log.keep([zero, one])
+        assert log.recorded == ([] if damage in ("foreign", "former") else [zero])
+        assert len(log.damaged) == (damage in ("changed", "foreign", "former"))
         assert all(str(path) in text for text in log.damaged)
         log.append(answer(2))  # into another segment
+    assert list(read(tmp_path, of(log, 2))) == of(log, 2)
+
+
+@pytest.mark.parametrize("at", [20, 60, -3])
+def test_damage_while_the_log_is_in_use_is_not_copied(tmp_path: Path, at: int) -> None:
+    attempts = written(tmp_path, answer(0), answer(1))
+    path = tmp_path / "000000.bin"
     with TurnLog(tmp_path) as log:
-        assert key(2) in log.recorded
+        log.keep(attempts)
+        data = bytearray(path.read_bytes())
+        data[at] ^= 0xFF
+        path.write_bytes(data)
+        assert log.take(trajectory(0), 0) == ([] if at > 0 else [answer(0)])
+        log.release(trajectory(1))
+        log.append(answer(2))
+        log.keep(attempts)
+    assert read(tmp_path, [attempts[0]]) in ({}, {attempts[0]: [answer(0)]})
 
 
 def test_a_full_disk_ends_the_log_once_and_nothing_else(
@@ -166,8 +257,151 @@ def test_a_full_disk_ends_the_log_once_and_nothing_else(
             log.append(answer(1))
         log.append(answer(2))
     assert [str(tmp_path) in str(error) for error in errors] == [True]
-    with TurnLog(tmp_path) as log:
-        assert list(log.recorded) == [key(0)]
+    assert list(read(tmp_path, of(log, 0, 1, 2))) == of(log, 0)
+
+
+CALLS = ("open", "pwrite", "fsync", "ftruncate", "replace", "unlink", "mkdir", "rmdir")
+"""The functions of `os` by which the log changes its directory."""
+
+
+def at_call(number: int, act: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    """Yield replacements of these functions, the call `number` of which begins with
+    `act`.
+    """
+    left = number
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                act()
+            return call(*args, **kwargs)
+
+        return counting
+
+    for name in CALLS:
+        yield name, counted(getattr(os, name))
+
+
+def shrink(log: TurnLog, attempts: list[Attempt]) -> None:
+    """Leave four sparse segments with records of two attempts, and replace them."""
+    log.keep(attempts)
+    for member in range(2, 12):
+        log.append(answer(member))
+        log.forget(trajectory(member), 0)
+    log.append(answer(99))
+
+
+def sparse(directory: Path) -> tuple[list[Attempt], dict[Attempt, list[TurnRecord]]]:
+    with TurnLog(directory, segment_bytes=1_500) as log:
+        for turn in range(4):
+            for member in (0, 1):
+                log.append(tokens(member, turn))
+                log.append(answer(member, turn))
+            for member in range(100, 110):
+                log.append(answer(member, turn))
+    attempts = of(log, 0, 1)
+    expected = {
+        attempt: [make(member, turn) for turn in range(4) for make in (tokens, answer)]
+        for member, attempt in enumerate(attempts)
+    }
+    return attempts, expected
+
+
+def test_a_process_killed_at_any_call_loses_no_record(tmp_path: Path) -> None:
+    """A child process is killed at the first, second, third… call of the system."""
+    killed = 0
+    for number in range(1, 200):
+        directory = tmp_path / str(number)
+        attempts, expected = sparse(directory)
+        if (child := os.fork()) == 0:
+            for name, call in at_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                setattr(os, name, call)
+            shrink(TurnLog(directory, segment_bytes=1_500), attempts)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert read(directory, attempts) == expected, f"killed at call {number}"
+        assert not list(directory.glob("*.new"))
+        if not os.WIFSIGNALED(status):
+            break
+        killed += 1
+    assert 10 < killed < 199
+    assert read(directory, attempts) == expected
+
+
+def test_a_call_that_fails_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full, or broken, from the first, second, third… call on for once."""
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in range(1, 40):
+        directory = tmp_path / str(number)
+        attempts, expected = sparse(directory)
+        with monkeypatch.context() as patch:
+            for name, call in at_call(number, fail):
+                patch.setattr(os, name, call)
+            log = TurnLog(directory, segment_bytes=1_500)
+            shrink(log, attempts)
+        found = {attempt: log.take(*attempt[:2]) for attempt in attempts}
+        assert found == expected, f"call {number} failed"
+        assert read(directory, attempts) == expected, f"call {number} failed"
+
+
+Step = tuple[str, int]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["tokens", "answer", "answer", "forget", "release", "lose"]),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, segment_bytes=st.sampled_from([1, 300, 900, 3_000]))
+def test_the_log_has_what_a_dictionary_of_records_has(
+    steps: list[Step], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("turns")
+    log = TurnLog(directory, segment_bytes=segment_bytes)
+    present, former = dict[Attempt, list[TurnRecord]](), dict[Attempt, list[TurnRecord]]()
+
+    def continued(without: int = -1) -> dict[Attempt, list[TurnRecord]]:
+        """Return the newest attempt of each trajectory but one."""
+        newest = {one[0]: (one, records) for one, records in {**former, **present}.items()}
+        newest.pop(trajectory(without), None)
+        return dict(newest.values())
+
+    for number, (step, member) in enumerate(steps):
+        attempt = next((one for one in present if one[0] == trajectory(member)), None)
+        match step:
+            case "tokens" | "answer":
+                if attempt is None:
+                    (attempt,) = of(log, member, attempt=number)
+                record = msgspec.structs.replace(
+                    answer(member, number) if step == "answer" else tokens(member, number),
+                    attempt=attempt[1],
+                )
+                log.append(record)
+                present.setdefault(attempt, []).append(record)
+            case "forget" if attempt is not None:
+                log.forget(*attempt[:2])
+                del present[attempt]
+            case "release":
+                log.release(trajectory(member))
+                former = {
+                    one: records for one, records in former.items() if one[0] != trajectory(member)
+                }
+            case "lose":  # the controller, and an attempt that cannot be continued
+                log = TurnLog(directory, segment_bytes=segment_bytes)
+                former, present = continued(without=member), {}
+                log.keep(list(former))
+        assert {one: log.take(*one[:2]) for one in log.recorded} == former
+    expected = continued()
+    log.close()
+    assert read(directory, list(expected)) == expected
 
 
 def test_contexts_have_different_digests() -> None:

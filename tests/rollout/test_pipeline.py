@@ -950,13 +950,13 @@ async def test_an_attempt_continues_with_the_recorded_turns(
 ) -> None:
     """The environment starts again; if it repeats itself, no token is sampled twice."""
     with TurnLog(tmp_path / "turns") as log:
-        former = Harness(store, THREE, log=log)
+        former_life, former = log.life, Harness(store, THREE, log=log)
         former.init()
         await rolled_out(former, 0, turns=2)
     former.pipeline.cancel(cancel())
     await former.idle()
     with TurnLog(tmp_path / "turns") as log:
-        log.keep([(TRAJECTORY, 0)])
+        log.keep([(TRAJECTORY, 0, former_life)])
         script = THREE if repeats else Script(steps=[Step.of("elsewhere"), *THREE.steps[1:]])
         harness = Harness(store, script, log=log)
         harness.engine.answer = "ho"
@@ -972,8 +972,10 @@ async def test_an_attempt_continues_with_the_recorded_turns(
         said = ["hi", "hi" if repeats else "ho", "ho"]
         assert [part.split("<|im_end|>")[0] for part in text.split("assistant\n")[1:]] == said
         await harness.idle()
+    attempt = (TRAJECTORY, 1, log.life)
     with TurnLog(tmp_path / "turns") as log:  # the next loss finds them as its own
-        assert len(log.recorded[TRAJECTORY, 1]) == 3 + (not repeats)
+        log.keep([attempt])
+        assert len(log.take(TRAJECTORY, 1)) == 3 + (not repeats)
 
 
 async def test_only_training_is_recorded_and_only_while_it_is_under_way(
@@ -1000,13 +1002,13 @@ async def test_an_attempt_that_starts_over_forgets_the_records_of_the_former_one
     store: TrajectoryStore, tmp_path: Path
 ) -> None:
     with TurnLog(tmp_path / "turns") as log:
-        former = Harness(store, THREE, log=log)
+        former_life, former = log.life, Harness(store, THREE, log=log)
         former.init()
         await rolled_out(former, 0, turns=2)
     former.pipeline.cancel(cancel())
     await former.idle()
     with TurnLog(tmp_path / "turns") as log:
-        log.keep([(TRAJECTORY, 0)])
+        log.keep([(TRAJECTORY, 0, former_life)])
         harness = Harness(store, log=log)
         harness.init(1)  # what is recorded became too old
         assert not log.recorded

@@ -13,16 +13,20 @@ from rollweave.schema.commands import Continuation
 from rollweave.schema.work import Purpose
 
 
-def continuable(state: State) -> list[tuple[TrajectoryId, int]]:
-    """The attempts under way, and earlier ones of queued trajectories: a world that
-    replaces a lost one may continue those whose turns are recorded.
+def continuable(state: State) -> list[tuple[TrajectoryId, int, str]]:
+    """The attempts under way, and earlier ones of queued trajectories, each with the
+    life of the controller that launched it: a world that replaces a lost one may
+    continue those whose turns are recorded.
+
+    Numbers of attempts do not suffice: after a power loss, the journal may lack an
+    attempt of which turns are recorded, and another one gets its number.
     """
     attempts = []
     for trajectory in state.trajectories.values():
         if trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED):
-            attempts.append((trajectory.id, trajectory.attempt))
+            attempts.append((trajectory.id, trajectory.attempt, trajectory.life))
         elif trajectory.kept is not None:
-            attempts.append((trajectory.id, trajectory.kept.attempt))
+            attempts.append((trajectory.id, trajectory.kept.attempt, trajectory.life))
     return attempts
 
 

@@ -25,7 +25,7 @@ from rollweave.schema.work import StopReason
 
 
 def on_started(run: Run, event: RunStarted) -> None:
-    run.state.run_id = event.run_id
+    run.state.run_id, run.state.life = event.run_id, event.life
     run.state.trainer.since = run.now
     hosts.start(run, event)
     engines.start(run, event.engines)
@@ -106,6 +106,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     `killed`: the old world did not end in order.
     """
     state = run.state
+    state.life = event.life
     state.turns.queue.clear()
     state.migrations.open.clear()
     state.unassigned.clear()

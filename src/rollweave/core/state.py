@@ -169,6 +169,7 @@ class Trajectory(msgspec.Struct):
     launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
     kept: Kept | None = None  # the attempt that the next one may continue
+    life: str = ""  # the controller's life in which its last attempt was launched
     # earliest step to which the trainer was restored during the attempt
     restored_to: int | None = None
 
@@ -673,6 +674,7 @@ class State(msgspec.Struct):
     """
 
     run_id: str = ""  # from RunStarted
+    life: str = ""  # from RunStarted or the last WorldLost
     phase: Phase = Phase.RUNNING
     error: str = ""
     last_failure: str = ""  # stop reason of the last failed attempt, and the world's description

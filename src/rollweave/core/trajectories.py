@@ -193,7 +193,7 @@ def start_inits(run: Run) -> None:
         if version is None:
             return
         trajectory.initiated, continued = continuation.take(run, trajectory, version)
-        trajectory.launched_at = run.now
+        trajectory.launched_at, trajectory.life = run.now, state.life
         state.counters.attempts += 1
         trajectory.launched = True
         if trajectory.started:

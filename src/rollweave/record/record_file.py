@@ -61,6 +61,17 @@ class RecordFormat:
         check = self._check(len(payload), kind, offset)
         return HEAD.pack(len(payload), kind, check, xxhash.xxh3_64_intdigest(payload))
 
+    def payload(self, piece: bytes, offset: int) -> bytes | None:
+        """Return the payload of the record that `piece` is, read at `offset`; None if
+        it is damaged.
+        """
+        if len(piece) < HEAD.size:
+            return None
+        nbytes, kind, check, digest = HEAD.unpack_from(piece)
+        payload = piece[HEAD.size :]
+        whole = check == self._check(nbytes, kind, offset) and len(payload) == nbytes
+        return payload if whole and xxhash.xxh3_64_intdigest(payload) == digest else None
+
     def scan(self, path: Path) -> Iterator[Record]:
         """Yield the complete records of a file, in order, up to its torn tail.
 

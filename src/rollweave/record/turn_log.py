@@ -1,23 +1,37 @@
 """The turn log: the tokens that engines have sampled for attempts that are not over, so
 that a resumed run need not sample them again (docs/decisions/0007).
 
-It consists of append-only segment files of checksummed records, which are deleted once
-no attempt that is under way has records in them. It is a cache: what is torn or damaged
-is left out, and its turns are sampled again; a log that cannot be written ends with one
-warning, and the run continues without it. Nothing is synced to the disk, so after a
-power loss the log may lack its end. A context is recorded as a digest, and a record
-belongs to one context, and to one way of sampling, only.
+It consists of append-only segment files of checksummed records. A segment without a
+record of an attempt that may still need it is deleted. Neighboring segments with few
+such records are replaced by one that has only these, whenever a segment begins: so the
+size of the log is bounded by what is needed, and not by the age of the oldest attempt.
+
+It is a cache: what is torn or damaged is left out, and its turns are sampled again; a
+log that cannot be written ends with one warning, and the run continues without it. Only
+replaced segments are synced to the disk, so after a power loss the log may lack its
+end, or have what the journal lacks. A record therefore names the life of the controller
+in which it was written, and the core knows the life in which it launched each attempt.
+A context is recorded as a digest, and a record belongs to one context, and to one way
+of sampling, only.
+
+Invariants: the records of an attempt are numbered from 0, and are in this order, over
+all segments. A record whose number has been read before is a copy, which a process that
+was killed has left; what follows a missing record is not used.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import dataclasses
+import os
+import secrets
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
 import msgspec
 import xxhash
 
-from rollweave.io.disk import AppendFile, writing
+from rollweave.io.disk import NEW_SUFFIX, AppendFile, replace_file, writing
 from rollweave.record.record_file import RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, DiskError
@@ -28,14 +42,23 @@ RECORD = 1
 SEGMENT = RecordFormat(
     name="a segment of the turn log",
     magic=b"RWTURNS\n",
-    version=1,
+    version=2,
     kinds=(RECORD,),
     remedy="its turns are sampled again",
 )
 SEGMENT_BYTES = 16 << 20
 """Number of bytes beyond which a new segment begins."""
 
-Attempt = tuple[TrajectoryId, int]
+SPARSE = 4
+"""A segment is sparse if the bytes that are needed in it, times this, do not exceed
+those of a full segment.
+"""
+
+PREFIX = struct.Struct("<8sI")  # life, number of the attempt's record
+LIFE_BYTES = 8
+
+Attempt = tuple[TrajectoryId, int, str]
+"""An attempt, and the life of the controller that launched it."""
 
 
 class TurnTokens(TaggedStruct, frozen=True, kw_only=True):
@@ -60,7 +83,16 @@ class TurnAnswer(TaggedStruct, frozen=True, kw_only=True):
 
 TurnRecord = TurnTokens | TurnAnswer
 
+
+class _Owner(msgspec.Struct):
+    """The part of a record that names its attempt."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+
+
 _decoder = msgspec.msgpack.Decoder(TurnRecord)
+_owner = msgspec.msgpack.Decoder(_Owner)
 
 
 def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
@@ -72,85 +104,140 @@ def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
     return xxhash.xxh3_128_digest(packed((tuple(tokens), how)))
 
 
+@dataclasses.dataclass(slots=True)
+class _Segment:
+    """A segment, and the places of the records in it that are needed."""
+
+    size: int = 0
+    needed: int = 0
+    """Number of bytes of these records."""
+    places: dict[Attempt, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    """Where the records of each attempt begin and end, in order."""
+
+    def add(self, attempt: Attempt, offset: int, end: int) -> None:
+        self.places.setdefault(attempt, []).append((offset, end))
+        self.needed += end - offset
+
+    def remove(self, attempt: Attempt) -> None:
+        self.needed -= sum(end - offset for offset, end in self.places.pop(attempt))
+
+
 class TurnLog:
-    """Writes the log of one life, and has the records of attempts of the former ones.
+    """Writes the log of one life of the controller, and has the records of attempts of
+    the former ones.
 
     Only one process may use it at a time; calls must not overlap.
     """
 
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Read the log in `directory`, which need not exist; `damaged` describes
-        segments of which a part cannot be read.
+        """Open the log in `directory`, which need not exist, for a new life.
+
+        The log of former lives is neither read nor changed before `keep`.
         """
         self._directory, self._segment_bytes = directory, segment_bytes
+        self.life = secrets.token_hex(LIFE_BYTES)
+        """The name of this life, chosen at random: no other one has it."""
+        self._life_bytes = bytes.fromhex(self.life)
         self.on_failure: Callable[[DiskError], None] = lambda error: None
         """Called once if the log cannot be written."""
-        self._failed = False
-        self._former: dict[Attempt, list[TurnRecord]] = {}
+        self._ended = False
         self.damaged: list[str] = []
-        numbers = _numbers(directory)
-        for number in numbers:
-            self._read(self._path(number))
-        self._of_former_lives = numbers
-        self._segment = numbers[-1] + 1 if numbers else 0
+        """Descriptions of segments of which a part could not be read."""
+        self._former: dict[TrajectoryId, list[Attempt]] = {}
+        """The attempts of former lives that may be continued."""
+        self._unread = _numbers(directory)
+        """The segments of former lives, before they are read."""
+        self._segments: dict[int, _Segment] = {}
+        self._where: dict[Attempt, list[int]] = {}
+        """The segments that have records of each attempt, in order."""
+        self._number = self._unread[-1] if self._unread else -1
+        """The last segment."""
         self._file: AppendFile | None = None
-        self._oldest: dict[Attempt, int] = {}
-        """The segment of the first record of each attempt that is under way."""
+        self._counts: dict[Attempt, int] = {}
+        """Number of records of each attempt."""
 
     @property
-    def recorded(self) -> Mapping[Attempt, list[TurnRecord]]:
-        """The records of each attempt of former lives, in order."""
-        return self._former
+    def recorded(self) -> list[Attempt]:
+        """The attempts of former lives that have records, and may be continued."""
+        return [attempt for attempts in self._former.values() for attempt in attempts]
 
     def keep(self, attempts: Collection[Attempt]) -> None:
-        """Forget the attempts of former lives, except those that may be continued."""
-        self._former = {one: self._former[one] for one in attempts if one in self._former}
-        self._delete_unneeded()
+        """Forget the attempts of former lives, except these. The first call reads their
+        log.
+        """
+        wanted = set(attempts)
+        unread, self._unread = self._unread, []
+        for number in unread:
+            self._read(number, wanted)
+        for attempt in self.recorded:
+            if attempt not in wanted:
+                self._forget(attempt)
+        former = [attempt for attempt in self._where if attempt[2] != self.life]
+        self._former = {}
+        for attempt in former:
+            self._former.setdefault(attempt[0], []).append(attempt)
+        self._tidy()
 
-    def take(self, attempt: Attempt) -> list[TurnRecord]:
+    def take(self, trajectory_id: TrajectoryId, number: int) -> list[TurnRecord]:
         """Return the records of an attempt of a former life, which is continued. They
         stay on disk until `release`.
         """
-        return self._former.get(attempt, [])
+        attempts = self._former.get(trajectory_id, [])
+        found = next((attempt for attempt in attempts if attempt[1] == number), None)
+        if found is None:
+            return []
+        records = list[TurnRecord]()
+        for segment in self._where.get(found, ()):
+            for payload in self._payloads(segment, self._segments[segment].places[found]):
+                if PREFIX.unpack_from(payload)[1] != len(records):
+                    return records
+                try:
+                    records.append(_decoder.decode(memoryview(payload)[PREFIX.size :]))
+                except (msgspec.DecodeError, ValueError):
+                    return records
+        return records
 
     def release(self, trajectory_id: TrajectoryId) -> None:
         """Forget the trajectory's attempts of former lives: nothing can continue them
         any longer.
         """
-        released = [attempt for attempt in self._former if attempt[0] == trajectory_id]
-        for attempt in released:
-            del self._former[attempt]
-        if released:
-            self._delete_unneeded()
+        for attempt in self._former.pop(trajectory_id, []):
+            self._forget(attempt)
 
     def append(self, record: TurnRecord) -> None:
         """Write a record, which then survives the death of this process."""
-        if self._failed:
+        if self._ended:
             return
         try:
             file = self._file
             if file is None or file.size > self._segment_bytes:
                 file = self._begin_segment()
-            self._oldest.setdefault((record.trajectory_id, record.attempt), self._segment)
-            file.append(SEGMENT.record(RECORD, packed(record), file.size))
+            attempt = (record.trajectory_id, record.attempt, self.life)
+            prefix = PREFIX.pack(self._life_bytes, self._counts.get(attempt, 0))
+            piece = SEGMENT.record(RECORD, prefix + packed(record), file.size)
+            offset = file.append(piece)
         except DiskError as error:
-            self._failed = True
+            self._ended = True
             self.on_failure(error)
+            return
+        self._segments[self._number].size = file.size
+        self._add(self._number, attempt, offset, file.size)
 
-    def forget(self, attempt: Attempt) -> None:
-        """The attempt is over: its records are not needed."""
-        self._oldest.pop(attempt, None)
+    def forget(self, trajectory_id: TrajectoryId, number: int) -> None:
+        """This attempt of this life is over: its records are not needed."""
+        self._forget((trajectory_id, number, self.life))
 
     def close(self) -> None:
-        """Close the log, and delete it if no attempt needs it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if not self._oldest and not self._former:
-            self._segment += 1
-            self._delete_unneeded()
+        """Close the log, and delete it if no attempt needs it. Nothing changes it
+        afterwards.
+        """
+        self._end_segment()
+        if not self._where and not self._unread:
+            self._tidy()
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
+        self._ended = True
+        self._segments, self._where, self._former = {}, {}, {}
 
     def __enter__(self) -> Self:
         return self
@@ -158,46 +245,157 @@ class TurnLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin_segment(self) -> AppendFile:
+    def _add(self, number: int, attempt: Attempt, offset: int, end: int) -> None:
+        segment = self._segments[number]
+        if attempt not in segment.places:
+            self._where.setdefault(attempt, []).append(number)
+        segment.add(attempt, offset, end)
+        self._counts[attempt] = self._counts.get(attempt, 0) + 1
+
+    def _forget(self, attempt: Attempt) -> None:
+        self._counts.pop(attempt, None)
+        for number in self._where.pop(attempt, ()):
+            segment = self._segments[number]
+            segment.remove(attempt)
+            if not segment.places and not self._is_open(number):
+                self._delete(number)
+
+    def _is_open(self, number: int) -> bool:
+        return self._file is not None and number == self._number
+
+    def _end_segment(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-            self._segment += 1
+
+    def _begin_segment(self) -> AppendFile:
+        self._end_segment()
+        self._tidy()
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        self._file = AppendFile(self._path(self._segment), keep=0, header=SEGMENT.header)
-        self._delete_unneeded()
+        number = self._number + 1
+        self._file = AppendFile(self._path(number), keep=0, header=SEGMENT.header)
+        self._number, self._segments[number] = number, _Segment(size=self._file.size)
         return self._file
 
-    def _delete_unneeded(self) -> None:
-        """Delete the segments that have no record of an attempt under way."""
-        first = min(self._oldest.values(), default=self._segment)
+    def _tidy(self) -> None:
+        """Delete what is not needed, and replace sparse segments."""
+        for path in self._directory.glob(f"*.bin{NEW_SUFFIX}"):
+            with contextlib.suppress(OSError):  # it only takes space
+                path.unlink()
         for number in _numbers(self._directory):
-            former = number in self._of_former_lives
-            if (former and not self._former) or (not former and number < first):
-                with contextlib.suppress(OSError):  # it only takes space
-                    self._path(number).unlink(missing_ok=True)
+            segment = self._segments.get(number)
+            needed = number in self._unread or (segment is not None and segment.places)
+            if not needed and not self._is_open(number):
+                self._delete(number)
+        for group in self._sparse_groups():
+            try:
+                self._replace(group)
+            except DiskError:
+                return  # the former segments are as good; they only take more space
+
+    def _sparse_groups(self) -> list[list[int]]:
+        """Return groups of neighboring sparse segments, each of which takes fewer files
+        or half of the space once it is one segment of what is needed.
+        """
+        groups, needed = list[list[int]](), 0
+        previous_is_sparse = False
+        for number, segment in sorted(self._segments.items()):
+            sparse = not self._is_open(number) and segment.needed * SPARSE <= self._segment_bytes
+            if sparse:
+                if not previous_is_sparse or needed + segment.needed > self._segment_bytes:
+                    groups.append([])
+                    needed = 0
+                groups[-1].append(number)
+                needed += segment.needed
+            previous_is_sparse = sparse
+        return [
+            group
+            for group in groups
+            if len(group) > 1 or 2 * self._segments[group[0]].needed < self._segments[group[0]].size
+        ]
+
+    def _replace(self, group: list[int]) -> None:
+        """Replace the segments by one with what is needed of them, which gets the name
+        of the last one.
+
+        A process that is killed before it has deleted the others leaves copies, which
+        `_read` skips. Raises DiskError; nothing is then changed.
+        """
+        content, segment = bytearray(SEGMENT.header), _Segment()
+        for number in group:
+            ordered = sorted(
+                (place, attempt)
+                for attempt, places in self._segments[number].places.items()
+                for place in places
+            )
+            for payload, attempt in zip(
+                self._payloads(number, [place for place, _ in ordered]),
+                [attempt for _, attempt in ordered],
+                strict=False,
+            ):
+                offset = len(content)
+                content += SEGMENT.record(RECORD, payload, offset)
+                segment.add(attempt, offset, len(content))
+        segment.size = len(content)
+        replace_file(self._path(group[-1]), bytes(content))
+        replaced = set(group)
+        for attempt in {one for number in group for one in self._segments[number].places}:
+            rest = [number for number in self._where[attempt] if number not in replaced]
+            if attempt in segment.places:
+                rest = sorted([*rest, group[-1]])
+            if rest:
+                self._where[attempt] = rest
+            else:
+                del self._where[attempt]  # none of its records can be read any longer
+        self._segments[group[-1]] = segment
+        for number in group[:-1]:
+            self._delete(number)
+
+    def _payloads(self, number: int, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield the payloads at these places, up to the first that cannot be read."""
+        try:
+            fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            for offset, end in places:
+                payload = SEGMENT.payload(os.pread(fd, end - offset, offset), offset)
+                if payload is None:
+                    return
+                yield payload
+        except OSError:
+            return
+        finally:
+            os.close(fd)
+
+    def _delete(self, number: int) -> None:
+        self._segments.pop(number, None)
+        with contextlib.suppress(OSError):  # it only takes space; `_tidy` tries it again
+            self._path(number).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:06d}.bin"
 
-    def _read(self, path: Path) -> None:
+    def _read(self, number: int, wanted: set[Attempt]) -> None:
+        """Find the records of the wanted attempts."""
+        path = self._path(number)
+        segment = self._segments[number] = _Segment()
         try:
-            for record in self._records(path):
-                key = (record.trajectory_id, record.attempt)
-                self._former.setdefault(key, []).append(record)
+            segment.size = path.stat().st_size
+            for record in SEGMENT.scan(path):
+                try:
+                    life, index = PREFIX.unpack_from(record.payload)
+                    owner = _owner.decode(memoryview(record.payload)[PREFIX.size :])
+                except (msgspec.DecodeError, ValueError, struct.error) as error:
+                    raise CorruptJournalError(
+                        f"{path}: record at byte {record.offset} does not decode: {error}"
+                    ) from error
+                attempt = (owner.trajectory_id, owner.attempt, life.hex())
+                if attempt in wanted and index == self._counts.get(attempt, 0):
+                    self._add(number, attempt, record.offset, record.end)
         except (CorruptJournalError, OSError) as error:
             self.damaged.append(str(error))
-
-    @staticmethod
-    def _records(path: Path) -> Iterator[TurnRecord]:
-        for record in SEGMENT.scan(path):
-            try:
-                yield _decoder.decode(record.payload)
-            except (msgspec.DecodeError, ValueError) as error:
-                raise CorruptJournalError(
-                    f"{path}: record at byte {record.offset} does not decode: {error}"
-                ) from error
 
 
 def _numbers(directory: Path) -> list[int]:

@@ -165,8 +165,8 @@ class Pipeline:
         if log is None:
             return recorded
         if continues is not None:
-            former = (command.trajectory_id, continues.attempt)
-            recorded = RecordedTurns(log.take(former), version=continues.version)
+            records = log.take(command.trajectory_id, continues.attempt)
+            recorded = RecordedTurns(records, version=continues.version)
             for record in recorded.records(command.trajectory_id, command.attempt):
                 log.append(record)
         log.release(command.trajectory_id)
@@ -175,7 +175,7 @@ class Pipeline:
     def _is_over(self, key: Key) -> None:
         """The attempt needs no recorded turns any longer."""
         if self._log is not None:
-            self._log.forget(key)
+            self._log.forget(*key)
 
     def start_run(self, command: StartRun) -> None:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))

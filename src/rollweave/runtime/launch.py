@@ -294,7 +294,12 @@ class _Start:
         if problem := crowded(config, [(one.host, one.devices) for one in ranks if one.devices]):
             raise ConfigError(f"trainer.ranks {problem}")
         return beginning.first(
-            slots, hosts=hosts, ranks=ranks, workers=workers, relays=len(cluster.slots) or relays
+            slots,
+            hosts=hosts,
+            ranks=ranks,
+            workers=workers,
+            relays=len(cluster.slots) or relays,
+            life=self._turn_log.life,
         )
 
     def _world(

@@ -79,6 +79,7 @@ class Beginning:
         workers: tuple[WorkerSlot, ...] = (),
         relays: int = 0,
         serving: bool = False,
+        life: str = "",
     ) -> RunStarted | WorldLost:
         """Return the event with which this life begins."""
         if self.resumed:
@@ -90,6 +91,7 @@ class Beginning:
                 missing=self.missing,
                 recorded=self.recorded,
                 relays=relays,
+                life=life,
             )
         return RunStarted(
             engines=engines,
@@ -99,6 +101,7 @@ class Beginning:
             relays=relays,
             serving=serving,
             run_id=self.identity.id,
+            life=life,
         )
 
 
@@ -187,7 +190,7 @@ def recall(beginning: Beginning, log: TurnLog) -> Beginning:
     ]
     return dataclasses.replace(
         beginning,
-        recorded=tuple(trajectory_id for trajectory_id, _ in log.recorded),
+        recorded=tuple(trajectory_id for trajectory_id, _, _ in log.recorded),
         doubts=(*beginning.doubts, *doubts),
     )
 

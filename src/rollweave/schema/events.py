@@ -45,7 +45,8 @@ class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     `hosts` are numbered from 0; without any, everything is on one host. The world
     starts a relay on each of the first `relays` hosts: r0, r1, …. `ranks` are the
     trainer's. Attempts run in `workers`; without any, in the controller. `run_id`
-    identifies the run, so that its journal cannot be mistaken for that of another run.
+    identifies the run, so that its journal cannot be mistaken for that of another run,
+    and `life` the life of its controller.
     """
 
     engines: tuple[EngineSlot, ...]
@@ -55,6 +56,7 @@ class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     serving: bool = False
     relays: int = 0
     run_id: str = ""
+    life: str = ""
 
 
 class WorldLost(TaggedStruct, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
 
     Trajectories in flight start again as new attempts; `recorded` names those whose
     turns are on disk (record/turn_log.py). Scored ones survive, except `missing`, which
-    the store lacks.
+    the store lacks. `life` identifies the new life of the controller.
     """
 
     engines: tuple[EngineSlot, ...]
@@ -73,6 +75,7 @@ class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     missing: tuple[TrajectoryId, ...] = ()
     recorded: tuple[TrajectoryId, ...] = ()
     relays: int = 0
+    life: str = ""
 
 
 class StopRequested(TaggedStruct, frozen=True, kw_only=True):

@@ -281,9 +281,12 @@ class Rollouts:
             self._record(attempt, reported)
             self._forget(attempt)
 
-    def recorded(self, attempts: Collection[tuple[TrajectoryId, int]]) -> tuple[TrajectoryId, ...]:
+    def recorded(
+        self, attempts: Collection[tuple[TrajectoryId, int, str]]
+    ) -> tuple[TrajectoryId, ...]:
         """Return which of these attempts are recorded, and forget all others."""
-        self._recorded = {key: self._recorded[key] for key in attempts if key in self._recorded}
+        keys = [(trajectory_id, attempt) for trajectory_id, attempt, _ in attempts]
+        self._recorded = {key: self._recorded[key] for key in keys if key in self._recorded}
         return tuple(trajectory_id for trajectory_id, _ in self._recorded)
 
     def _record(self, attempt: Attempt, reported: Mapping[EngineId, Mapping[str, int]]) -> None:
