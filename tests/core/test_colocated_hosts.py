@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.bindings import bind_all
+from rollweave.core.bindings import bind_all, engines_in_the_way
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines, next_id
 from rollweave.core.state import EngineStatus, TrainerStatus
@@ -308,3 +308,10 @@ def test_processes_on_the_cpu_start_on_the_other_host(lost: int) -> None:
     commands = driver.lose_host(lost)
     assert [one.host for one in of(commands, c.StartEngine)] == [1 - lost]
     assert bool(of(commands, c.RestartTrainer)) == (lost == 0)
+
+
+def test_engines_are_never_in_the_way_of_ranks_that_have_the_gpus_in_turn() -> None:
+    driver = Turns([1], ranks=1, engines=1)
+    state = driver.core.state
+    state.hosts.shares_gpus = False
+    assert engines_in_the_way(driver.config, state) == []

@@ -2,7 +2,9 @@
 
 from rollweave.core import consolidation
 from rollweave.core.consolidation import PERIOD_S
+from rollweave.core.policy.repack import Move
 from rollweave.core.run import Run
+from rollweave.core.state import Queued
 from tests.support.hand import E0, E1, Hand, decoupled_config
 
 
@@ -60,3 +62,16 @@ def test_the_batch_bound_is_the_least_of_the_engines() -> None:
     run.state.engines[E1].max_slots = 7
     assert consolidation._batch_max(run, [E0, E1]) == min(run.state.engines[E0].max_slots, 7)
     assert consolidation._batch_max(run, [E1]) == 7
+
+
+def test_a_queued_turn_without_kv_waits_for_the_new_engine() -> None:
+    run = Hand(decoupled_config()).core._run
+    (one, *_) = (run.state.trajectories[name] for _, name in run.length_index.loads[E0].remaining)
+    assert one.turn is not None
+    run.fleet.vacate(run.state.engines[E0], one.id, one.turn)
+    one.kv_resident, one.turn.place = False, Queued(given=0, engine=E0, tiebreak=0.0)
+    run.state.turns.queue[one.id] = one.turn.arrival
+    consolidation._move_all(run, Move(source=E0, target=E1))
+    assert one.assigned_engine == E1
+    assert isinstance(one.turn.place, Queued)
+    assert one.turn.place.engine == E1

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollweave.core import continuation, recovery, trajectories, turns
+from rollweave.core import continuation, recovery, training, trajectories, turns
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
-from rollweave.core.state import GroupStatus, Kept, Phase, Stage, Turn
+from rollweave.core.state import GroupStatus, Kept, Phase, Stage, TrainerStatus, Turn
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId
@@ -230,3 +230,10 @@ def test_an_attempt_is_known_by_the_life_that_launched_it() -> None:
     assert launched.stage is Stage.QUEUED
     assert continuation.continuable(run.state) == [(launched.id, 0, "ab")]
     assert waiting.life == ""
+
+
+def test_only_what_the_loss_of_the_trainer_dropped_is_reported() -> None:
+    run = running(5)
+    run.state.trainer.status, run.state.counters.cancelled = TrainerStatus.STARTING, 9
+    training.on_ready(run, e.TrainerReady(epoch=0, step=0))
+    assert not [command for command in run.out if isinstance(command, c.Warn)]

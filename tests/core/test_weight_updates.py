@@ -250,6 +250,25 @@ def test_late_news_of_staging_is_ignored(late: str) -> None:
     assert run.state.engines[E0].staged_id == -1
 
 
+def test_staged_weights_that_are_no_longer_in_memory_are_not_swapped_in() -> None:
+    run = staging()
+    weight_updates.update(run)
+    staged(run)
+    run.state.publication.version, run.state.publication.id = 3, 30
+    run.state.publication.retained, run.out = {30: 3}, []
+    weight_updates.update(run)
+    assert run.out == [c.StageWeights(engine_id=E0, version=3, publication_id=30)]
+
+
+def test_nothing_is_staged_for_an_evaluation_while_no_trajectory_hides_the_transfer() -> None:
+    run = staging(working=False)
+    run.state.evaluations.current = Evaluation(
+        version=1, final=False, to_draw=[], publication_id=10, started=True
+    )
+    weight_updates.update(run)
+    assert run.out == []
+
+
 def test_weights_are_staged_while_an_evaluation_holds_them_back() -> None:
     run = staging()
     run.state.evaluations.current = Evaluation(

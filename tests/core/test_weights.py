@@ -181,3 +181,13 @@ def test_a_lost_relay_leaves_the_chain() -> None:
     assert run.state.chain.order == ["r1"]
     weights.leave_chain(run, run.state.relays["r0"])
     assert run.state.chain.order == ["r1"]
+
+
+def test_a_fetch_of_a_whole_version_needs_no_base() -> None:
+    run = published(1, hosts=1)
+    run.state.publication.retained = {1: 1, 10: 1}
+    (relay,) = run.state.relays.values()
+    relay.fetch = Fetch(publication_id=10, source=None, base=None)
+    assert weights.needed(run) == (10,)
+    relay.fetch = Fetch(publication_id=10, source=None, base=1)
+    assert weights.needed(run) == (1, 10)

@@ -273,6 +273,7 @@ def test_workers_return_to_a_host_that_joins_one_after_the_other() -> None:
     assert {one.worker for one in inits(moved)} == {"w1"}
     assert [(one.worker_id, one.host, one.epoch) for one in restarts(moved)] == [("w0", 3, 2)]
     assert workers["w1"].status is WorkerStatus.READY, "w0 is not ready yet"
+    assert not workers["w0"].displaced, "it is where it belongs"
     run.joined("w0", 2)
     assert workers["w1"].status is WorkerStatus.DRAINING
     run.lose("w1", 1)
