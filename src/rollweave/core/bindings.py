@@ -123,10 +123,10 @@ def bind_engine(config: RunConfig, state: State, slot: EngineSlot) -> EngineSlot
     """
     hosts = list(state.hosts.up.values())
     bound = _bound(config, state, ranks=not config.trainer.colocated)
-    if config.trainer.colocated:
+    if config.trainer.colocated or not state.hosts.shares_gpus:
         may_use = _within_limits(hosts, bound, state.hosts.engine_limits)
     else:
-        may_use = hosts if state.hosts.shares_gpus else _without(hosts, bound)
+        may_use = hosts
     bindings, _ = bind([_engine(config, slot, hosts)], may_use, bound)
     return _placed(slot, bindings[0]) if bindings else None
 
@@ -188,22 +188,14 @@ def engines_in_the_way(config: RunConfig, state: State) -> list[Engine]:
     ]
 
 
-def _without(hosts: Iterable[HostSlot], bound: Iterable[Binding]) -> list[HostSlot]:
-    """Return the hosts without the devices that are in use."""
-    used = {(binding.host, device) for binding in bound for device in binding.devices}
-    return [
-        _with_devices(host, (one for one in host.devices if (host.number, one) not in used))
-        for host in hosts
-    ]
-
-
 def _within_limits(
     hosts: Iterable[HostSlot],
     bound: Iterable[Binding],
     limits: Mapping[int, Mapping[int, int]],
 ) -> list[HostSlot]:
     """Return the hosts without the devices that have as many processes as their limit.
-    That of a host which has joined later is the highest of all limits.
+    That of a host which has joined later is the highest of all limits. Without limits,
+    as in a run that is not colocated, it is 1.
     """
     used = Counter((binding.host, device) for binding in bound for device in binding.devices)
     highest = max((limit for of_host in limits.values() for limit in of_host.values()), default=1)
@@ -213,12 +205,11 @@ def _within_limits(
         return used[host.number, device] < of_host.get(device, highest)
 
     return [
-        _with_devices(host, (one for one in host.devices if has_room(host, one))) for host in hosts
+        msgspec.structs.replace(
+            host, devices=tuple(device for device in host.devices if has_room(host, device))
+        )
+        for host in hosts
     ]
-
-
-def _with_devices(host: HostSlot, devices: Iterable[int]) -> HostSlot:
-    return msgspec.structs.replace(host, devices=tuple(devices))
 
 
 def _on_devices(ranks: Iterable[RankSlot]) -> list[tuple[object, tuple[int, ...]]]:
