@@ -79,7 +79,7 @@ class Fleet:
             elif samples:
                 turns = known.get(engine.id)
                 if turns is None or turns.engine is not engine:
-                    turns = _turns(state, engine)
+                    turns = _turns_of(state, engine)
                 fleet._add(engine, turns)
             else:
                 prefill.append(engine.id)
@@ -145,7 +145,7 @@ class Fleet:
         self.busy += (after.active > 0) - (before.active > 0)
 
 
-def _turns(state: State, engine: Engine) -> _Turns:
+def _turns_of(state: State, engine: Engine) -> _Turns:
     given = [state.trajectories[trajectory_id].open_turn for trajectory_id in engine.active]
     return _Turns(
         engine=engine,

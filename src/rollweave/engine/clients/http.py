@@ -216,8 +216,9 @@ class HttpEngine:
         arrive. Servers other than Rollweave's resume a turn as described in
         `resuming.py`.
         """
-        call = _Call(uuid4().hex, self._loop.create_future(), self._loop.create_future())
-        call.on_tokens = on_tokens
+        call = _Call(
+            uuid4().hex, self._loop.create_future(), self._loop.create_future(), on_tokens=on_tokens
+        )
         if self.lost.done():
             call.answer.set_exception(EngineLostError(self.lost.result()))
         elif request.id in self._calls:
