@@ -268,6 +268,7 @@ def test_what_needs_an_extra_names_it(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_simulations_that_predict_need_the_extra(tmp_path: Path) -> None:
     path = ROOT / "examples" / "simulate.toml"
     arguments = ["rollweave", "simulate", str(path), "--set", "rollout.scheduling=trajectory"]

@@ -82,6 +82,7 @@ def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
     assert outcome.summary.steps == 2
 
 
+@pytest.mark.slow
 def test_equal_questions_have_equal_answers(tmp_path: Path) -> None:
     first, second = run(tmp_path, "--json"), run(tmp_path, "--json")
     assert answer(first) == answer(second)

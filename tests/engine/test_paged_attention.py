@@ -22,6 +22,7 @@ from rollweave.engine.paged_attention import (
 )
 from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
+from tests.support.variants import mostly_slow
 
 from .kernels import dense, unfused
 
@@ -149,7 +150,7 @@ def check(
         assert (out - want).abs().max() <= tolerance
 
 
-@pytest.mark.parametrize("kernel", [unfused, dense])
+@pytest.mark.parametrize("kernel", mostly_slow([unfused, dense], {dense}))
 @given(
     seed=st.integers(0, 1 << 30),
     decoding=st.integers(0, 5),

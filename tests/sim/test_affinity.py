@@ -41,6 +41,7 @@ def test_domains_move_to_the_gpus_that_suit_them(declared: tuple[str | None, str
     assert last["affinity"].keys() == {"reading", "thinking"}
 
 
+@pytest.mark.slow
 def test_uniform_gpus_change_no_step() -> None:
     run_config = small(NEITHER, gpus=UNIFORM)
     unlearned = run_config.rollout.model_copy(update={"affinity": "declared"})

@@ -189,7 +189,7 @@ def test_task_domains_run_on_the_engines_of_their_pools(tmp_path: Path) -> None:
     assert state.hosts.up == {host.number: host for host in world.hosts.first}
 
 
-@pytest.mark.parametrize("relayed", [False, True])
+@pytest.mark.parametrize("relayed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None:
     """While the only host of a pool is gone, the fallback's engines run its turns.
     There is room for one engine in place of the two of that host; the other one waits.
@@ -231,6 +231,7 @@ def test_the_controller_is_lost_on_hosts_of_pools(tmp_path: Path) -> None:
     assert replayed(run_config, journal).snapshot() == world.core.snapshot()
 
 
+@pytest.mark.slow
 def test_an_engine_that_joins_gets_a_place_in_its_pool(tmp_path: Path) -> None:
     world, _ = begun(pooled(tmp_path, (3, 2)))
     state = world.core.state
@@ -257,6 +258,7 @@ def test_engines_that_share_gpus_take_turns_on_them() -> None:
     assert shared.move_s(7) == alone.move_s(7)
 
 
+@pytest.mark.slow
 def test_a_cluster_without_pools_has_a_relay_on_each_host(tmp_path: Path) -> None:
     plain = config(tmp_path, sim={}).model_dump(exclude_unset=True)
     run_config = RunConfig.model_validate(

@@ -16,6 +16,7 @@ from rollweave.schema.config.sections import ModeName
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
 from tests.support.simulation import config
+from tests.support.variants import mostly_slow
 from tests.worlds.referee import Referee
 
 
@@ -30,7 +31,7 @@ class Journal:
 
 
 @pytest.mark.parametrize("relays", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("mode", list(ModeName))
+@pytest.mark.parametrize("mode", mostly_slow(ModeName, {ModeName.SYNC, ModeName.DECOUPLED}))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
     """One joins after the first step, and the first one leaves once the new one
     serves.

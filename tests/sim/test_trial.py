@@ -5,6 +5,7 @@ import pytest
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.trial import Length, ahead, try_out
+from tests.support.variants import mostly_slow
 
 CONFIG = """
 [run]
@@ -32,7 +33,9 @@ def config(mode: str) -> RunConfig:
     return loads(CONFIG.format(mode=mode))
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step", "bounded", "decoupled"])
+@pytest.mark.parametrize(
+    "mode", mostly_slow(["sync", "one_step", "bounded", "decoupled"], {"bounded", "decoupled"})
+)
 def test_a_short_trial_has_the_pace_of_a_long_one(mode: str) -> None:
     short, _ = try_out(config(mode), Length(warm=0, steps=2))
     long, _ = try_out(config(mode), Length(warm=20, steps=60))

@@ -17,6 +17,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
 from rollweave.sim.world import World, costs_of, workloads_of
 from tests.support.simulation import config
+from tests.support.variants import mostly_slow
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded")
 
@@ -67,7 +68,7 @@ class Deaf:
     def best(self, command: c.MarkBest) -> None: ...
 
 
-@pytest.mark.parametrize("mode", [*MODES, "decoupled"])
+@pytest.mark.parametrize("mode", mostly_slow([*MODES, "decoupled"], {"partial", "bounded"}))
 def test_rollouts_of_a_lost_controller_continue(mode: str, tmp_path: Path) -> None:
     """Lose the controller twice: before the first step, and again before all attempts
     have started again.

@@ -26,6 +26,7 @@ from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
 from rollweave.train.values import load_value_model
 from rollweave.train.weights import load_named_tensors
+from tests.support.variants import mostly_slow
 from tests.train.asking import published, trained
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.compare import assert_all_close
@@ -90,7 +91,7 @@ def test_a_value_of_a_model_of_transformers_is_one_of_its_own_hidden_states(
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", mostly_slow([True, False], {True}))
 def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None:
     path = make_model(tmp_path / "m") if tied else build("qwen3", tmp_path / "m")
     batch, steps, gradients = make_batch(3), [], []
@@ -119,7 +120,7 @@ def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None
             assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
 
 
-@pytest.mark.parametrize("advantage", ["gae", "gae_turn"])
+@pytest.mark.parametrize("advantage", mostly_slow(["gae", "gae_turn"], {"gae_turn"}))
 def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantage: str) -> None:
     """Trained on one batch again and again, it explains the returns ever better."""
     config = make_config(advantage=advantage, steps=60, trainer={"lr": 3e-3, "epochs": 2})

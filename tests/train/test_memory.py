@@ -36,6 +36,7 @@ def train(model_dir: Path, run_dir: Path, **settings: Any) -> tuple[int, list[to
     return peak, [parameter.detach().clone() for parameter in trainer._model.parameters()]
 
 
+@pytest.mark.slow
 def test_savings_of_memory(model_dir: Path, tmp_path: Path) -> None:
     """Recomputed activations and offloaded moments change no bit; smaller micro-batches
     only the order of sums.

@@ -24,6 +24,7 @@ from rollweave.train.transformers_model import TransformersModel, examine, load_
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
+from tests.support.variants import mostly_slow
 from tests.train.asking import published
 from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.compare import assert_all_close
@@ -36,10 +37,7 @@ FAST = ("qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl")
 
 def each_architecture() -> list[Any]:
     """Return all architectures; those that are not in `FAST` are slow."""
-    return [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in CONFIGURATIONS
-    ]
+    return mostly_slow(CONFIGURATIONS, FAST)
 
 
 def load(path: Path, dtype: str = "float32") -> TransformersModel:

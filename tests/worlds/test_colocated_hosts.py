@@ -87,8 +87,14 @@ class Judged(World):
         return Counter(engine.host for engine in self.core.state.engines.values())
 
 
-@pytest.mark.parametrize("in_a_step", [True, False])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "in_a_step"),
+    [
+        pytest.param(lost, at, marks=[pytest.mark.slow] if (lost, at) != (0, True) else [])
+        for lost in (0, 1)
+        for at in (True, False)
+    ],
+)
 def test_a_lost_host_is_made_up_for(lost: int, in_a_step: bool, tmp_path: Path) -> None:
     """Its ranks start beside the engines of another host, and its engines on the next
     one that joins.

@@ -30,6 +30,7 @@ from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxLostError
 from rollweave.schema.work import StopReason, Task
 from tests.envs.handlers.agents import Scripted, attempt, calls, sandboxes
+from tests.support.variants import mostly_slow
 
 BUG = next(
     bug
@@ -97,7 +98,7 @@ for name, files in json.load(sys.stdin).items():
 
 @pytest.mark.parametrize(
     "repo",
-    [repo if repo == "ledger" else pytest.param(repo, marks=pytest.mark.slow) for repo in repos()],
+    mostly_slow(repos(), {"ledger"}),
 )
 def test_every_bug_fails_exactly_its_listed_tests(repo: str, tmp_path: Path) -> None:
     """Covers all splits, with plain unittest."""

@@ -16,6 +16,7 @@ from rollweave.sim.papers.heddle_prediction import (
     trajectories_of,
 )
 from rollweave.sim.workload import Plan, workload
+from tests.support.variants import mostly_slow
 
 SMALL = Batches(count=2, groups=20)
 
@@ -60,7 +61,7 @@ def test_history_remembers_the_members_of_an_earlier_epoch() -> None:
         assert one.tokens not in (0, one.recalled.sibling_mean)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", mostly_slow(TASKS, {"coding"}))
 def test_later_predictions_are_better(task: str) -> None:
     measured = quality(task, SMALL)
     assert list(measured) == [
@@ -72,6 +73,7 @@ def test_later_predictions_are_better(task: str) -> None:
     assert measured == quality(task, SMALL)
 
 
+@pytest.mark.slow
 def test_rows_are_our_own_and_the_text_is_missing() -> None:
     *rows, text = fig13(True)
     assert len(rows) == len(TASKS) * 2 * (2 + MIN_TURNS)

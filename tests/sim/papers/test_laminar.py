@@ -55,6 +55,7 @@ def test_time_of_a_broadcast_to_two_machines() -> None:
     assert best_chain_s(size, 2) == pytest.approx(size / (0.8 * 8 * 50e9) + 5e-6)
 
 
+@pytest.mark.slow
 def test_waits_are_at_least_the_best_case() -> None:
     """An engine waits only for its own load, at least over PCIe alone, and the trainer
     for the master.
@@ -149,6 +150,7 @@ def test_updates_cost_more_than_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_lost_machine_recovers() -> None:
     (row,) = laminar.fig16(True)
     assert row.ours is not None

@@ -5,6 +5,7 @@ import pytest
 from rollweave.sim.papers.rollart_parts import Stored, transfer, updates
 
 
+@pytest.mark.slow
 def test_engines_pull_while_they_generate_and_stop_for_the_swap_alone() -> None:
     """All 96 pull from one machine; at most eight of a machine swap at once."""
     measured = updates("8B", steps=3)

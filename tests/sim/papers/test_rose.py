@@ -9,6 +9,7 @@ from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.world import costs_of
 
 
+@pytest.mark.slow
 def test_a_transfer_takes_the_time_of_the_link_and_changes_their_share_of_it() -> None:
     """It begins with a copy into the memory of the trainer's machine, and ends with the
     load from the memory of an engine's machine.
