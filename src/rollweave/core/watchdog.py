@@ -5,6 +5,8 @@ The world enforces the limits of single environment calls itself; these limits a
 backstop behind it, so they are wider.
 """
 
+import itertools
+
 from rollweave.core import (
     consolidation,
     engines,
@@ -30,6 +32,7 @@ from rollweave.core.state import (
     TrainerStatus,
     Trajectory,
 )
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import SetTimer
 from rollweave.schema.events import TimerFired
 from rollweave.schema.work import Purpose, StopReason
@@ -67,12 +70,7 @@ def check_deadlines(run: Run) -> None:
     _check_fleet(run)
     relays.check_timeouts(run)
     workers.check_timeouts(run)
-    for trajectory_id in [
-        *state.pools.init,
-        *state.pools.run,
-        *state.pools.eval,
-        *state.pools.closing,
-    ]:
+    for trajectory_id in _waiting(run):
         trajectory = state.trajectories.get(trajectory_id)
         if trajectory is not None:
             _check_trajectory(run, trajectory)
@@ -130,8 +128,11 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 def _check_turns(run: Run, engine: Engine) -> None:
+    limit = run.config.watchdog.turn_s
     for trajectory_id in [*engine.active, *engine.prompts]:
         trajectory = run.state.trajectories[trajectory_id]
+        if run.now - trajectory.open_turn.since <= limit:
+            continue  # a fleet has many turns, and few of them are old
         waits = trajectory.open_turn.prompt is not None and engine.samples  # for its prompt
         if waits or not turns.is_late(run, engine, trajectory.open_turn):
             continue
@@ -142,6 +143,21 @@ def _check_turns(run: Run, engine: Engine) -> None:
                 run, engine, f"{engine.consecutive_timeouts} turns in a row without an answer"
             )
             return
+
+
+def _waiting(run: Run) -> list[TrajectoryId]:
+    """Return the attempts that have waited for their environment, reward or end for
+    longer than the shortest possible limit. Few of a large run have.
+    """
+    state = run.state
+    pools = (state.pools.init, state.pools.run, state.pools.eval, state.pools.closing)
+    return [
+        trajectory.id
+        for trajectory in map(state.trajectories.get, itertools.chain(*pools))
+        if trajectory is not None
+        and run.now - trajectory.since > GRACE_S
+        and (trajectory.turn is None or trajectory.stage is not Stage.RUN)
+    ]
 
 
 def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
