@@ -26,9 +26,6 @@ class SharedPacing:
     consolidates = False
     loads_checkpoints = False
     evaluates_on_one_engine = False
-    reloads_newest = True
-    stale_keeps_version = True
-    updates_busy_engines = True
 
     def admits(self, run: Run, version: int) -> bool:
         return acceptable(version, run.next_version(), run.mode.window)
@@ -132,9 +129,6 @@ class IndependentPacing:
     consolidates = True
     loads_checkpoints = True
     evaluates_on_one_engine = True
-    reloads_newest = False
-    stale_keeps_version = False
-    updates_busy_engines = False
 
     def admits(self, run: Run, version: int) -> bool:
         return True

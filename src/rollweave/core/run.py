@@ -35,7 +35,9 @@ class Pacing(Protocol):
     """How engines and trajectories keep pace with the trainer (`core/pacing`)."""
 
     interchangeable: bool
-    """True if any engine can run any turn: trajectories are not bound to weights."""
+    """True if any engine can run any turn: trajectories are not bound to weights, which
+    may therefore change under them.
+    """
     samples_buffer: bool
     """True if the strategies of [buffer] choose and evict groups."""
     consolidates: bool
@@ -44,12 +46,6 @@ class Pacing(Protocol):
     """True if engines load older versions from checkpoints."""
     evaluates_on_one_engine: bool
     """True if one engine that serves the version is enough to start an evaluation."""
-    reloads_newest: bool
-    """True if an engine whose load failed loads the newest weights at once."""
-    stale_keeps_version: bool
-    """True if an engine that can load nothing still counts as having its version."""
-    updates_busy_engines: bool
-    """True if engines load weights while trajectories are under way there."""
 
     def admits(self, run: "Run", version: int) -> bool:
         """True if a later step could train on a trajectory launched at `version`

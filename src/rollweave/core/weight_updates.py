@@ -130,7 +130,7 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         if relay is not None and event.publication_id in relay.versions:
             relay.restart_reason = f"{engine.id} cannot load from it"
         engines.restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
-    elif run.pacing.reloads_newest:
+    elif run.pacing.interchangeable:  # all its trajectories can continue with the newest
         _load(run, engine, weights.newest(run, engine))
     else:
         if event.publication_id != run.state.publication.id:
@@ -262,7 +262,7 @@ def _has_work(run: Run) -> bool:
 def _stages(run: Run, engine: Engine, target: int | None) -> bool:
     """True if the engine continues to serve until it has received these weights."""
     return (
-        run.pacing.updates_busy_engines
+        run.pacing.interchangeable
         and target is not None
         and target != engine.staged_id
         and _can_stage(run, engine, target)
@@ -276,7 +276,7 @@ def _swaps_staged(run: Run, engine: Engine, target: int | None) -> bool:
     it receives them.
     """
     return (
-        run.pacing.updates_busy_engines
+        run.pacing.interchangeable
         and target is not None
         and engine.publication_id < engine.staged_id <= target
         and weights.is_in_memory(run, engine, engine.staged_id)
@@ -327,9 +327,9 @@ def _resume(run: Run, engine: Engine) -> None:
 def _make_stale(run: Run, engine: Engine) -> None:
     """Mark an engine that can load nothing now as stale.
 
-    With independent updates it no longer counts as having weights.
+    If trajectories are bound to weights, it no longer counts as having any.
     """
     engine.loading_id = -1
-    if not run.pacing.stale_keeps_version:
+    if not run.pacing.interchangeable:
         engine.version = engine.publication_id = -1
     engines.enter(run, engine, EngineStatus.STALE)
