@@ -38,7 +38,7 @@ def fails(run: Run, reason: str, *, publication_id: int = 20, number: int = 4) -
             relay_id="r1",
             epoch=0,
             publication_id=publication_id,
-            try_number=number,
+            fetch_number=number,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
         ),

@@ -242,7 +242,7 @@ def test_the_failure_of_an_outdated_fetch_is_ignored() -> None:
         relay_id="r2",
         epoch=0,
         publication_id=0,
-        try_number=old,
+        fetch_number=old,
         reason="source",
         error="r1 is gone",
     )
@@ -256,7 +256,7 @@ def test_the_failure_of_a_fetch_that_is_over_is_ignored() -> None:
         relay_id="r1",
         epoch=0,
         publication_id=0,
-        try_number=0,
+        fetch_number=0,
         reason="source",
         error="r0 is gone",
     )

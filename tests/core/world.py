@@ -356,7 +356,7 @@ class World:
                 relay_id=take.relay_id,
                 epoch=self.relay_epoch[take.relay_id],
                 publication_id=take.publication_id,
-                try_number=take.try_number,
+                fetch_number=take.fetch_number,
                 reason=reason,  # type: ignore[arg-type]
                 error="no luck",
             ),

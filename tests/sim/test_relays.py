@@ -67,7 +67,7 @@ class Stage:
             c.FetchWeights(
                 relay_id=f"r{relay}",
                 publication_id=publication_id,
-                try_number=1,
+                fetch_number=1,
                 source=name,
                 base_id=base,
                 keep=tuple(range(publication_id)),

@@ -111,7 +111,7 @@ class Driver:
             relay_id=relay,
             epoch=state.epoch,
             publication_id=self.fetch(relay).publication_id,
-            try_number=state.fetches,
+            fetch_number=state.fetches,
             reason=reason,  # type: ignore[arg-type]
             error="no luck",
         )

@@ -113,7 +113,7 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
     if (
         relay is None
         or fetch is None
-        or (fetch.publication_id, relay.fetches) != (event.publication_id, event.try_number)
+        or (fetch.publication_id, relay.fetches) != (event.publication_id, event.fetch_number)
     ):
         return
     run.warn(
@@ -440,7 +440,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
         FetchWeights(
             relay_id=relay.id,
             publication_id=wanted,
-            try_number=relay.fetches,
+            fetch_number=relay.fetches,
             base_id=base,
             source=source,
             keep=keep,

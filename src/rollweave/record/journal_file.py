@@ -22,7 +22,7 @@ from rollweave.schema.packing import packed
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version of the schema of events and of the core's state. It increases when one of
 them changes so that older journals no longer decode.
 """

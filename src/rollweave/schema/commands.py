@@ -312,14 +312,14 @@ class FetchWeights(TaggedStruct, frozen=True, kw_only=True):
     (None), in full or as a delta on `base_id`.
 
     The source may itself still be fetching them. A repeated command for the same
-    weights continues where the fetch stood, and only the last `try_number` is answered.
-    Weights that are neither in `keep` nor the base may be dropped. → WeightsFetched |
-    FetchFailed | RelayLost
+    weights continues where the fetch stood, and only the last `fetch_number` is
+    answered. Weights that are neither in `keep` nor the base may be dropped.
+    → WeightsFetched | FetchFailed | RelayLost
     """
 
     relay_id: str
     publication_id: int
-    try_number: int
+    fetch_number: int
     base_id: int | None = None
     source: str | None = None
     keep: tuple[int, ...] = ()

@@ -529,7 +529,7 @@ class FetchFailed(TaggedStruct, frozen=True, kw_only=True):
     relay_id: str
     epoch: int
     publication_id: int
-    try_number: int
+    fetch_number: int
     reason: RefusalReason
     error: str
 

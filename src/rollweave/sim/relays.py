@@ -326,7 +326,7 @@ class SimRelays:
                 relay_id=node.id,
                 epoch=node.epoch,
                 publication_id=command.publication_id,
-                try_number=command.try_number,
+                fetch_number=command.fetch_number,
                 reason=reason,
                 error=error,
             )

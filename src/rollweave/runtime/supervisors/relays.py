@@ -300,7 +300,7 @@ def _failed(
         relay_id=command.relay_id,
         epoch=relay.epoch,
         publication_id=command.publication_id,
-        try_number=command.try_number,
+        fetch_number=command.fetch_number,
         reason=reason,
         error=error,
     )
