@@ -402,7 +402,7 @@ class _Subject:
                     for variant, engine in engines.items():
                         rates[variant].append(self._rate(engine, int(count), prompt=prompt))
                 # the first ones compile kernels and record graphs
-                best = {variant: max(found[1:]) for variant, found in rates.items()}
+                best = {variant: max(measured[1:]) for variant, measured in rates.items()}
                 figures |= {
                     **{f"decode_tokens_per_s_{name}_{load}": rate for name, rate in best.items()},
                     f"kernel_over_gathered_{load}": best["kernel"] / best["gathered"],

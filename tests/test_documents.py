@@ -113,8 +113,8 @@ def test_a_mistake_in_a_ray_job_is_noticed(field: str, value: Any, problem: str)
     for step in path:
         place = place[int(step) if step.isdigit() else step]
     place[name] = value
-    (found,) = ray_job_problems(manifest)
-    assert problem in found
+    (message,) = ray_job_problems(manifest)
+    assert problem in message
 
 
 SLURM = {

@@ -186,14 +186,14 @@ def shared_memory() -> set[str]:
 
 
 def _opened(process: Path, names: set[str]) -> set[str]:
-    found: set[str] = set()
+    opened: set[str] = set()
     with contextlib.suppress(OSError):
         lines = (process / "maps").read_text(errors="replace").splitlines()
-        found |= {line.split(maxsplit=5)[-1] for line in lines}
+        opened |= {line.split(maxsplit=5)[-1] for line in lines}
         for link in (process / "fd").iterdir():
             with contextlib.suppress(OSError):  # it is closed meanwhile
-                found.add(os.readlink(link))
-    return found & names
+                opened.add(os.readlink(link))
+    return opened & names
 
 
 def mounts() -> list[str]:

@@ -146,11 +146,11 @@ class RayHosts(Hosts):
         """Return the hosts that have processes in which an agent is, or was, and
         these.
         """
-        found = {
+        pids_of = {
             host: [pid for pid in self.processes(host) if command_of(pid).startswith(AGENT)]
             for host in range(self.count)
         }
-        return {host: pids for host, pids in found.items() if pids}
+        return {host: pids for host, pids in pids_of.items() if pids}
 
     def started_by_agents(self, host: int) -> set[int]:
         """Return the processes of runs on a host."""

@@ -121,15 +121,15 @@ class ClusterRun(RunUnderTest):
         """Wait until there is a value, and return it. Raises RollweaveError as `wait`
         does.
         """
-        found: list[float] = []
+        results: list[float] = []
 
         def is_there() -> bool:
             result = value()
-            found.extend([] if result is None else [result])
+            results.extend([] if result is None else [result])
             return result is not None
 
         self.wait(is_there, PATIENCE_S, what)
-        return found[0]
+        return results[0]
 
     def lost_after(self, host: str, since: float) -> float | None:
         """Return the seconds from this time until the loss of this host was noticed;
@@ -200,7 +200,7 @@ class ClusterRun(RunUnderTest):
         parts of weights that the relay beside the trainer's first rank has fetched
         ("parts"), and unfinished turns that may continue there ("turns").
         """
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         moves: dict[int, bool] = {}
         turns: dict[tuple[str, int, int], int] = {}
         for path, config in self._journals:
@@ -214,15 +214,15 @@ class ClusterRun(RunUnderTest):
                             moves[number] = host_of[source] != host_of[target]
                         case StartTurn(trajectory_id=trajectory_id, attempt=attempt, turn=turn):
                             key, host = (trajectory_id, attempt, turn), host_of[command.engine_id]
-                            found["turns"] += command.resume and turns.get(key, host) != host
+                            counts["turns"] += command.resume and turns.get(key, host) != host
                             turns[key] = host
                 match event:
                     case MigrationDone(number=number, moved_tokens=moved):
-                        found["kv"] += moved > 0 and moves[number]
+                        counts["kv"] += moved > 0 and moves[number]
                     case WeightsFetched(relay_id=relay_id, nbytes=nbytes) if state.hosts.ranks:
                         beside = state.relays[relay_id].host == state.hosts.ranks[0].host
-                        found["parts"] += beside and nbytes > 0
-        return found
+                        counts["parts"] += beside and nbytes > 0
+        return counts
 
     @staticmethod
     def now() -> float:

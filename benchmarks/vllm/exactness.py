@@ -82,18 +82,18 @@ def measure_updates(python: str, model: Path, scratch: Path, *, updates: int) ->
 async def _measured(python: str, model: Path, scratch: Path, updates: int) -> Exactness:
     checkpoints = [model, *(_changed(model, scratch, version) for version in range(1, updates + 1))]
     disable_progress_bar()
-    found, log = Exactness(), scratch / "exactness.log"
+    figures, log = Exactness(), scratch / "exactness.log"
     engine = _start(python, model, log)
     try:
         await engine.ready()
         for version in range(1, updates + 1):
             requests = list(_requests(version))
             results = await _update(engine, checkpoints[version], version, requests, scratch)
-            _compare(requests, results, checkpoints, version, found)
-        found.seconds = read_updates(log)
+            _compare(requests, results, checkpoints, version, figures)
+        figures.seconds = read_updates(log)
     finally:
         await engine.close()
-    return found
+    return figures
 
 
 def _start(python: str, model: Path, log: Path) -> EngineClient:
@@ -161,7 +161,7 @@ def _compare(
     results: Sequence[GenerateResult],
     checkpoints: Sequence[Path],
     version: int,
-    found: Exactness,
+    figures: Exactness,
 ) -> None:
     allowed = (version - 1, version)
     models = {
@@ -169,16 +169,16 @@ def _compare(
         for number in allowed
     }
     for request, result in zip(requests, results, strict=True):
-        found.tokens += len(result.tokens)
-        found.continued += len(result.versions) == len(allowed)
+        figures.tokens += len(result.tokens)
+        figures.continued += len(result.versions) == len(allowed)
         errors = span_errors(result.versions, len(result.tokens), allowed)
-        found.span_errors += errors
+        figures.span_errors += errors
         for span in result.versions if not errors else ():
             rows = _rows(models[span.version], request.tokens, result.tokens, span)
             part = slice(span.start, span.end)
             mismatches, gap = compare(rows, result.tokens[part], result.logprobs[part])
-            found.mismatches += mismatches
-            found.gap = max(found.gap, gap)
+            figures.mismatches += mismatches
+            figures.gap = max(figures.gap, gap)
 
 
 def _rows(

@@ -181,15 +181,15 @@ def test_the_engine_reports_the_paced_profile() -> None:
 def test_a_journal_is_read_as_it_happened(tmp_path: Path) -> None:
     assert Scripted(one_domain("sync"), tmp_path / "run").run().error == ""
     made = load(tmp_path / "run" / "config.toml", [])
-    found = read_rollouts(tmp_path / "run" / "journal.bin", made)
+    rollouts = read_rollouts(tmp_path / "run" / "journal.bin", made)
     events = list(Replay(tmp_path / "run" / "journal.bin", made))
     taken = [
         index
         for index, (_, _, commands) in enumerate(events)
         if any(isinstance(x, c.TrainStep) for x in commands)
     ]
-    assert len(found) == len(taken) == made.run.steps
-    for rollout, start, end in zip(found, [0, *taken], taken, strict=False):
+    assert len(rollouts) == len(taken) == made.run.steps
+    for rollout, start, end in zip(rollouts, [0, *taken], taken, strict=False):
         within = events[start : end + 1]
         done = [event for _, event, _ in within if isinstance(event, e.TurnDone)]
         given_at = [
@@ -328,6 +328,6 @@ def test_nothing_is_learned_so_seeds_are_the_bench_s_own() -> None:
 
 
 def test_turns_of_the_core_are_timed() -> None:
-    found = turn_seconds(router_config(trajectories=64, engines=4), turns=200)
-    assert len(found) >= 200
-    assert all(seconds > 0 for seconds in found)
+    seconds_of_turns = turn_seconds(router_config(trajectories=64, engines=4), turns=200)
+    assert len(seconds_of_turns) >= 200
+    assert all(seconds > 0 for seconds in seconds_of_turns)

@@ -144,12 +144,12 @@ async def test_slot_engines_act_as_engines(engines: dict[str, Any]) -> None:
         assert one.logprobs is Logprobs.SAMPLED, "every option of a request is supported"
         before = (await both.stats()).busy_s
         began = time.monotonic()
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(one.generate(GenerateRequest(id=str(at), tokens=(5, at))) for at in range(4))
         )
-        occupied = sum(result.generate_s for result in found)
+        occupied = sum(result.generate_s for result in results)
         assert occupied <= time.monotonic() - began, "one slot gives the turns one after another"
-        tokens = sum(len(result.tokens) for result in found)
+        tokens = sum(len(result.tokens) for result in results)
         assert tokens * TOKEN_MS / 1000 <= (await both.stats()).busy_s - before <= occupied
     finally:
         await one.close()
@@ -250,13 +250,13 @@ async def test_unwanted_rollouts_are_cancelled_at_once_or_at_the_end(
     engines: dict[str, Any], cancels: bool
 ) -> None:
     client, left = Client(), JOBS - WANTED
-    found = await Trainer(client, Variant(cancels=cancels), engines["fixed"], "way").round(1, 2)
+    totals = await Trainer(client, Variant(cancels=cancels), engines["fixed"], "way").round(1, 2)
     assert client.asked == [f"way-{number}" for number in range(3 * JOBS, 6 * JOBS)], (
         "three steps: one warms up"
     )
     by_then = [JOBS, 2 * JOBS, 3 * JOBS] if cancels else [3 * JOBS] * 3
     assert sorted(client.cancelled.values()) == sorted(by_then * left)
-    assert (found.jobs, found.turns, found.action_s, found.wanted_slot_s) == (
+    assert (totals.jobs, totals.turns, totals.action_s, totals.wanted_slot_s) == (
         2 * WANTED,
         4 * WANTED,
         6.0 * WANTED,
@@ -315,8 +315,8 @@ def test_a_process_of_each_workload_can_load_its_configuration(prefix: str) -> N
 
 def test_throughput_is_by_workload_and_number_of_processes() -> None:
     conditions: dict[str, Any] = {}
-    found = {"": {1: [1.0, 3.0, 2.0], 2: [4.0], 4: [6.0]}, "saturated_": {1: [5.0], 2: [7.0]}}
-    figures = service_scaling.figures_of(found, conditions)
+    by_engines = {"": {1: [1.0, 3.0, 2.0], 2: [4.0], 4: [6.0]}, "saturated_": {1: [5.0], 2: [7.0]}}
+    figures = service_scaling.figures_of(by_engines, conditions)
     assert [figures[f"jobs_per_s_{count}"] for count in (1, 2, 4)] == [2.0, 4.0, 6.0]
     assert [figures[f"jobs_per_s_saturated_{count}"] for count in (1, 2, 4)] == [5.0, 7.0, None]
     assert list(conditions) == ["jobs_per_s_saturated_4"]

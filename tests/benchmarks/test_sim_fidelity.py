@@ -41,15 +41,15 @@ def test_a_recorded_run_is_repeated_with_other_engines(tmp_path: Path) -> None:
         read_timings(tmp_path / "run" / "journal.bin", config),
         {"a": read_run(tmp_path / "run")},
     )
-    found = {}
+    repetitions = {}
     for name, scale in (("fast", 1e-4), ("slow", 1.0)):
         (tmp_path / name).mkdir()
-        found[name] = simulate_again(
+        repetitions[name] = simulate_again(
             config, work, live, profile=profile(tmp_path / name / "p.json", scale=scale)
         )
-    for again in found.values():
+    for again in repetitions.values():
         assert again.timings.steps == live.steps
         assert again.summary.error == ""
         assert 0 < again.computing <= 1
-    assert found["slow"].timings.wall_s > 2 * found["fast"].timings.wall_s
-    assert found["slow"].computing > 10 * found["fast"].computing
+    assert repetitions["slow"].timings.wall_s > 2 * repetitions["fast"].timings.wall_s
+    assert repetitions["slow"].computing > 10 * repetitions["fast"].computing

@@ -22,21 +22,21 @@ def test_contenders_alternate_and_the_first_block_does_not_count() -> None:
 
 
 def test_ratios_are_of_medians_and_none_where_a_side_is_missing() -> None:
-    found = figures(
+    summary = figures(
         {"bash": [1.0, 2.0, 9.0], "pty": [0.5], "tmux": [40.0], "spawn": [3.0], "ping": [0.1]}
     )
     assert (
-        found["bash_ms"],
-        found["bash_over_tmux"],
-        found["pty_over_tmux"],
-        found["bash_over_spawn"],
+        summary["bash_ms"],
+        summary["bash_over_tmux"],
+        summary["pty_over_tmux"],
+        summary["bash_over_spawn"],
     ) == (
         2.0,
         20.0,
         80.0,
         1.5,
     )
-    assert (found["ipython_ms"], found["jupyter_ms"], found["ipython_over_jupyter"]) == (
+    assert (summary["ipython_ms"], summary["jupyter_ms"], summary["ipython_over_jupyter"]) == (
         None,
         None,
         None,

@@ -94,10 +94,10 @@ class Scripted:
 def test_an_episode_has_the_tokens_and_the_mask_of_our_own(codec: ChatCodec) -> None:
     short = ("<down>", "<right>")  # into a hole
     generate = Scripted(codec, TO_GOAL, short)
-    found = play([at_start()] * 2, options=OPTIONS, codec=codec, generate=generate)
+    episodes = play([at_start()] * 2, options=OPTIONS, codec=codec, generate=generate)
     assert generate.batches == [2, 2, 1, 1, 1, 1]
-    assert [one.reward for one in found] == [1.0, 0.0]
-    for one, moves in zip(found, (TO_GOAL, short), strict=True):
+    assert [one.reward for one in episodes] == [1.0, 0.0]
+    for one, moves in zip(episodes, (TO_GOAL, short), strict=True):
         ours = tokenize_transcript(codec, transcript(at_start(), *moves))
         assert tuple(one.context) == ours.tokens
         sampled = [place for place, bit in enumerate(one.mask, len(one.prompt)) if bit]

@@ -39,7 +39,7 @@ def spans(*ends: tuple[int, int, int]) -> list[VersionSpan]:
 
 
 @pytest.mark.parametrize(
-    ("found", "errors"),
+    ("spans", "errors"),
     [
         (spans((0, 4, 1), (4, 9, 2)), 0),
         (spans((0, 9, 2)), 0),
@@ -52,9 +52,9 @@ def spans(*ends: tuple[int, int, int]) -> list[VersionSpan]:
     ],
 )
 def test_spans_cover_all_tokens_with_versions_in_order(
-    found: list[VersionSpan], errors: int
+    spans: list[VersionSpan], errors: int
 ) -> None:
-    assert span_errors(found, 9, (1, 2)) == errors
+    assert span_errors(spans, 9, (1, 2)) == errors
 
 
 def test_a_token_is_wrong_if_another_one_is_more_likely() -> None:

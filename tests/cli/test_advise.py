@@ -50,9 +50,9 @@ def answer(result: Result) -> Any:
 
 def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
     result = run(tmp_path, "--price", "2", "--json")
-    found = answer(result)
-    assert found["gpus"] == {"h100": {"gpu": "h100", "gpus": 8, "price": 2.0}}
-    best = found["best"]
+    advice = answer(result)
+    assert advice["gpus"] == {"h100": {"gpu": "h100", "gpus": 8, "price": 2.0}}
+    best = advice["best"]
     assert 1 <= len(best) <= 5
     assert "sync" in {one["mode"] for one in best}
     seconds = [one["step_s"] for one in best]
@@ -65,15 +65,15 @@ def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
         engines = sum(group["count"] * group["degree"] for group in one["engines"])
         assert engines == (8 if one["colocated"] else 8 - one["trainer_gpus"])
         assert sum(one["engines_time"].values()) == pytest.approx(1)
-    assert set(found["saved_if_halved"]) == {"engines", "trainer", "environment", "weights"}
-    assert found["left_out"][0].startswith("engines of degree 8 on h100: tp must divide the 28")
-    assert found["left_out"][1].startswith("training on h100: ")
+    assert set(advice["saved_if_halved"]) == {"engines", "trainer", "environment", "weights"}
+    assert advice["left_out"][0].startswith("engines of degree 8 on h100: tp must divide the 28")
+    assert advice["left_out"][1].startswith("training on h100: ")
     lines = result.stdout.splitlines()
     shown = lines.index(next(line for line in lines if line.startswith("Question: ")))
     assert lines[shown].startswith("Question: 8 h100, qwen2.5-7b, dapo-math, 2 groups of 2")
     assert lines[shown + 1].startswith("Fastest: mode ")
     assert "cost" in lines[0]
-    settings = "\n".join(found["config"])
+    settings = "\n".join(advice["config"])
     assert settings in result.stdout
     limits = CONFIG[CONFIG.index("[[tasks]]") : CONFIG.index("[rollout]")]
     tasks = '[run]\nname = "again"\nsteps = 2\n' + limits + "[eval]\nfinal_episodes = 0\n"
@@ -93,11 +93,11 @@ def test_equal_questions_have_equal_answers(tmp_path: Path) -> None:
 def test_engines_and_trainer_may_have_different_gpus(tmp_path: Path) -> None:
     options = ("--hardware", "h20", "--gpus", "2", "--hardware", "h800", "--gpus", "4")
     result = run(tmp_path, *options, "--json")
-    found = answer(result)
-    assert {one["trainer_pool"] for one in found["best"]} == {"h800"}
-    assert {group["pool"] for one in found["best"] for group in one["engines"]} >= {"h20"}
-    assert any("these GPUs only generate" in line for line in found["left_out"])
-    assert '[pools.h20]\nresource = "H20"' in "\n".join(found["config"])
+    advice = answer(result)
+    assert {one["trainer_pool"] for one in advice["best"]} == {"h800"}
+    assert {group["pool"] for one in advice["best"] for group in one["engines"]} >= {"h20"}
+    assert any("these GPUs only generate" in line for line in advice["left_out"])
+    assert '[pools.h20]\nresource = "H20"' in "\n".join(advice["config"])
 
 
 @pytest.mark.parametrize(

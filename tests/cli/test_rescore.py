@@ -139,9 +139,9 @@ def test_missing_rewards_are_asked_for_again(run: Path, monkeypatch: pytest.Monk
     assert rewards(run) == before | {"g0.0/1": 1.0 + 0.5 * 2 + 4}
     reader = TrajectoryReader(run / "trajectories")
     (entry,) = [one for one in reader.entries if (one.trajectory_id, one.attempt) == ("g0.0", 1)]
-    found = reader.load(entry)
-    assert found.rewards == {"env": 1.0, "other": 4.0, "judged": 2.0}
-    assert (found.stop_reason, found.success, found.error) == (StopReason.MAX_TURNS, True, "")
+    stored = reader.load(entry)
+    assert stored.rewards == {"env": 1.0, "other": 4.0, "judged": 2.0}
+    assert (stored.stop_reason, stored.success, stored.error) == (StopReason.MAX_TURNS, True, "")
     # a second time, only what is still missing
     monkeypatch.setenv("JUDGED", "5")
     code, text, _ = invoke("rescore", str(run))

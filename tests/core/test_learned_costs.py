@@ -99,9 +99,9 @@ def test_every_turn_teaches_what_happened_during_it(
     )
     world.run()
     assert len(learned) > 2 * FIRST_TURNS
-    for found, wanted in zip(learned, world.expected, strict=True):
+    for prices, wanted in zip(learned, world.expected, strict=True):
         for name in TurnTime.__struct_fields__:
-            assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name
+            assert getattr(prices, name) == pytest.approx(getattr(wanted, name)), name
 
 
 def test_what_was_learned_is_a_function_of_the_events() -> None:

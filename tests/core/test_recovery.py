@@ -45,10 +45,10 @@ def test_what_was_under_way_is_queued_again() -> None:
     stages = (Stage.QUEUED, Stage.INIT, Stage.RUN, Stage.EVAL_QUEUED, Stage.EVAL)
     run = under_way(*stages)
     lose(run)
-    found = members(run)
-    assert [one.stage for one in found] == [Stage.QUEUED] * 5
-    assert [one.attempt for one in found] == [0, 1, 1, 1, 1]
-    assert [one.worlds_lost for one in found] == [0, 1, 1, 0, 1], "only what the world held"
+    relaunched = members(run)
+    assert [one.stage for one in relaunched] == [Stage.QUEUED] * 5
+    assert [one.attempt for one in relaunched] == [0, 1, 1, 1, 1]
+    assert [one.worlds_lost for one in relaunched] == [0, 1, 1, 0, 1], "only what the world held"
     assert list(run.state.engines) == [E0]
 
 

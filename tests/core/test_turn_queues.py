@@ -79,16 +79,16 @@ class Queues:
 def test_each_queue_gives_the_first_the_oldest_and_all(
     changes: list[tuple[str, int, tuple[EngineId | None, str], bool, int, int]],
 ) -> None:
-    found = Queues()
+    both = Queues()
     for change in changes:
-        found.change(*change)
-        compare(found)
-    found.queues = TurnQueues.of(found.state)
-    compare(found)
+        both.change(*change)
+        compare(both)
+    both.queues = TurnQueues.of(both.state)
+    compare(both)
 
 
-def compare(found: Queues) -> None:
-    waiting = [found.state.trajectories[name] for name in found.state.turns.queue]
+def compare(both: Queues) -> None:
+    waiting = [both.state.trajectories[name] for name in both.state.turns.queue]
     for engine, pool in QUEUES:
         for resident in (True, False):
             own = [
@@ -99,12 +99,12 @@ def compare(found: Queues) -> None:
                 and one.kv_resident == resident
             ]
             key = engine, pool, resident
-            listed = {queued.trajectory.id for queued in found.queues.waiting(found.state, key)}
+            listed = {queued.trajectory.id for queued in both.queues.waiting(both.state, key)}
             assert listed == {one.id for one in own}
             if engine is not None and own:
-                assert engine in found.queues.engines
-            first = found.queues.first(found.state, key)
-            oldest = found.queues.oldest(found.state, key)
+                assert engine in both.queues.engines
+            first = both.queues.first(both.state, key)
+            oldest = both.queues.oldest(both.state, key)
             if not own:
                 assert first is None
                 assert oldest is None
@@ -122,14 +122,14 @@ def claim(trajectory: Trajectory) -> tuple[float, float, str]:
 
 
 def test_queues_are_overgrown_when_most_entries_are_stale() -> None:
-    found = Queues()
+    both = Queues()
     for _ in range(STALE_ENTRIES + 2):
-        found.change("queue", 0, QUEUES[0], False, 0, 0)
-    assert not found.queues.is_overgrown(found.state), "twice as many as live ones, and some"
-    found.change("queue", 0, QUEUES[0], False, 0, 0)
-    assert found.queues.is_overgrown(found.state)
-    found.change("queue", 1, QUEUES[0], False, 0, 0)
-    assert not found.queues.is_overgrown(found.state), "there is one more live turn"
-    found.change("leave", 1, None, False, 0, 0)
-    assert found.queues.first(found.state, (None, "", False)) is not None
-    assert not found.queues.is_overgrown(found.state), "stale ones were discarded on the way"
+        both.change("queue", 0, QUEUES[0], False, 0, 0)
+    assert not both.queues.is_overgrown(both.state), "twice as many as live ones, and some"
+    both.change("queue", 0, QUEUES[0], False, 0, 0)
+    assert both.queues.is_overgrown(both.state)
+    both.change("queue", 1, QUEUES[0], False, 0, 0)
+    assert not both.queues.is_overgrown(both.state), "there is one more live turn"
+    both.change("leave", 1, None, False, 0, 0)
+    assert both.queues.first(both.state, (None, "", False)) is not None
+    assert not both.queues.is_overgrown(both.state), "stale ones were discarded on the way"

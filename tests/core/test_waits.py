@@ -21,8 +21,8 @@ class Named(Driver):
         )
 
     def waits(self, received: tuple[int, int] = (0, 0)) -> list[str]:
-        found = waits(self.core.state, {"r1": received})
-        lines = [f"{wait.component}: {wait.what}" for wait in found]
+        waiting = waits(self.core.state, {"r1": received})
+        lines = [f"{wait.component}: {wait.what}" for wait in waiting]
         return [line for line in lines if line != FIRST_CHECKPOINT]
 
 
@@ -62,8 +62,8 @@ def test_a_relay_without_a_source_and_a_lost_trainer_are_named() -> None:
 def test_a_checkpoint_is_named() -> None:
     driver = Named(2).up()
     driver.publish()
-    found = waits(driver.core.state, {})
-    assert FIRST_CHECKPOINT in [f"{wait.component}: {wait.what}" for wait in found]
+    waiting = waits(driver.core.state, {})
+    assert FIRST_CHECKPOINT in [f"{wait.component}: {wait.what}" for wait in waiting]
 
 
 def test_nothing_is_waited_for_once_all_serve() -> None:

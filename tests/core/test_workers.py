@@ -293,8 +293,8 @@ def test_workers_that_are_not_ready_are_waited_for() -> None:
     )
 
     def lines() -> list[str]:
-        found = waits(run.core.state, {})
-        return [f"{wait.component}: {wait.what}" for wait in found if "worker" in wait.component]
+        waiting = waits(run.core.state, {})
+        return [f"{wait.component}: {wait.what}" for wait in waiting if "worker" in wait.component]
 
     assert lines() == ["worker w0 on host a: starting", "worker w1 on host b: starting"]
     run.joined("w0")

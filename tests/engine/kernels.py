@@ -17,18 +17,18 @@ def listed(mask: BlockMask) -> torch.Tensor:
     counts, indices = mask.kv_num_blocks[:, 0], mask.kv_indices[:, 0].long()
     blocks = mask.seq_lengths[1] // mask.BLOCK_SIZE[1]
     used = torch.arange(indices.shape[-1]) < counts[..., None]
-    found = torch.zeros(*counts.shape, blocks + 1, dtype=torch.bool)
-    return found.scatter(-1, torch.where(used, indices, blocks), True)[..., :blocks]
+    listed_blocks = torch.zeros(*counts.shape, blocks + 1, dtype=torch.bool)
+    return listed_blocks.scatter(-1, torch.where(used, indices, blocks), True)[..., :blocks]
 
 
 def whole_mask(mask: BlockMask) -> Callable[..., torch.Tensor]:
     """Return a function that also hides the blocks that a row does not list, which the
     compiled kernel never visits.
     """
-    found, (queries, tokens), visible = listed(mask), mask.BLOCK_SIZE, mask.mask_mod
+    listed_blocks, (queries, tokens), visible = listed(mask), mask.BLOCK_SIZE, mask.mask_mod
 
     def shown(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-        return visible(b, h, q, kv) & found[b, q // queries, kv // tokens]
+        return visible(b, h, q, kv) & listed_blocks[b, q // queries, kv // tokens]
 
     return shown
 

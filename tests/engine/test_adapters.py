@@ -55,12 +55,12 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 
 def adapters(base: torch.nn.Module, seed: int, *, rank: int = 3) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for layer in LAYERS:
         out, columns = base.get_submodule(layer).weight.shape  # type: ignore[union-attr,misc]
-        found[layer + A] = 0.3 * torch.randn(rank, columns, generator=generator)
-        found[layer + B] = 0.3 * torch.randn(out, rank, generator=generator)
-    return found
+        tensors[layer + A] = 0.3 * torch.randn(rank, columns, generator=generator)
+        tensors[layer + B] = 0.3 * torch.randn(out, rank, generator=generator)
+    return tensors
 
 
 def adapted(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:

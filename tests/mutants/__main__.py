@@ -89,14 +89,14 @@ def _targets() -> list[Path]:
 
 
 def all_mutants() -> list[Mutant]:
-    found = []
+    mutants = []
     for path in _targets():
         file = path.relative_to(SOURCE).as_posix()
         if file in EXCLUDED:
             continue
         tree = ast.parse(path.read_text())
-        found += [Mutant(file, index, change) for index, change in enumerate(mutations(tree))]
-    return found
+        mutants += [Mutant(file, index, change) for index, change in enumerate(mutations(tree))]
+    return mutants
 
 
 def sampled(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
@@ -209,9 +209,9 @@ class Runner:
                         self._measure(items, cached)
                 if os.waitpid(pid, 0)[1]:
                     sys.exit("a test fails without a mutant")
-            found = json.loads(cached.read_text())
-            cost |= found["cost"]
-            for file, lines in found["tests"].items():
+            measured = json.loads(cached.read_text())
+            cost |= measured["cost"]
+            for file, lines in measured["tests"].items():
                 for line, names in lines.items():
                     tests.setdefault(file, {}).setdefault(int(line), set()).update(names)
         return tests, cost
@@ -332,10 +332,10 @@ def _address_space() -> int:
 def _functions_by_place() -> Mapping[tuple[str, int, str], Sequence[types.FunctionType]]:
     gc.unfreeze()  # frozen objects are not listed
     places = collections.defaultdict(list)
-    for found in gc.get_objects():
-        if type(found) is types.FunctionType:  # some proxies warn if asked for their class
-            code = found.__code__
-            places[code.co_filename, code.co_firstlineno, code.co_qualname].append(found)
+    for function in gc.get_objects():
+        if type(function) is types.FunctionType:  # some proxies warn if asked for their class
+            code = function.__code__
+            places[code.co_filename, code.co_firstlineno, code.co_qualname].append(function)
     return dict(places)
 
 

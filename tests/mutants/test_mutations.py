@@ -24,16 +24,16 @@ class Box:
 def test_each_mutation_changes_one_line_and_is_taken_back() -> None:
     tree = ast.parse(CODE)
     before = ast.unparse(tree)
-    found = set()
+    changes = set()
     for mutation in mutations(tree):
         changed = ast.unparse(tree)
         assert changed != before
         compile(tree, "box", "exec")
         assert CODE.splitlines()[mutation.first - 1].strip()[:8] == mutation.before[:8]
-        found.add((mutation.function, mutation.before, mutation.after))
+        changes.add((mutation.function, mutation.before, mutation.after))
     assert ast.unparse(tree) == before
     condition = "if wanted > self.left and (not self.full):"
-    assert found == {
+    assert changes == {
         ("Box.take", condition, after)
         for after in (
             "if wanted >= self.left and (not self.full):",

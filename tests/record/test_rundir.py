@@ -132,10 +132,10 @@ def tree(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("put", "found"), [(Path.mkdir, "directory"), (os.mkfifo, "named pipe")], ids=["dir", "fifo"]
+    ("put", "kind"), [(Path.mkdir, "directory"), (os.mkfifo, "named pipe")], ids=["dir", "fifo"]
 )
 def test_what_is_no_file_is_reported_and_nothing_changes(
-    tmp_path: Path, name: str, put: Callable[[Path], None], found: str
+    tmp_path: Path, name: str, put: Callable[[Path], None], kind: str
 ) -> None:
     run_config = config(tmp_path)
     with RunDir.claim(run_config, resume=False) as run:
@@ -146,7 +146,7 @@ def test_what_is_no_file_is_reported_and_nothing_changes(
     before = tree(run.path)
     with pytest.raises(
         ConfigError,
-        match=rf"^{run.path / name} must be a file, got a {found}; move it away$",
+        match=rf"^{run.path / name} must be a file, got a {kind}; move it away$",
     ):
         RunDir.claim(run_config, resume=True)
     assert tree(run.path) == before

@@ -131,8 +131,8 @@ def test_a_log_that_lost_its_end_has_the_beginning_of_each_attempt(tmp_path: Pat
         for record in records:
             log.append(record)
     (tmp_path / "000003.bin").write_bytes(b"")
-    found = read(tmp_path, of(log, 0, 1))
-    assert found == dict(zip(of(log, 0, 1), [[records[0]], records[1:3]], strict=True))
+    by_attempt = read(tmp_path, of(log, 0, 1))
+    assert by_attempt == dict(zip(of(log, 0, 1), [[records[0]], records[1:3]], strict=True))
 
 
 def test_a_log_that_is_not_written_leaves_no_directory(tmp_path: Path) -> None:
@@ -344,8 +344,8 @@ def test_a_call_that_fails_loses_no_record(tmp_path: Path, monkeypatch: pytest.M
                 patch.setattr(os, name, call)
             log = TurnLog(directory, segment_bytes=1_500)
             shrink(log, attempts)
-        found = {attempt: log.take(*attempt[:2]) for attempt in attempts}
-        assert found == expected, f"call {number} failed"
+        taken = {attempt: log.take(*attempt[:2]) for attempt in attempts}
+        assert taken == expected, f"call {number} failed"
         assert read(directory, attempts) == expected, f"call {number} failed"
 
 

@@ -25,13 +25,13 @@ def context(turn: int) -> tuple[int, ...]:
 
 def spans(versions: str, start: int = 0) -> tuple[VersionSpan, ...]:
     """One span for each run of equal digits: "334" are two tokens of 3 and one of 4."""
-    found, begin = list[VersionSpan](), 0
+    spans, begin = list[VersionSpan](), 0
     for end in range(1, len(versions) + 1):
         if end == len(versions) or versions[end] != versions[begin]:
             version = int(versions[begin])
-            found.append(VersionSpan(start=start + begin, end=start + end, version=version))
+            spans.append(VersionSpan(start=start + begin, end=start + end, version=version))
             begin = end
-    return tuple(found)
+    return tuple(spans)
 
 
 def answer(turn: int, versions: str = "333") -> TurnAnswer:
@@ -66,10 +66,10 @@ def known(records: list[TurnRecord], version: int = 9) -> list[tuple[int, bool]]
     """Return the number of tokens of each turn that is used, and whether it is an
     answer.
     """
-    recorded, found = RecordedTurns(records, version=version), list[tuple[int, bool]]()
-    while (turn := recorded.take(len(found), context(len(found)), MOST)) is not None:
-        found.append((len(turn), turn.answer is not None))
-    return found
+    recorded, taken = RecordedTurns(records, version=version), list[tuple[int, bool]]()
+    while (turn := recorded.take(len(taken), context(len(taken)), MOST)) is not None:
+        taken.append((len(turn), turn.answer is not None))
+    return taken
 
 
 def test_turns_are_assembled_from_their_records() -> None:

@@ -27,9 +27,9 @@ def serving(version: int, engines: int = 2) -> Any:
     """Return whether so many engines serve this version or a later one."""
 
     def condition(core: Core) -> bool:
-        found = core.state.engines.values()
-        return len(found) == engines and all(
-            engine.status is EngineStatus.SERVING and engine.version >= version for engine in found
+        fleet = core.state.engines.values()
+        return len(fleet) == engines and all(
+            engine.status is EngineStatus.SERVING and engine.version >= version for engine in fleet
         )
 
     return condition
@@ -37,7 +37,7 @@ def serving(version: int, engines: int = 2) -> Any:
 
 def servers(life: Life) -> list[list[int]]:
     """Return the processes of each server that has any."""
-    return [found for pid in life.children(ENGINE) if (found := descendants(pid))]
+    return [server for pid in life.children(ENGINE) if (server := descendants(pid))]
 
 
 def lose_nothing_with_lost_servers(

@@ -87,18 +87,18 @@ def test_a_student_learns_from_a_teacher(
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
     teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     reader = TrajectoryReader(run_dir(config) / "trajectories")
-    found = 0
+    compared = 0
     for entry in reader.entries:
         for sequence in reader.load(entry).sequences:
             if entry.purpose is not Purpose.TRAIN or not sequence.teacher:
                 assert not sequence.teacher
                 continue
-            found += 1
+            compared += 1
             rows = oracle_logprobs(teacher, sequence.tokens)
             for at, sampled in enumerate(sequence.output_mask()):
                 want = rows[at - 1, sequence.tokens[at]].item() if sampled else 0.0
                 assert sequence.teacher[at] == pytest.approx(want, abs=EXACT)
-    assert found >= 12 * GROUPS * MEMBERS
+    assert compared >= 12 * GROUPS * MEMBERS
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_before_the_run(

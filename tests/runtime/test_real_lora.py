@@ -28,9 +28,9 @@ def adapted(directory: Path, **sections: Any) -> RunConfig:
 
 
 def gaps(config: RunConfig) -> list[float]:
-    found = [line["trainer"].get("logprob_gap_max") for line in lines(config, "step")]
-    assert any(found)
-    return [gap for gap in found if gap is not None]
+    gaps = [line["trainer"].get("logprob_gap_max") for line in lines(config, "step")]
+    assert any(gaps)
+    return [gap for gap in gaps if gap is not None]
 
 
 def test_a_run_in_processes_that_is_resumed(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ async def test_every_writable_memory_file_system_is_bounded(name: str) -> None:
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=limits))
         lines = (await sandbox.exec(python(FILE_SYSTEMS))).stdout.decode().splitlines()
-    found = {where: (int(files), int(size)) for where, files, size in map(str.split, lines)}
-    assert "/dev/shm" in found
+    usage = {where: (int(files), int(size)) for where, files, size in map(str.split, lines)}
+    assert "/dev/shm" in usage
     most_bytes = max(limits.disk_bytes, SHM_BYTES)
-    for where, (files, size) in found.items():
+    for where, (files, size) in usage.items():
         assert 0 < files <= max(inodes(limits.disk_bytes), SHM_FILES), where
         assert 0 < size <= most_bytes, where
 

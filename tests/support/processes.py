@@ -19,12 +19,12 @@ def parent(pid: int) -> int:
 
 def descendants(pid: int) -> list[int]:
     """Return the living descendants of a process; each follows its parent."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*"):
         other = int(path.name)
         if parent(other) == pid and alive(other):
-            found += [other, *descendants(other)]
-    return found
+            processes += [other, *descendants(other)]
+    return processes
 
 
 def _fields(pid: int) -> list[str] | None:

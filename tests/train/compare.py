@@ -43,17 +43,17 @@ def assert_equal(
 
 
 def assert_all_close(
-    found: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     *,
     atol: float = 1e-4,
     rtol: float = 1e-3,
 ) -> None:
     """Assert the same names, and close values of each."""
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name],
+            tensors[name],
             tensor,
             atol=atol,
             rtol=rtol,

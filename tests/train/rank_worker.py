@@ -131,7 +131,7 @@ def run(
 if __name__ == "__main__":
     own = meet()
     model_arg, case_arg, *division, out_arg = sys.argv[1:]
-    found = run(
+    tensors = run(
         Path(model_arg),
         Path(out_arg),
         own,
@@ -140,6 +140,6 @@ if __name__ == "__main__":
         other=Path(division[1]) if division else None,
     )
     save_file(
-        {name: tensor.contiguous() for name, tensor in found.items()},
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
         Path(out_arg) / f"rank{own.rank}.safetensors",
     )

@@ -40,19 +40,19 @@ def test_two_ranks_match_one(tmp_path: Path, case: str) -> None:
     assert_all_close(exported, expected)
 
 
-def without_amplified_rounding(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return `found` with the expected value for its most different element, if the two
-    differ by less than a tenth of a step of the optimizer.
+def without_amplified_rounding(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return `actual` with the expected value for its most different element, if these
+    two differ by less than a tenth of a step of the optimizer.
 
     The gradients of an adapter's A are as small as its B, which begins as 0, and Adam
     divides by their size: on one rank, a change of 1e-7 of all values of A moves one
     element by 9e-4.
     """
-    worst = (found - expected).abs().argmax()
-    result = found.clone().flatten()
+    worst = (actual - expected).abs().argmax()
+    result = actual.clone().flatten()
     if (result[worst] - expected.flatten()[worst]).abs() < LR / 10:
         result[worst] = expected.flatten()[worst]
-    return result.view_as(found)
+    return result.view_as(actual)
 
 
 @pytest.mark.slow

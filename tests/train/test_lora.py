@@ -49,11 +49,11 @@ def train(trainer: Trainer, steps: int) -> None:
 @torch.no_grad()
 def logprobs(causal: Any, examples: list[Example]) -> torch.Tensor:
     """Return the log-probs of the targets by transformers, one sequence at a time."""
-    found = []
+    rows_of_targets = []
     for example in examples:
         rows = causal(example.tokens[None]).logits[0].float().log_softmax(-1)
-        found.append(rows[example.targets - 1, example.tokens[example.targets]])
-    return torch.cat(found)
+        rows_of_targets.append(rows[example.targets - 1, example.tokens[example.targets]])
+    return torch.cat(rows_of_targets)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,10 @@ def test_peft_and_transformers_compute_what_was_trained(
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "c" / "adapter")
     torch.testing.assert_close(own, logprobs(adapted, examples), atol=2e-5, rtol=1e-5)
     wanted = {name.removesuffix(A).removesuffix(B) for name in published(trainer, 3)}
-    found = {name for name, module in adapted.model.named_modules() if hasattr(module, "lora_A")}
-    assert found == wanted
+    adapted_modules = {
+        name for name, module in adapted.model.named_modules() if hasattr(module, "lora_A")
+    }
+    assert adapted_modules == wanted
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])

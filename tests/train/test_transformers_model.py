@@ -283,8 +283,8 @@ def test_both_implementations_compute_the_same(tmp_path: Path) -> None:
 def test_an_engine_is_compared_with_any_model(tmp_path: Path) -> None:
     path, tokens = build("gemma3", tmp_path / "m"), torch.arange(5, 20)
     expected, _, _ = oracle(path, [Example(tokens=tokens, targets=torch.arange(6, 15))], 1.0)
-    found = rescore(path, tokens[:6].tolist(), tokens[6:].tolist())
-    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-5)
+    logprobs = rescore(path, tokens[:6].tolist(), tokens[6:].tolist())
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_single_sequence_needs_no_padding(tmp_path: Path) -> None:
@@ -319,11 +319,11 @@ class TestViews:
     def parts(self, view: View, world_size: int) -> list[torch.Tensor]:
         parameter = torch.arange(120.0).view(self.shape)
         each = -(-4 // world_size)
-        found = []
+        parts = []
         for rank in range(world_size):
             rows = slice(min(each * rank, 4), min(each * (rank + 1), 4))
-            found.append(view.part(self.shape, rows).of(view, parameter[rows].clone()))
-        return found
+            parts.append(view.part(self.shape, rows).of(view, parameter[rows].clone()))
+        return parts
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
     @pytest.mark.parametrize(

@@ -183,12 +183,12 @@ class TurnLog:
         stay on disk until `release`.
         """
         attempts = self._former.get(trajectory_id, [])
-        found = next((attempt for attempt in attempts if attempt[1] == number), None)
-        if found is None:
+        former = next((attempt for attempt in attempts if attempt[1] == number), None)
+        if former is None:
             return []
         records = list[TurnRecord]()
-        for segment in self._where.get(found, ()):
-            for payload in self._payloads(segment, self._segments[segment].places[found]):
+        for segment in self._where.get(former, ()):
+            for payload in self._payloads(segment, self._segments[segment].places[former]):
                 if PREFIX.unpack_from(payload)[1] != len(records):
                     return records
                 try:

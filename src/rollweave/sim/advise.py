@@ -191,11 +191,11 @@ class _Rounds:
         """Add the other seeds to the predictions under the first one."""
         others = [(one, seed) for one in chosen for seed in range(1, SEEDS)]
         results = self._run([self._trial(one, LONG, seed=seed) for one, seed in others])
-        found = {one: [known[one]] for one in chosen}
+        predictions_of = {one: [known[one]] for one in chosen}
         for (one, _), result in zip(others, results, strict=True):
             if not isinstance(result, str):
-                found[one].append(result)
-        return {one: together(predictions) for one, predictions in found.items()}
+                predictions_of[one].append(result)
+        return {one: together(predictions) for one, predictions in predictions_of.items()}
 
     def gains(self, best: Candidate, before: Prediction) -> dict[str, float]:
         """Return the share of a step that is saved if a part takes half its time, from
@@ -251,16 +251,16 @@ def considered(question: Question) -> tuple[list[Candidate], list[str]]:
             left_out.append(f"training{where}: {reason}")
         if fewest:
             least[name] = fewest
-    found = candidates(
+    runnable = candidates(
         splits({name: pool.gpus for name, pool in pools.items()}, degrees, least),
         pacings_of(base),
     )
-    if not found:
+    if not runnable:
         raise ConfigError(
             "gpus must suffice for engines and a trainer, got "
             + "; ".join([" and ".join(f"{p.gpus} {p.gpu}" for p in pools.values()), *left_out])
         )
-    return found, left_out
+    return runnable, left_out
 
 
 def _least(question: Question, name: str) -> tuple[int, str]:

@@ -90,28 +90,28 @@ def test_named_columns_have_their_values() -> None:
 
 def test_numbers_are_lengths_differences_to_siblings_and_logarithms() -> None:
     """A trajectory of 2 turns and 60 tokens, whose siblings took 90 on average."""
-    found = row(context(reward=0.25), None)[:NUMBERS].tolist()
-    assert found[1:13] == pytest.approx(
+    numbers = row(context(reward=0.25), None)[:NUMBERS].tolist()
+    assert numbers[1:13] == pytest.approx(
         [2, 60, 90, 120, 30, 60, 20, 30, 30 / 3, 60 / 3, 0.25, 1.0], rel=1e-6
     )
-    logarithms = [found[0], *found[13:]]
-    numbers = [100, 2, 60, 20, 30, 7, 0.5, 3, 90, 120, 30, 60]
-    assert [math.expm1(value) for value in logarithms] == pytest.approx(numbers, rel=1e-5)
+    logarithms = [numbers[0], *numbers[13:]]
+    values = [100, 2, 60, 20, 30, 7, 0.5, 3, 90, 120, 30, 60]
+    assert [math.expm1(value) for value in logarithms] == pytest.approx(values, rel=1e-5)
 
 
 def test_one_sibling_is_enough_to_tell() -> None:
-    found = row(context(siblings=1), None)[:NUMBERS].tolist()
-    assert (found[3], found[4], found[12]) == (90, 120, 1.0)
+    numbers = row(context(siblings=1), None)[:NUMBERS].tolist()
+    assert (numbers[3], numbers[4], numbers[12]) == (90, 120, 1.0)
 
 
 def test_a_trajectory_that_is_longer_than_its_siblings_leaves_nothing_of_theirs() -> None:
-    found = row(context(output_tokens=200), None)[:NUMBERS].tolist()
-    assert found[5:7] == found[22:24] == [0.0, 0.0]
+    numbers = row(context(output_tokens=200), None)[:NUMBERS].tolist()
+    assert numbers[5:7] == numbers[22:24] == [0.0, 0.0]
 
 
 def test_before_its_first_turn_a_trajectory_has_no_mean() -> None:
-    found = row(context(turn=0, output_tokens=0, last_output_tokens=0), None)[:NUMBERS].tolist()
-    assert [found[index] for index in (1, 2, 7, 8, 9, 10, 13, 14, 15, 16)] == [0.0] * 10
+    numbers = row(context(turn=0, output_tokens=0, last_output_tokens=0), None)[:NUMBERS].tolist()
+    assert [numbers[index] for index in (1, 2, 7, 8, 9, 10, 13, 14, 15, 16)] == [0.0] * 10
 
 
 def test_siblings_count_once_one_has_ended() -> None:

@@ -32,13 +32,13 @@ def profile(turns: int = 10, *, prompt: int = 1000, output: int = 50) -> DomainP
 
 
 def test_a_domain_costs_its_tokens() -> None:
-    found = cost(profile(), FIT, batch=8.0)
+    mean_cost = cost(profile(), FIT, batch=8.0)
     step_s = 0.01 / 8 + 1e-4 + 2000 * 1e-8
-    assert found.seconds == pytest.approx(10 * (1000 * 2e-5 + 50 * step_s))
+    assert mean_cost.seconds == pytest.approx(10 * (1000 * 2e-5 + 50 * step_s))
     amounts = (500 / 8, 500, 500 * 2000, 10_000)
     errors = (1e-3, 1e-5, 1e-9, 2e-6)
     variance = sum((one * of) ** 2 for one, of in zip(amounts, errors, strict=True))
-    assert found.error_s == pytest.approx(variance**0.5)
+    assert mean_cost.error_s == pytest.approx(variance**0.5)
 
 
 def test_tokens_cost_what_their_domain_does() -> None:
@@ -73,9 +73,9 @@ def test_a_domain_without_output_has_no_context() -> None:
 
 
 def test_engines_that_divide_work_are_done_at_once() -> None:
-    found = together([Cost(seconds=10.0, error_s=1.0), Cost(seconds=30.0, error_s=3.0)])
-    assert found.seconds == pytest.approx(7.5)
-    assert found.error_s == pytest.approx(0.75)
+    mean_cost = together([Cost(seconds=10.0, error_s=1.0), Cost(seconds=30.0, error_s=3.0)])
+    assert mean_cost.seconds == pytest.approx(7.5)
+    assert mean_cost.error_s == pytest.approx(0.75)
     alone = Cost(seconds=10.0, error_s=1.0)
     assert together([alone]) == alone
 

@@ -71,7 +71,7 @@ PREDICTED = st.dictionaries(
     st.lists(st.sampled_from(DEGREES), unique=True),
 )
 def test_splits_are_all_that_use_the_gpus(gpus: int, least: int, degrees: list[int]) -> None:
-    found = splits({"": gpus}, {"": degrees}, {"": least})
+    divisions = splits({"": gpus}, {"": degrees}, {"": least})
     counts = trainer_counts(gpus - 1, least)
     apart = [
         (trainer, degree)
@@ -81,15 +81,15 @@ def test_splits_are_all_that_use_the_gpus(gpus: int, least: int, degrees: list[i
     in_turn = [(gpus, degree) for degree in degrees if gpus % degree == 0 and least <= gpus]
     shown = [
         (split.trainer, group.degree)
-        for split in found
+        for split in divisions
         for group in split.engines
         if not split.colocated
     ]
     assert sorted(shown) == sorted(apart)
     assert sorted(
-        (split.trainer, split.engines[0].degree) for split in found if split.colocated
+        (split.trainer, split.engines[0].degree) for split in divisions if split.colocated
     ) == sorted(in_turn)
-    for split in found:
+    for split in divisions:
         used = sum(group.gpus for group in split.engines)
         assert used == (gpus if split.colocated else gpus - split.trainer)
 
@@ -109,12 +109,12 @@ def test_trainers_have_parts_of_a_machine_or_whole_ones(gpus: int, least: int) -
 
 
 def test_engines_of_two_pools_have_all_that_the_trainer_leaves() -> None:
-    found = splits({"a": 8, "b": 4}, {"a": [2], "b": [1, 2]}, {"a": 4})
-    assert {split.pool for split in found} == {"a"}
-    assert not any(split.colocated for split in found)
+    divisions = splits({"a": 8, "b": 4}, {"a": [2], "b": [1, 2]}, {"a": 4})
+    assert {split.pool for split in divisions} == {"a"}
+    assert not any(split.colocated for split in divisions)
     engines = {
         (split.trainer, tuple((one.pool, one.count, one.degree) for one in split.engines))
-        for split in found
+        for split in divisions
     }
     assert engines == {
         (4, (("a", 2, 2), ("b", 2, 2))),
@@ -138,9 +138,9 @@ def test_all_but_half_a_machine_may_train() -> None:
 
 
 def test_gpus_take_turns_only_in_mode_sync() -> None:
-    found = candidates(splits({"": 8}, {"": [1]}, {"": 4}), PACINGS)
-    assert {one.pacing for one in found if one.split.colocated} == {SYNC}
-    assert {one.pacing for one in found if not one.split.colocated} == set(PACINGS)
+    divisions = candidates(splits({"": 8}, {"": [1]}, {"": 4}), PACINGS)
+    assert {one.pacing for one in divisions if one.split.colocated} == {SYNC}
+    assert {one.pacing for one in divisions if not one.split.colocated} == set(PACINGS)
 
 
 @settings(max_examples=examples(50))

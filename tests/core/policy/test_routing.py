@@ -11,14 +11,14 @@ from rollweave.schema.base import EngineId
 loads = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 9)), min_size=0, max_size=5
 ).map(
-    lambda found: [
+    lambda engines: [
         EngineLoad(
             id=EngineId(f"e{index}"),
             active=min(active, slots),
             slots=slots,
             tokens=min(active, slots) * tokens,
         )
-        for index, (active, slots, tokens) in enumerate(found)
+        for index, (active, slots, tokens) in enumerate(engines)
     ]
 )
 

@@ -11,13 +11,13 @@ from rollweave.schema.config.sections import AblationConfig, ModeName, RolloutCo
 @pytest.mark.parametrize("placement", ["affinity", "least_load", "pinned", "partition"])
 @pytest.mark.parametrize("priority", ["fcfs", "round_robin", "shortest_first", "longest_first"])
 def test_derived_properties_of_the_choices(priority: str, placement: str) -> None:
-    found = Scheduling(priority=priority, placement=placement, migration="never")
+    policies = Scheduling(priority=priority, placement=placement, migration="never")
     by_rank = placement == "partition"
-    assert found.by_rank is by_rank
-    assert found.predicts is (by_rank or priority == "longest_first")
-    assert found.preempts is (priority in ("shortest_first", "longest_first"))
-    assert found.assigns is (by_rank or placement == "pinned")
-    assert found.reserves_kv is (by_rank and priority in ("fcfs", "longest_first"))
+    assert policies.by_rank is by_rank
+    assert policies.predicts is (by_rank or priority == "longest_first")
+    assert policies.preempts is (priority in ("shortest_first", "longest_first"))
+    assert policies.assigns is (by_rank or placement == "pinned")
+    assert policies.reserves_kv is (by_rank and priority in ("fcfs", "longest_first"))
 
 
 def test_settings_override_presets() -> None:

@@ -28,30 +28,30 @@ def least(seconds: Seconds) -> float:
         for of in pools
     ]
     wholes = [[float(domain == of) for domain, _ in cells] + [0.0] for of in seconds]
-    found = linprog(
+    solution = linprog(
         [0.0] * len(cells) + [1.0],
         A_ub=loads,
         b_ub=[0.0] * len(pools),
         A_eq=wholes,
         b_eq=[1.0] * len(seconds),
     )
-    return float(found.fun)
+    return float(solution.fun)
 
 
 @settings(max_examples=examples(150))
 @given(seconds=SECONDS)
 def test_no_shares_are_done_earlier(seconds: Seconds) -> None:
-    found = assign(seconds)
-    assert found.shares.keys() == seconds.keys()
-    for domain, shares in found.shares.items():
+    assignment = assign(seconds)
+    assert assignment.shares.keys() == seconds.keys()
+    for domain, shares in assignment.shares.items():
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) > 0
         assert shares.keys() <= seconds[domain].keys()
-    assert found.makespan_s == pytest.approx(makespan(seconds, found.shares))
+    assert assignment.makespan_s == pytest.approx(makespan(seconds, assignment.shares))
     if seconds:
-        assert found.makespan_s == pytest.approx(least(seconds), rel=1e-6)
+        assert assignment.makespan_s == pytest.approx(least(seconds), rel=1e-6)
         pools = {pool for by_pool in seconds.values() for pool in by_pool}
-        divided = sum(len(shares) - 1 for shares in found.shares.values())
+        divided = sum(len(shares) - 1 for shares in assignment.shares.values())
         assert divided <= len(pools) - 1
 
 
@@ -82,9 +82,9 @@ def test_what_a_busy_pool_does_not_take_is_divided_well_too() -> None:
     left where they happen to be in time.
     """
     seconds = {"only": {"p": 100.0}, "x": {"q": 30.0, "r": 1.0}, "y": {"q": 1.0, "r": 30.0}}
-    found = assign(seconds)
-    assert found.makespan_s == 100
-    assert found.shares == {"only": {"p": 1.0}, "x": {"r": 1.0}, "y": {"q": 1.0}}
+    assignment = assign(seconds)
+    assert assignment.makespan_s == 100
+    assert assignment.shares == {"only": {"p": 1.0}, "x": {"r": 1.0}, "y": {"q": 1.0}}
 
 
 def test_twelve_domains_on_four_pools() -> None:

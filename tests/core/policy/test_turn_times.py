@@ -50,14 +50,14 @@ def turn(random_: random.Random, prices: Prices, *, error: float = 0.0) -> TurnT
     )
 
 
-def off(found: Prices, prices: Prices) -> float:
+def off(estimated: Prices, prices: Prices) -> float:
     """The greatest relative error of a step's time, and of a prompt token's."""
     steps = [
-        found.step_s(batch, context) / prices.step_s(batch, context)
+        estimated.step_s(batch, context) / prices.step_s(batch, context)
         for batch in (1, 8, 32)
         for context in (500, 20_000)
     ]
-    return max(abs(ratio - 1) for ratio in (*steps, found.prompt_s / prices.prompt_s))
+    return max(abs(ratio - 1) for ratio in (*steps, estimated.prompt_s / prices.prompt_s))
 
 
 @settings(max_examples=examples(100))
@@ -92,7 +92,7 @@ def test_an_engine_that_is_slower_throughout_has_higher_prices(
 ) -> None:
     chance = random.Random(seed)
     turns = [turn(chance, PRIOR, error=0.3) for _ in range(count)]
-    found = estimate(turns)
+    estimated = estimate(turns)
     scaled = estimate(
         [
             TurnTime(
@@ -106,16 +106,16 @@ def test_an_engine_that_is_slower_throughout_has_higher_prices(
         ]
     )
     for name in Prices.__struct_fields__:
-        assert getattr(scaled, name) == pytest.approx(scale * getattr(found, name), rel=1e-6)
+        assert getattr(scaled, name) == pytest.approx(scale * getattr(estimated, name), rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_equal_turns_have_the_proportions_of_the_prior(count: int) -> None:
     """They say what a batch of 8 costs, and nothing of others."""
     equal = TurnTime(seconds=40.0, output_tokens=10, prompt_tokens=0, batch=8.0, context=100.0)
-    found = estimate([equal] * count)
-    assert found.step_s(8, 100) == pytest.approx(4.0)
-    assert found.step_s(32, 100) / found.step_s(1, 100) == pytest.approx(
+    estimated = estimate([equal] * count)
+    assert estimated.step_s(8, 100) == pytest.approx(4.0)
+    assert estimated.step_s(32, 100) / estimated.step_s(1, 100) == pytest.approx(
         PRIOR.step_s(32, 100) / PRIOR.step_s(1, 100), rel=1e-3
     )
 
@@ -142,9 +142,9 @@ def test_no_other_non_negative_point_is_better(seed: int, rows: int, ridge: floa
             rest = columns @ slow - columns[:, at] * slow[at] - 1
             curvature = weights @ np.square(columns[:, at]) + ridge
             slow[at] = max(0.0, (ridge - weights @ (columns[:, at] * rest)) / curvature)
-    found = non_negative_ridge(columns, weights, ridge)
-    assert (found >= 0).all()
-    assert error(found) <= error(slow) + 1e-9
+    solution = non_negative_ridge(columns, weights, ridge)
+    assert (solution >= 0).all()
+    assert error(solution) <= error(slow) + 1e-9
 
 
 @settings(max_examples=examples(50))
@@ -181,10 +181,10 @@ def test_the_profile_is_that_of_an_engine_with_these_prices() -> None:
         times.add(turn(chance, prices))
     profile, prompt_s = step_times(times, slots=24)
     assert sorted({point.batch for point in profile}) == [1, 2, 4, 8, 16, 24]
-    found = rate(profile, slots=24, kv_tokens=10**6)
-    assert found.fixed_s == pytest.approx(prices.fixed_s, rel=0.02)
-    assert found.sequence_s == pytest.approx(prices.sequence_s, rel=0.02)
-    assert found.context_s == pytest.approx(prices.context_s, rel=0.02)
+    fitted = rate(profile, slots=24, kv_tokens=10**6)
+    assert fitted.fixed_s == pytest.approx(prices.fixed_s, rel=0.02)
+    assert fitted.sequence_s == pytest.approx(prices.sequence_s, rel=0.02)
+    assert fitted.context_s == pytest.approx(prices.context_s, rel=0.02)
     assert prompt_s == pytest.approx(prices.prompt_s, rel=0.02)
 
 

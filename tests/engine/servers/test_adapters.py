@@ -28,12 +28,12 @@ SCALE = 0.5
 def random_adapters(model: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = read_shape(model).tensors()
-    found = {}
+    tensors = {}
     for layer in linear_layers(read_shape(model)):
         out, columns = sizes[f"{layer}.weight"]
-        found[layer + A] = torch.randn(2, columns, generator=generator).to(dtype)
-        found[layer + B] = torch.randn(out, 2, generator=generator).to(dtype)
-    return found
+        tensors[layer + A] = torch.randn(2, columns, generator=generator).to(dtype)
+        tensors[layer + B] = torch.randn(out, 2, generator=generator).to(dtype)
+    return tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -37,9 +37,9 @@ def test_the_checkpoint_has_the_published_tensors_and_the_models_other_files(
     tensors, publication = published(model, mixed=mixed)
     with publication:
         held = checkpoint_of(publication.manifest, read_shape(model), model=model, parent=tmp_path)
-    found = load_file(held.folder / "model.safetensors")
-    assert set(found) == set(tensors)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    stored = load_file(held.folder / "model.safetensors")
+    assert set(stored) == set(tensors)
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
     assert {path.name for path in held.folder.iterdir()} == {
         "model.safetensors",
         "config.json",

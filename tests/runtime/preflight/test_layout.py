@@ -194,8 +194,8 @@ def test_what_has_no_place_or_too_little_memory_is_refused(
     overrides: list[str], hosts: dict[str, Resources], problem: str
 ) -> None:
     _, problems = laid_out(config(*overrides), hosts)
-    (found, *_) = problems
-    assert problem in found
+    (problem_line, *_) = problems
+    assert problem in problem_line
 
 
 def test_a_full_gpu_and_shared_cores_are_warned_of() -> None:
@@ -247,11 +247,11 @@ def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
                 cuda and part.on_device and not process.devices and process.on_gpu
             ):
                 needed[process.host, where] += part.nbytes
-    found = {
+    estimated = {
         (place.host, None if place.device is None else place.device.index): place.needed
         for place in layout.memories
     }
-    assert found == needed
+    assert estimated == needed
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -246,8 +246,8 @@ def test_a_tensor_group_divides_the_matrices_of_the_layers(
     of_rank, whole = sizes(rank_parts(run, shape, rank=0)), rank_parts(config(), shape, rank=0)
     expected = matrices / size + numel(model) - matrices
     for what, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
-        found = of_rank[what] / (copies * MASTER_BYTES)
-        assert 0 <= found - expected / groups < 2
+        parameters = of_rank[what] / (copies * MASTER_BYTES)
+        assert 0 <= parameters - expected / groups < 2
     assert of_rank["activations"] <= sizes(whole)["activations"]
     with_lora = run.model_copy(update={"lora": LoraConfig()})
     adapted = sizes(rank_parts(with_lora, shape, rank=0))

@@ -87,9 +87,9 @@ HOST = '[[hosts]]\nname = "a"\ncpus = 1\nmemory_gib = 1\n'
 def test_a_malformed_file_gives_one_line_for_each_problem(
     tmp_path: Path, text: str, lines: list[str]
 ) -> None:
-    found = read(tmp_path, text)
-    assert len(found) == len(lines)
-    assert all(one.startswith(line) for one, line in zip(found, lines, strict=True)), found
+    problems = read(tmp_path, text)
+    assert len(problems) == len(lines)
+    assert all(one.startswith(line) for one, line in zip(problems, lines, strict=True)), problems
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

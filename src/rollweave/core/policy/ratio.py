@@ -124,7 +124,7 @@ def splits(
     trainer has at least `least` GPUs of one pool, of those in `least`. Engines use all
     GPUs that the trainer leaves, as far as their degree divides these.
     """
-    found = []
+    divisions = []
     for pool, fewest in sorted(least.items()):
         spare = int(len(pools) == 1)  # for an engine
         for trainer in trainer_counts(pools[pool] - spare, fewest):
@@ -136,11 +136,11 @@ def splits(
                     if (fitting := _fitting(degree, degrees.get(name, ()), gpus))
                 )
                 if any(group.degree == degree for group in groups):
-                    found.append(Split(pool=pool, trainer=trainer, engines=groups))
+                    divisions.append(Split(pool=pool, trainer=trainer, engines=groups))
     if len(pools) == 1:
         ((pool, gpus),) = pools.items()
         if least.get(pool, gpus + 1) <= gpus:
-            found += [
+            divisions += [
                 Split(
                     pool=pool,
                     trainer=gpus,
@@ -150,7 +150,7 @@ def splits(
                 for degree in degrees.get(pool, ())
                 if gpus % degree == 0
             ]
-    return sorted(set(found))
+    return sorted(set(divisions))
 
 
 def _fitting(degree: int, degrees: Sequence[int], gpus: int) -> int:

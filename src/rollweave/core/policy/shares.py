@@ -85,13 +85,13 @@ def _least_makespan(seconds: Seconds) -> tuple[dict[str, dict[str, float]], set[
     shares: dict[str, dict[str, float]] = {}
     for domain in domains:
         # More than all of a domain may be assigned where that costs nothing.
-        found = {
+        price_of = {
             pool: price
             for (name, pool), price in zip(cells, prices[:-1], strict=True)
             if name == domain and price
         }
-        total = sum(found.values(), start=Fraction())
-        shares[domain] = {pool: float(price / total) for pool, price in found.items()}
+        total = sum(price_of.values(), start=Fraction())
+        shares[domain] = {pool: float(price / total) for pool, price in price_of.items()}
     return shares, {
         pool for pool, weight in zip(pools, weights[len(domains) :], strict=True) if weight
     }
@@ -118,8 +118,8 @@ def solve(rows: list[list[int]], objective: list[int]) -> tuple[list[Fraction], 
         # those that reach zero first.
         column = next((index for index, gain in enumerate(last[:-1]) if gain < 0), None)
         if column is None:
-            found = dict(zip(basis, (row[-1] for row in table), strict=True))
-            best = [Fraction(found.get(index, 0), denominator) for index in range(width)]
+            basic = dict(zip(basis, (row[-1] for row in table), strict=True))
+            best = [Fraction(basic.get(index, 0), denominator) for index in range(width)]
             return best, [Fraction(price, denominator) for price in last[width:-1]]
         leaving = min(
             (number for number in range(count) if table[number][column] > 0),

@@ -114,8 +114,8 @@ def boxed_reward(record: Mapping[str, Any], answer: str) -> Score:
     expected = record.get("answer")
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
         raise ValueError(f"a record must have an answer, text or a number, got {expected!r:.80}")
-    said = _THOUGHT.sub("", answer, count=1)
-    given = None if "<think>" in said else boxed_answer(said)
+    visible = _THOUGHT.sub("", answer, count=1)
+    given = None if "<think>" in visible else boxed_answer(visible)
     right = given is not None and equivalent(given, str(expected))
     return Score(reward=float(right), success=right)
 

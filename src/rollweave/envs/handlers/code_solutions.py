@@ -9,8 +9,8 @@ a program.
 def divisible(text: str, *, k: int, what: str) -> str:
     lines = []
     for line in text.splitlines():
-        found = [number for number in map(int, line.split()) if number % k == 0]
-        value = {"sum": sum(found), "count": len(found), "maximum": max(found, default=0)}[what]
+        hits = [number for number in map(int, line.split()) if number % k == 0]
+        value = {"sum": sum(hits), "count": len(hits), "maximum": max(hits, default=0)}[what]
         lines.append(str(value))
     return "\n".join(lines)
 
@@ -100,13 +100,13 @@ def order(text: str, *, which: str, mark: str) -> str:
     numbers = [int(part) for part in text.split()]
     pairs = list(zip(numbers[1::2], numbers[2::2], strict=True))
     left = set(range(1, numbers[0] + 1))
-    found = []
+    ordered = []
     while left:
         ready = left - {b for a, b in pairs if a in left}
         chosen = min(ready) if which == "smallest" else max(ready)
         left.remove(chosen)
-        found.append(str(chosen))
-    return mark.join(found)
+        ordered.append(str(chosen))
+    return mark.join(ordered)
 
 
 def brackets(text: str, *, pairs: list[str], good: str, first: int) -> str:
@@ -114,14 +114,14 @@ def brackets(text: str, *, pairs: list[str], good: str, first: int) -> str:
     lines = []
     for line in text.splitlines():
         opened: list[str] = []
-        said = ""
+        verdict = ""
         for place, letter in enumerate(line, first):
             if letter not in closing:
                 opened.append(letter)
             elif not opened or opened.pop() != closing[letter]:
-                said = str(place)
+                verdict = str(place)
                 break
-        lines.append(said or ("open" if opened else good))
+        lines.append(verdict or ("open" if opened else good))
     return "\n".join(lines)
 
 
@@ -130,23 +130,23 @@ def bases(text: str, *, source: int, target: int) -> str:
     lines = []
     for line in text.split():
         number = int(line, source)
-        said = ""
+        numeral = ""
         while number:
             number, digit = divmod(number, target)
-            said = digits[digit] + said
-        lines.append(said or "0")
+            numeral = digits[digit] + numeral
+        lines.append(numeral or "0")
     return "\n".join(lines)
 
 
 def covered(text: str, *, gap: int, what: str) -> str:
     numbers = [int(part) for part in text.split()]
-    found: list[list[int]] = []
+    merged: list[list[int]] = []
     for start, end in sorted(zip(numbers[::2], numbers[1::2], strict=True)):
-        if found and start - found[-1][1] <= gap:
-            found[-1][1] = max(found[-1][1], end)
+        if merged and start - merged[-1][1] <= gap:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([start, end])
-    lengths = [end - start for start, end in found]
+            merged.append([start, end])
+    lengths = [end - start for start, end in merged]
     return str(
         {"number": len(lengths), "total length": sum(lengths), "greatest length": max(lengths)}[
             what
