@@ -103,8 +103,8 @@ class EngineLoop:
         self._streams: dict[str, RequestState] = {}
         """The live requests whose tokens are reported as they are sampled."""
         self._progress_at = math.inf
-        """When their tokens are reported next: `report_s` after the last time, as the
-        most impatient of them asks.
+        """The time of the next report of their tokens: `report_s` after the last one,
+        as the most impatient of them asks.
         """
         self._progressed_at = -math.inf
         self._suspended_at: float | None = None

@@ -183,7 +183,7 @@ class Decoder:
     ) -> None:
         self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
         self.base: AdapterBase | None = None
-        """If set, new versions are adapters of it."""
+        """The weights of which new versions are adapters, if any."""
         self.weights = self._without_memory() if released else self.allocate()
         self._eps = torch.tensor(shape.eps, device=device)
         self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)

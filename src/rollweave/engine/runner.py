@@ -80,8 +80,8 @@ class Runner:
             self._accelerate()
 
     def _accelerate(self) -> None:
-        """On a GPU, replace the attention by the kernel that reads the pool, if it
-        gives the same values, and prepare CUDA graphs of decoding steps.
+        """Replace the attention on a GPU by the kernel that reads the pool, if it gives
+        the same values, and prepare CUDA graphs of decoding steps.
         """
         spec, pool = self._spec, self.pool
         if not self.on_gpu or spec.deterministic or not spec.paged_attention:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import aiohttp
 from aiohttp.abc import ResolveResult
@@ -102,6 +102,29 @@ BUSY = (429, 503)
 
 DATA = b"data: "
 """Beginning of a server-sent event with an answer; others are comments."""
+
+
+EVENT_END = b"\n\n"
+
+
+class EventDecoder:
+    """Finds the server-sent events in a stream, whose parts may end anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that this part completes. What is known of an
+        unfinished event is not searched again.
+        """
+        searched = max(0, len(self._rest) - len(EVENT_END) + 1)
+        self._rest += part
+        while (end := self._rest.find(EVENT_END, searched)) >= 0:
+            event = bytes(self._rest[:end])
+            del self._rest[: end + len(EVENT_END)]
+            searched = 0
+            if event.startswith(DATA):
+                yield event.removeprefix(DATA)
 
 
 class BusyError(Exception):
@@ -280,7 +303,7 @@ class Transport:
         """Read server-sent events until the answer ends, each within `silence_s` of the
         one before.
         """
-        rest, size, began = b"", 0, False
+        decoder, size, began = EventDecoder(), 0, False
         while True:
             try:
                 async with asyncio.timeout(self._silence_s if began else None) as scope:
@@ -299,10 +322,8 @@ class Transport:
                 raise EngineError(
                     f"{self._name} answers {path} with more than {STREAM_BYTES} bytes"
                 )
-            *events, rest = (rest + part).split(b"\n\n")
-            for event in events:
-                if event.startswith(DATA):
-                    on_event(event.removeprefix(DATA))
+            for event in decoder.feed(part):
+                on_event(event)
 
     # Health
 

@@ -5,10 +5,11 @@ request was sent, in that order.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.engine.clients.streams import StreamingDialect
+from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult, VersionSpan
 
 PER_RANK = 1000
@@ -44,11 +45,13 @@ class KnownVersions:
         self.key = str(publication_id)
         self._versions.append(version)
 
-    def sent(self, request: GenerateRequest) -> None:
-        """Record that a request is sent."""
+    def encode(self, request: GenerateRequest, fields: dict[str, Any]) -> bytes:
+        """Return the body with these fields, and record that the request is sent."""
+        body = as_json(fields)
         self._sent[request.id] = len(self._versions) - 1
         if len(self._sent) > MAX_SENT:
             del self._sent[next(iter(self._sent))]
+        return body
 
     def checked(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         """Return the answer to a request. Raises `ResponseError` if the server cannot

@@ -22,7 +22,6 @@ from rollweave.engine.clients.responses import (
 )
 from rollweave.engine.clients.streams import Part
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult
 
 
@@ -54,14 +53,10 @@ class OwnSglang(Sglang):
         return fields
 
     def encode(self, request: GenerateRequest) -> bytes:
-        body = as_json(self.fields(request))
-        self._versions.sent(request)
-        return body
+        return self._versions.encode(request, self.fields(request))
 
     def encode_streamed(self, request: GenerateRequest) -> bytes:
-        body = as_json(self.fields(request) | {"stream": True})
-        self._versions.sent(request)
-        return body
+        return self._versions.encode(request, self.fields(request) | {"stream": True})
 
     def parts(self, request: GenerateRequest) -> "SglangParts":
         return SglangParts(self, self._versions, request)

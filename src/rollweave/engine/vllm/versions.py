@@ -26,7 +26,6 @@ from rollweave.engine.clients.responses import (
 )
 from rollweave.engine.clients.streams import Part
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
-from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult
 from rollweave.schema.work import Routes
 
@@ -64,15 +63,11 @@ class OwnVllm(Vllm):
         return fields
 
     def encode(self, request: GenerateRequest) -> bytes:
-        body = as_json(self.fields(request))
-        self._versions.sent(request)
-        return body
+        return self._versions.encode(request, self.fields(request))
 
     def encode_streamed(self, request: GenerateRequest) -> bytes:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        body = as_json(self.fields(request) | streamed)
-        self._versions.sent(request)
-        return body
+        return self._versions.encode(request, self.fields(request) | streamed)
 
     def parts(self, request: GenerateRequest) -> "VllmParts":
         return VllmParts(self, self._versions, request)

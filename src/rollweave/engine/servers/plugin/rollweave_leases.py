@@ -126,7 +126,7 @@ class LeasedGuard:
         if not (holds or hmac.compare_digest(token.encode(), self._token.encode())):
             await _answer(send, 401, {"detail": "no token of this server or of its lease"})
         elif path == ABOUT:
-            await self._tell(scope, receive, send)
+            await self._describe(scope, receive, send)
         elif path == LEASE:
             await self._lease(await _body(receive), send)
         elif holds and path == RELEASE:
@@ -137,7 +137,7 @@ class LeasedGuard:
         else:
             await _answer(send, 403, {"detail": f"{path} needs a lease, see {LEASE}"})
 
-    async def _tell(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def _describe(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answer what the server is, and whether it can read the caller's memory."""
         sample = await _body(receive)
         await _answer(
