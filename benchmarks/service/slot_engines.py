@@ -211,10 +211,10 @@ def turn_tokens(request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason
         PLAIN_TOKENS
     )
     wanted = max(1, round(MEDIAN_TOKENS * draw.lognormvariate(0.0, SIGMA)))
-    tokens_said = tuple(draw.choice(words) for _ in range(min(wanted, sampling.max_tokens)))
-    if len(tokens_said) < sampling.max_tokens and sampling.stop_token_ids:
-        return (*tokens_said, sampling.stop_token_ids[0]), FinishReason.STOP
-    return tokens_said, FinishReason.LENGTH
+    sampled = tuple(draw.choice(words) for _ in range(min(wanted, sampling.max_tokens)))
+    if len(sampled) < sampling.max_tokens and sampling.stop_token_ids:
+        return (*sampled, sampling.stop_token_ids[0]), FinishReason.STOP
+    return sampled, FinishReason.LENGTH
 
 
 async def _serve(engines: int, slots: int, token_s: float) -> None:

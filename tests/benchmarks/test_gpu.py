@@ -20,13 +20,13 @@ FIGURES = {
 
 
 def test_every_figure_is_positive() -> None:
-    said: list[str] = []
-    result = measure([TINY], device="cpu", progress=said.append)
+    reported: list[str] = []
+    result = measure([TINY], device="cpu", progress=reported.append)
     assert set(result.figures) == FIGURES
     assert all(isinstance(value, float | int) and value > 0 for value in result.figures.values())
     assert result.figures["weights_bytes_tiny"] == 328_576
     assert result.conditions["device"] == "cpu: there is no CUDA device"
-    assert len(said) == 8
+    assert len(reported) == 8
     peaks = [result.figures[f"train_peak_bytes{saved}_tiny"] for saved in ("_activations", "")]
     assert peaks[0] < peaks[1]  # type: ignore[operator]
 

@@ -30,8 +30,8 @@ def test_memory_is_that_of_one_process_alone() -> None:
     """A child's peak does not include its parent's memory."""
     ballast = bytearray(300 * 1024 * 1024)
     code = "from benchmarks.sim.bench import _peak_mb; print(_peak_mb())"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 5 < float(told.stdout) < 280 < len(ballast) / 1024**2
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 5 < float(done.stdout) < 280 < len(ballast) / 1024**2
 
 
 def test_a_simulation_that_fails_is_reported() -> None:

@@ -533,7 +533,7 @@ def test_a_version_crosses_the_link_between_sites_once() -> None:
     assert crossing() == ["r1"]
     driver.suspect("r1")
     assert crossing() == ["r1", "r3"], "the first one still receives"
-    driver.hear("r1")
+    driver.recover("r1")
     for relay in ("r2", "r4", "r0", "r3", "r5"):
         driver.hold(relay, driver.core.state.publication.id)
     driver.refuse("r1", "source")

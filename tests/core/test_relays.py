@@ -520,7 +520,7 @@ def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_ther
         ["r0", "r1", "r2", "r3"],
         "r0",
     ), "it keeps its place"
-    assert ways(driver.hear("r1")) == {}
+    assert ways(driver.recover("r1")) == {}
     assert ways(driver.lose("r0")) == {"r1": None, "r2": "r1"}, "it is a source as any other"
 
 
@@ -528,7 +528,7 @@ def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     driver = Driver(3).up()
     driver.publish()
     assert ways(driver.suspect("r0")) == {"r1": None}
-    assert ways(driver.hear("r0")) == {}
+    assert ways(driver.recover("r0")) == {}
     assert [driver.source(relay) for relay in driver.core.state.chain.order] == [
         None,
         None,
@@ -546,7 +546,7 @@ def test_two_hanging_neighbors_are_both_skipped() -> None:
     driver.publish()
     assert ways(driver.suspect("r2")) == {"r3": "r1"}
     assert ways(driver.suspect("r1")) == {"r3": "r0"}, "r2 is silent itself and keeps its source"
-    assert ways(driver.hear("r2")) == {"r2": "r0"}
+    assert ways(driver.recover("r2")) == {"r2": "r0"}
     assert ways(driver.lose("r1")) == {}
 
 
@@ -557,9 +557,9 @@ def test_if_all_relays_hang_all_wait() -> None:
     for relay in ("r2", "r1", "r0"):
         assert ways(driver.suspect(relay)) == {}
     assert ways(driver.wait(1.0)) == {}
-    assert ways(driver.hear("r2")) == {"r2": None}
-    assert ways(driver.hear("r1")) == {"r1": None}
-    assert ways(driver.hear("r0")) == {}
+    assert ways(driver.recover("r2")) == {"r2": None}
+    assert ways(driver.recover("r1")) == {"r1": None}
+    assert ways(driver.recover("r0")) == {}
 
 
 def test_a_relay_without_another_source_waits_for_the_hanging_one() -> None:
@@ -575,7 +575,7 @@ def test_a_relay_without_another_source_waits_for_the_hanging_one() -> None:
     driver.suspect("r0")
     assert driver.source("r1") is None
     driver.refuse("r1", "source")
-    assert ways(driver.hear("r0")) == {"r1": "r0"}
+    assert ways(driver.recover("r0")) == {"r1": "r0"}
 
 
 def test_a_relay_restarted_while_others_hang_fetches_from_a_responsive_one() -> None:
@@ -668,7 +668,7 @@ def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     relay = driver.relay(name)
     if relay.status is RelayStatus.STARTING:
         return driver.join(name)
-    deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
+    deeds = ["lose", "recover" if relay.suspected else "suspect", "publish", "wait"]
     if relay.fetch is not None and not relay.suspected:
         source = relay.fetch.source
         has = source is None or relay.fetch.publication_id in driver.relay(source).versions
@@ -680,8 +680,8 @@ def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     match data.draw(st.sampled_from(deeds)):
         case "lose":
             return driver.lose(name)
-        case "hear":
-            return driver.hear(name)
+        case "recover":
+            return driver.recover(name)
         case "suspect":
             return driver.suspect(name)
         case "publish":
@@ -767,7 +767,7 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
     for name in sorted(driver.core.state.relays):
         if driver.relay(name).status is RelayStatus.STARTING:
             driver.join(name)
-        driver.hear(name)
+        driver.recover(name)
     state = driver.core.state
     for _ in range(3 * relays):
         driver.wait(1.0)

@@ -41,7 +41,7 @@ NODES_LEFT_ALONE = (ast.JoinedStr, ast.Assert)
 DELETABLE = (ast.Expr, ast.AugAssign, ast.Delete, ast.Continue, ast.Break, ast.Raise)
 
 Line = ast.stmt | ast.match_case
-"""What one line of code shows."""
+"""The syntax nodes that one line of code shows."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,13 +208,13 @@ class Puppet(OneWordEngine):
 class Stage:
     """`Turns` of one attempt, its engines, and its events.
 
-    The open turn is turn 0. If it is `streamed`, a program reads its tokens (`heard`),
-    in a run that keeps no others.
+    The open turn is turn 0. If it is `streamed`, a program reads its tokens, which are
+    then in `received`, in a run that keeps no others.
     """
 
     def __init__(self, *, streamed: bool = False) -> None:
         self.streamed = streamed
-        self.heard: list[TokenDelta] = []
+        self.received: list[TokenDelta] = []
         self.events: list[Event] = []
         self.engines: dict[str, Any] = {"e0": Puppet(), "e1": Puppet()}
         task = Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted")
@@ -243,7 +243,7 @@ class Stage:
     def ask(
         self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT
     ) -> asyncio.Task[TurnResult]:
-        on_tokens = self.heard.append if self.streamed else None
+        on_tokens = self.received.append if self.streamed else None
         turn = self.relay.turn(0, tokens, sampling or Sampling(max_tokens=20), on_tokens)
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
@@ -370,11 +370,11 @@ async def test_an_aborted_turn_resumes_from_all_sampled_tokens(order: str) -> No
     await finished(stage, second, 7)
 
 
-def heard(stage: Stage) -> list[tuple[int, tuple[int, ...]]]:
+def received(stage: Stage) -> list[tuple[int, tuple[int, ...]]]:
     """Return start and tokens of each delta that the program has received."""
-    for piece in stage.heard:
+    for piece in stage.received:
         assert piece.logprobs == logprobs_of(piece.tokens)
-    return [(piece.start, piece.tokens) for piece in stage.heard]
+    return [(piece.start, piece.tokens) for piece in stage.received]
 
 
 @pytest.mark.parametrize("how", ["lost", "aborted"])
@@ -394,7 +394,7 @@ async def test_a_program_reads_each_token_once_though_engines_change(how: str) -
     second.calls[0][2](delta(known, 9))
     second.calls[0][2](delta(9, 10))
     # The tokens that the abort has brought to light come with the next ones.
-    assert heard(stage) == [(0, TRUTH[:2]), (2, TRUTH[2:4]), (4, TRUTH[4:9]), (9, TRUTH[9:10])]
+    assert received(stage) == [(0, TRUTH[:2]), (2, TRUTH[2:4]), (4, TRUTH[4:9]), (9, TRUTH[9:10])]
     await finished(stage, second, known)
     assert stage.of(TurnsProgressed) == []
 
@@ -417,7 +417,7 @@ async def test_a_program_learns_that_its_turn_begins_anew(how: str) -> None:
     assert second.resumed is None
     second.calls[0][2](delta(0, 3))
     second.calls[0][2](delta(3, 6))
-    assert heard(stage)[2:] == [(0, TRUTH[:3]), (3, TRUTH[3:6])]
+    assert received(stage)[2:] == [(0, TRUTH[:3]), (3, TRUTH[3:6])]
     await finished(stage, second, 0)
 
 
@@ -427,7 +427,7 @@ async def test_nothing_reaches_a_program_after_its_answer_or_its_end() -> None:
     await finished(stage, first, 0)
     late(delta(4, 6))
     stage.relay.stream(StreamTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, delta=delta(4, 6)))
-    assert len(stage.heard) == 2
+    assert len(stage.received) == 2
 
 
 async def test_an_abort_without_an_answer_times_out() -> None:

@@ -969,8 +969,8 @@ async def test_an_attempt_continues_with_the_recorded_turns(
         assert len(harness.engine.requests) == (1 if repeats else 2)
         (trajectory,) = store.get([TRAJECTORY])
         text = CODEC.decode(trajectory.sequences[0].tokens)
-        said = ["hi", "hi" if repeats else "ho", "ho"]
-        assert [part.split("<|im_end|>")[0] for part in text.split("assistant\n")[1:]] == said
+        replies = ["hi", "hi" if repeats else "ho", "ho"]
+        assert [part.split("<|im_end|>")[0] for part in text.split("assistant\n")[1:]] == replies
         await harness.idle()
     attempt = (TRAJECTORY, 1, log.life)
     with TurnLog(tmp_path / "turns") as log:  # the next loss finds them as its own

@@ -29,18 +29,18 @@ def hold():
         print("let go", flush=True)
 
 async def main(held):
-    heard = []
-    def hear():
-        heard.append(None)
-        print("heard", flush=True)
-        if len(heard) == held:
+    signaled = []
+    def on_signal():
+        signaled.append(None)
+        print("signaled", flush=True)
+        if len(signaled) == held:
             asyncio.get_running_loop().call_soon(hold)
-    with on_ending_signals(hear):
+    with on_ending_signals(on_signal):
         try:
             if held == 0:
                 hold()
             print("waiting", flush=True)
-            while len(heard) < 3:
+            while len(signaled) < 3:
                 await asyncio.sleep(1000)
         finally:
             print("closing", flush=True)
@@ -78,7 +78,7 @@ def test_a_blocked_loop_is_interrupted(sent_signals: int) -> None:
             until("waiting")
         for number in signals[:sent_signals]:
             process.send_signal(number)
-            until("heard")
+            until("signaled")
         until("held")
         for number in signals[sent_signals : max(2, sent_signals + 1)]:
             process.send_signal(number)
@@ -96,13 +96,13 @@ def hold():
         pass
 
 async def main():
-    heard, main = [], asyncio.current_task()
-    def hear():
-        heard.append(None)
-        print("heard", flush=True)
-        if len(heard) > 1:
+    signaled, main = [], asyncio.current_task()
+    def on_signal():
+        signaled.append(None)
+        print("signaled", flush=True)
+        if len(signaled) > 1:
             main.cancel()
-    with on_ending_signals(hear):
+    with on_ending_signals(on_signal):
         try:
             if sys.argv[1] == "held":
                 hold()
@@ -120,7 +120,7 @@ except (KeyboardInterrupt, asyncio.CancelledError):
 """
 
 
-@pytest.mark.parametrize("how", ["heard", "held"])
+@pytest.mark.parametrize("how", ["signaled", "held"])
 def test_a_third_signal_does_not_interrupt_the_end(how: str) -> None:
     """Nor does it print a word about unfinished tasks."""
     command, pipe = [sys.executable, "-c", IMPATIENT, how], subprocess.PIPE
@@ -135,8 +135,8 @@ def test_a_third_signal_does_not_interrupt_the_end(how: str) -> None:
         assert process.stdout.readline() == ("held\n" if how == "held" else "waiting\n")
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
-            if how == "heard":
-                assert process.stdout.readline() == "heard\n"
+            if how == "signaled":
+                assert process.stdout.readline() == "signaled\n"
         assert process.stdout.readline() == "closing\n"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             process.send_signal(number)
@@ -191,20 +191,20 @@ def test_a_signal_wakes_a_loop_that_waits() -> None:
     that arrives just before the wait does not.
     """
 
-    async def heard_after_s() -> float:
-        heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    async def signaled_after_s() -> float:
+        signaled, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def send() -> None:
             time.sleep(0.2)
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
-        with on_ending_signals(heard.set):
+        with on_ending_signals(signaled.set):
             started = loop.time()
             loop.call_later(60.0, lambda: None)
             sender = threading.Thread(target=send)
             sender.start()
-            await heard.wait()
+            await signaled.wait()
             sender.join()
         return loop.time() - started
 
-    assert asyncio.run(heard_after_s()) < 50.0, "the timer has woken it"
+    assert asyncio.run(signaled_after_s()) < 50.0, "the timer has woken it"

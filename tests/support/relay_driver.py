@@ -91,7 +91,7 @@ class Driver:
     def suspect(self, relay: str) -> list[c.Command]:
         return self.send(e.RelaySuspected(relay_id=relay, epoch=self.relay(relay).epoch))
 
-    def hear(self, relay: str) -> list[c.Command]:
+    def recover(self, relay: str) -> list[c.Command]:
         return self.send(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def stall(self, relay: str) -> list[c.Command]:

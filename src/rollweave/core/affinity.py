@@ -89,7 +89,7 @@ def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
 
 
 def plan(run: Run) -> None:
-    """After each trained step, move the domains to better pools, if they save time."""
+    """Move the domains to better pools after each trained step, if they save time."""
     affinity = run.state.affinity
     if not run.learns_affinity or run.state.trainer.step == affinity.planned_at:
         return

@@ -33,7 +33,7 @@ usual batches, engines finish the turns that are needed in one or two.
 
 
 def plan(run: Run) -> None:
-    """After every trained step, look for a better fleet."""
+    """Look for a better fleet after every trained step."""
     config, state, allocation = run.config.allocation, run.state, run.state.allocation
     if config is None or state.trainer.step == allocation.planned_at or not run.training:
         return

@@ -153,8 +153,8 @@ def _finish_with_error(run: Run) -> None:
 
 
 def reopen(run: Run) -> None:
-    """After a restart of the controller, continue a run that had ended, with more steps
-    or after an error.
+    """Continue a run that had ended, with more steps or after an error, once the
+    controller is restarted.
     """
     state = run.state
     over = (

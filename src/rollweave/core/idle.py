@@ -1,4 +1,4 @@
-"""Where the time goes: seconds of engines and of the trainer by what they did or waited
+"""Account for time: seconds of engines and of the trainer by what they did or waited
 for, exact to the event.
 """
 

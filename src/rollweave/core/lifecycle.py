@@ -1,5 +1,5 @@
-"""What follows from the end of an attempt: another attempt, or a loss or gain for the
-trajectory's owner.
+"""Settle what follows from the end of an attempt: another attempt, or a loss or gain
+for the trajectory's owner.
 
 A sub-machine changes its own records, emits commands and posts facts; it never calls
 one that stands above it. Here the facts are acted on, in the order in which they were

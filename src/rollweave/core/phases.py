@@ -7,7 +7,7 @@ once the KV has moved (`core/migration`), to its own. Whatever goes wrong before
 the second dispatch, for which the engine computes what it lacks. So a turn is sampled
 whole by one engine, and its tokens are those of a run without prefill engines.
 
-`core/policy/disaggregation` decides. It is told what engines should have cached: of an
+`core/policy/disaggregation` decides. It gets what engines should have cached: of an
 engine, the context that it computed last of a trajectory, and of a group, the prompt.
 What a prompt costs at prefill engines shows in the seconds for which they are busy; at
 others, in the times of finished turns (`core/costs`). A cost that is unknown is assumed

@@ -1,5 +1,5 @@
-"""What the sub-machines share: the settings, the state, the time, the facts posted and
-the commands emitted while one event is handled.
+"""The context that the sub-machines share: the settings, the state, the time, the
+facts posted and the commands emitted while one event is handled.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class AttemptOver:
 
 
 class Pacing(Protocol):
-    """How engines and trajectories keep pace with the trainer (`core/pacing`)."""
+    """The way engines and trajectories keep pace with the trainer (`core/pacing`)."""
 
     interchangeable: bool
     """True if any engine can run any turn: trajectories are not bound to weights, which

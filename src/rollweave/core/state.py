@@ -584,7 +584,7 @@ class Spent(msgspec.Struct):
 
 
 class Phases(msgspec.Struct):
-    """What prompts cost at prefill engines and at those that sample (owner:
+    """The costs of prompts at prefill engines and at those that sample (owner:
     `core/phases`). Tables are by class of engines and degree.
     """
 

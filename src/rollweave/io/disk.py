@@ -61,7 +61,7 @@ class AppendFile:
         self.size = keep
         """Number of bytes written, all of them in whole pieces."""
         self._is_named = path.exists()
-        """Whether the directory's entry of the file is on the disk, or was there
+        """True if the directory's entry of the file is on the disk, or was there
         before.
         """
         with writing(path):

@@ -112,7 +112,7 @@ class _Segment:
     needed: int = 0
     """Number of bytes of these records."""
     places: dict[Attempt, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
-    """By attempt, the offsets at which its records begin and end, in order."""
+    """The offsets at which the records of each attempt begin and end, in order."""
 
     def add(self, attempt: Attempt, offset: int, end: int) -> None:
         self.places.setdefault(attempt, []).append((offset, end))

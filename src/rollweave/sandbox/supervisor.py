@@ -66,7 +66,7 @@ and each live sandbox one uid of it.
 
 @dataclass
 class SandboxRecord:
-    """What the supervisor knows about one sandbox."""
+    """The supervisor's knowledge of one sandbox."""
 
     id: str
     pid: int

@@ -1,4 +1,4 @@
-"""What ProRL's clients send to a rollout service (`service/prorl.py`), as JSON.
+"""The requests of ProRL's clients to a rollout service (`service/prorl.py`), as JSON.
 
 Unknown fields are ignored.
 """

@@ -21,7 +21,8 @@ KEPT_WARNINGS = 64
 
 
 class Service:
-    """What the APIs of a service call: `rollouts`, `engines`, and its own status.
+    """The object that the APIs of a service call: `rollouts`, `engines`, and its own
+    status.
 
     A world must be attached before any request.
     """

@@ -309,8 +309,8 @@ class Rollouts:
             self._recorded[key] = Recorded(attempt.plan, turns, tokens, version)
 
     def _continued(self, command: c.StartInit) -> Recorded | None:
-        """Return the record that the attempt continues. Tokens of versions are not told
-        apart here: one that is lost makes the whole record useless.
+        """Return the record that the attempt continues. Tokens of versions are not
+        distinguished here: one that is lost makes the whole record useless.
         """
         if command.continues is None:
             return None

@@ -315,7 +315,7 @@ def test_pearson_is_the_mean_product_of_standard_scores(
 
 @pytest.mark.parametrize("measure", [recall_of_longest, pearson])
 @pytest.mark.parametrize(
-    ("predicted", "actual", "told"),
+    ("predicted", "actual", "error"),
     [
         ([], [], "at least 1"),
         ([1.0], [1.0, 2.0], "equally many"),
@@ -327,9 +327,9 @@ def test_measures_refuse_unequal_or_empty_sequences(
     measure: Callable[[list[float], list[float]], float],
     predicted: list[float],
     actual: list[float],
-    told: str,
+    error: str,
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         measure(predicted, actual)
 
 

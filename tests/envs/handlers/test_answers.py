@@ -223,7 +223,7 @@ def test_a_percentage_is_a_hundred_times_the_number(value: Fraction) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "reward"),
+    ("answer", "expected", "reward"),
     [
         (r"So it is \boxed{1{,}250}.", "1250", 1.0),
         (r"\boxed{3} at first, but \boxed{\dfrac{7}{2}}", 3.5, 1.0),
@@ -239,8 +239,8 @@ def test_a_percentage_is_a_hundred_times_the_number(value: Fraction) -> None:
         (r"\boxed{4 or 5}", "5", 0.0),
     ],
 )
-def test_a_reward_for_what_is_boxed(said: str, expected: str | float, reward: float) -> None:
-    assert boxed_reward({"answer": expected}, said) == Score(reward=reward, success=reward == 1.0)
+def test_a_reward_for_what_is_boxed(answer: str, expected: str | float, reward: float) -> None:
+    assert boxed_reward({"answer": expected}, answer) == Score(reward=reward, success=reward == 1.0)
 
 
 @pytest.mark.parametrize("record", [{}, {"answer": None}, {"answer": ["5"]}, {"answer": True}])

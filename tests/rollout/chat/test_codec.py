@@ -33,7 +33,7 @@ CLOSING = {
 }
 
 
-def say(role: str, content: str) -> Message:
+def message(role: str, content: str) -> Message:
     return Message(role=role, content=content)  # type: ignore[arg-type]
 
 
@@ -67,8 +67,8 @@ def test_tokens_only_grow_and_sampled_ids_stay(
     name: str, first: str, turns: list[tuple[list[int], bool, str]], cut: int
 ) -> None:
     of = codec(name)
-    conversation = Conversation(of, [say("user", first)])
-    assert conversation.tokens == complete_tokens(name, [say("user", first)], prompt=True)
+    conversation = Conversation(of, [message("user", first)])
+    assert conversation.tokens == complete_tokens(name, [message("user", first)], prompt=True)
     expected: list[tuple[int, int, list[int]]] = []
     for ids, ended, answer in turns:
         sampled = [*ids, *(of.stop_token_ids[:1] if ended else ())]
@@ -77,7 +77,7 @@ def test_tokens_only_grow_and_sampled_ids_stay(
         assert conversation.tokens == (*before, *sampled)
         expected.append((len(before), len(before) + len(sampled), sampled))
         before = conversation.tokens
-        conversation.observe([say("user", answer)])
+        conversation.observe([message("user", answer)])
         assert conversation.tokens[: len(before)] == before
     sequence = conversation.sequence()
     mask = sequence.output_mask()
@@ -104,7 +104,7 @@ def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
     name: str, first: str, turns: list[tuple[str, str, str]]
 ) -> None:
     of = codec(name)
-    messages = [say("user", first)]
+    messages = [message("user", first)]
     conversation = Conversation(of, messages)
     closing = encode(CLOSING[name])
     for content, ending, answer in turns:
@@ -113,20 +113,20 @@ def test_a_regular_template_gives_the_tokens_of_the_complete_rendering(
         assert (
             conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)) == content
         )
-        conversation.observe([say("user", answer)])
-        messages += [say("assistant", content), say("user", answer)]
+        conversation.observe([message("user", answer)])
+        messages += [message("assistant", content), message("user", answer)]
         assert conversation.tokens == complete_tokens(name, messages, prompt=True)
         assert list(conversation.messages) == messages
 
 
 def test_a_trimming_template_changes_no_sampled_token() -> None:
     of = codec("trimming")
-    conversation = Conversation(of, [say("system", "be brief"), say("user", " hello ")])
+    conversation = Conversation(of, [message("system", "be brief"), message("user", " hello ")])
     sampled = [*encode("\n  padded \n"), *of.stop_token_ids[:1]]
     conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
-    conversation.observe([say("user", "more")])
+    conversation.observe([message("user", "more")])
     opening = complete_tokens(
-        "trimming", [say("system", "be brief"), say("user", " hello ")], prompt=True
+        "trimming", [message("system", "be brief"), message("user", " hello ")], prompt=True
     )
     rest = encode(
         "<|start_header|>user<|end_header|>\n\nmore<|eot|><|start_header|>assistant<|end_header|>\n\n"
@@ -136,24 +136,28 @@ def test_a_trimming_template_changes_no_sampled_token() -> None:
 
 def test_a_template_that_drops_reasoning_keeps_it_in_the_tokens() -> None:
     of = codec("thinking")
-    conversation = Conversation(of, [say("user", "one")])
+    conversation = Conversation(of, [message("user", "one")])
     sampled = [*encode("deep\n</think>\n\nyes"), *of.stop_token_ids[:1]]
     assert (
         conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
         == "deep\n</think>\n\nyes"
     )
-    conversation.observe([say("tool", "r1"), say("tool", "r2")])
+    conversation.observe([message("tool", "r1"), message("tool", "r2")])
     rest = "\n<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
     expected = encode(rest + "<|im_start|>assistant\n<think>\n")
     assert conversation.tokens == (
-        *complete_tokens("thinking", [say("user", "one")], prompt=True),
+        *complete_tokens("thinking", [message("user", "one")], prompt=True),
         *sampled,
         *expected,
     )
     assert "deep" not in of.decode(
         complete_tokens(
             "thinking",
-            [say("user", "one"), say("assistant", "deep\n</think>\n\nyes"), say("user", "two")],
+            [
+                message("user", "one"),
+                message("assistant", "deep\n</think>\n\nyes"),
+                message("user", "two"),
+            ],
             prompt=True,
         )
     )
@@ -175,12 +179,15 @@ SPELLINGS = [
 def test_special_tokens_in_a_message_are_text(name: str, content: str) -> None:
     of = codec(name)
     special = {bpe().token_to_id(token) for token in SPECIALS}
-    opening, harmless = of.start([say("user", content)]), of.start([say("user", "x")])
+    opening, harmless = of.start([message("user", content)]), of.start([message("user", "x")])
     assert [token for token in opening if token in special] == [
         token for token in harmless if token in special
     ]
     assert of.decode(opening) == of.decode(harmless).replace("x", content)
-    after, plain = of.extend([1], [say("user", content)]), of.extend([1], [say("user", "x")])
+    after, plain = (
+        of.extend([1], [message("user", content)]),
+        of.extend([1], [message("user", "x")]),
+    )
     assert [token for token in after if token in special] == [
         token for token in plain if token in special
     ]
@@ -192,9 +199,9 @@ def test_stop_tokens_and_stop_text() -> None:
     end, newline = encode("<|im_end|>")[0], encode("\n")[0]
     assert of.stop_token_ids == (end, 7)
     assert of.stop == ()
-    assert of.extend([1, end], [say("user", "x")])[:1] == (newline,)
-    assert of.extend([1], [say("user", "x")])[:2] == (end, newline)
-    assert of.extend([1, 7], [say("user", "x")])[:2] == (end, newline)
+    assert of.extend([1, end], [message("user", "x")])[:1] == (newline,)
+    assert of.extend([1], [message("user", "x")])[:2] == (end, newline)
+    assert of.extend([1, 7], [message("user", "x")])[:2] == (end, newline)
     assert (
         of.text([*encode("hi"), end])
         == of.text([*encode("hi"), end, newline])
@@ -207,14 +214,14 @@ def test_stop_tokens_and_stop_text() -> None:
 
 def test_a_text_only_turn_is_no_output() -> None:
     of = codec("chatml")
-    conversation = Conversation(of, [say("user", "a")])
+    conversation = Conversation(of, [message("user", "a")])
     tokens = of.encode_turn("hi")
     assert (
         conversation.add_turn(tokens, [0.0] * len(tokens), spans(len(tokens), 0), exact=False)
         == "hi"
     )
     conversation.reward(1.0)
-    conversation.observe([say("user", "b")])
+    conversation.observe([message("user", "b")])
     conversation.add_turn([8], [-3.0], spans(1, 0))
     sequence = conversation.sequence()
     assert [turn.reward for turn in sequence.turns] == [1.0, 0.0]
@@ -223,10 +230,10 @@ def test_a_text_only_turn_is_no_output() -> None:
 
 def test_rewards_and_state_keys_belong_to_their_turns() -> None:
     of = codec("chatml")
-    conversation = Conversation(of, [say("user", "a")], state_key="s0")
+    conversation = Conversation(of, [message("user", "a")], state_key="s0")
     conversation.add_turn([5, 6], [-1.0, -2.0], spans(2, 1))
     conversation.reward(0.5)
-    conversation.observe([say("user", "b")], state_key="s1")
+    conversation.observe([message("user", "b")], state_key="s1")
     conversation.add_turn([8], [-3.0], spans(1, 0))
     conversation.reward(1.0)
     sequence = conversation.sequence()
@@ -252,7 +259,7 @@ def test_rewards_and_state_keys_belong_to_their_turns() -> None:
 def test_refuses_an_inconsistent_result_without_a_trace(
     tokens: list[int], logprobs: list[float], versions: list[tuple[int, int]]
 ) -> None:
-    conversation = Conversation(codec("chatml"), [say("user", "a")])
+    conversation = Conversation(codec("chatml"), [message("user", "a")])
     before = conversation.tokens
     with pytest.raises(ValueError, match="must"):
         conversation.add_turn(
@@ -263,9 +270,9 @@ def test_refuses_an_inconsistent_result_without_a_trace(
 
 
 def test_turns_and_observations_alternate() -> None:
-    conversation = Conversation(codec("chatml"), [say("user", "a")])
+    conversation = Conversation(codec("chatml"), [message("user", "a")])
     with pytest.raises(ValueError, match="must follow add_turn"):
-        conversation.observe([say("user", "b")])
+        conversation.observe([message("user", "b")])
     conversation.add_turn([5], [-1.0], spans(1, 0))
     with pytest.raises(ValueError, match="followed by observe"):
         conversation.add_turn([5], [-1.0], spans(1, 0))
@@ -302,9 +309,9 @@ def test_refuses_a_template_that_cannot_be_extended(source: str, problem: str) -
 
 def test_reports_messages_that_the_template_refuses() -> None:
     with pytest.raises(ChatError, match="roles must alternate"):
-        codec("alternating").extend([1], [say("user", "a"), say("user", "b")])
+        codec("alternating").extend([1], [message("user", "a"), message("user", "b")])
     with pytest.raises(ChatError, match="roles must alternate"):
-        codec("alternating").start([say("assistant", "a")])
+        codec("alternating").start([message("assistant", "a")])
 
 
 def test_template_extras() -> None:
@@ -314,34 +321,34 @@ def test_template_extras() -> None:
         "%}{% break %}{% endfor %}"
     )
     rendered = ChatTemplate(source, special=SPECIAL_MAP, name="t", now=moment).render(
-        [say("user", "<é>")], prompt=False
+        [message("user", "<é>")], prompt=False
     )
     blocks = template(
         "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n."
     )
-    assert blocks.render([say("user", "x")], prompt=False) == "x\n."
+    assert blocks.render([message("user", "x")], prompt=False) == "x\n."
     assert rendered == '04 Mar [{"role": "user", "content": "<é>"}] <|bos|>'
 
 
 def test_a_template_cannot_escape_its_sandbox() -> None:
     with pytest.raises(ChatError, match="access to attribute"):
-        template("{{ messages.__class__.__mro__ }}").render([say("user", "a")], prompt=False)
+        template("{{ messages.__class__.__mro__ }}").render([message("user", "a")], prompt=False)
     with pytest.raises(ConfigError, match="valid Jinja"):
         template("{% for %}")
 
 
 def test_from_directory(tmp_path: Path) -> None:
     of = ChatCodec.from_directory(checkpoint(tmp_path, CHATML))
-    assert of.start([say("user", "the")]) == complete_tokens(
-        "chatml", [say("user", "the")], prompt=True
+    assert of.start([message("user", "the")]) == complete_tokens(
+        "chatml", [message("user", "the")], prompt=True
     )
     assert of.stop_token_ids == tuple(encode("<|im_end|><|end|>"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["headers"])
     of = ChatCodec.from_directory(tmp_path)
     assert of.stop_token_ids == (encode("<|eot|>")[0], 3, 4, encode("<|end|>")[0])
-    assert of.start([say("user", "the")]) == complete_tokens(
-        "headers", [say("user", "the")], prompt=True
+    assert of.start([message("user", "the")]) == complete_tokens(
+        "headers", [message("user", "the")], prompt=True
     )
 
 
@@ -375,11 +382,11 @@ def test_words_of_a_grammar_are_single_tokens() -> None:
 @pytest.mark.parametrize("name", sorted(CLOSING))
 def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> None:
     messages = [
-        say("user", "a"),
-        say("assistant", "the user"),
-        say("user", "b"),
-        say("assistant", "x"),
-        say("user", "end"),
+        message("user", "a"),
+        message("assistant", "the user"),
+        message("user", "b"),
+        message("assistant", "x"),
+        message("user", "end"),
     ]
     sequence = tokenize_transcript(codec(name), messages)
     assert sequence.tokens == complete_tokens(name, messages, prompt=False)
@@ -399,4 +406,4 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
 )
 def test_refuses_a_script_without_turns(roles: list[str]) -> None:
     with pytest.raises(ValueError, match="must begin with the environment"):
-        tokenize_transcript(codec("chatml"), [say(role, "a") for role in roles])
+        tokenize_transcript(codec("chatml"), [message(role, "a") for role in roles])

@@ -329,10 +329,10 @@ def _written(key: str) -> str:
 @pytest.mark.parametrize("key", sorted(FORMER))
 def test_a_former_key_names_the_one_that_replaces_it(key: str) -> None:
     now = FORMER[key]
-    said = now if now.startswith("is gone: ") else f"is now {now}"
+    verdict = now if now.startswith("is gone: ") else f"is now {now}"
     written = _written(key).removesuffix("=1")
     base = GOOD.replace("[run]", '[sim]\nmodel = "qwen3-8b"\n[allocation]\nbudget = 2\n[run]')
-    assert problems(base, _written(key)) == [f"--set (and my.toml): {written} {said}"]
+    assert problems(base, _written(key)) == [f"--set (and my.toml): {written} {verdict}"]
 
 
 def test_a_former_key_in_a_file_is_one_line() -> None:

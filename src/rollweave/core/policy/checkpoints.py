@@ -1,5 +1,5 @@
-"""When the next checkpoint is due: often enough to lose little, and seldom enough to
-cost little.
+"""Decide when the next checkpoint is due: often enough to lose little, and seldom
+enough to cost little.
 """
 
 CHECKPOINT_S = 30.0

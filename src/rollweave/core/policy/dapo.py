@@ -23,7 +23,7 @@ from rollweave.schema.base import Struct
 
 
 class DapoRule(Struct, frozen=True, kw_only=True):
-    """What a trainer requires of its batches.
+    """The requirements that a trainer has of its batches.
 
     `groups` informative groups make a batch. A group is `group_size` attempts at one
     task, and remains valid with `min_members`. `under_way` is the maximum number of

@@ -1,5 +1,5 @@
-"""Which differences between the log-probs of the trainer and of an engine are more than
-rounding: the engine may compute with other weights than the trainer believes.
+"""Tell rounding from larger differences between the log-probs of the trainer and of an
+engine, which may compute with other weights than the trainer believes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How far rollouts may run ahead of training: the modes as presets of small policies
+"""The modes, as presets of small policies: how far rollouts may run ahead of training
 (docs/decisions/0008).
 
 A mode answers four questions. How many steps may lie between the weights that started a
@@ -20,7 +20,7 @@ from rollweave.schema.config.sections import ModeName
 
 
 class Update(enum.Enum):
-    """When engines take published weights.
+    """The moment at which engines take published weights.
 
     The final evaluation takes them at once in every mode.
     """

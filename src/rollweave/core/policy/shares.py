@@ -25,13 +25,13 @@ numbers.
 """
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""By task domain and pool: the seconds that all engines of the pool together need for
-all work of the domain. A domain must not run on a pool that it does not list.
+"""Seconds that all engines of a pool together need for all work of a task domain, by
+domain and pool. A domain must not run on a pool that it does not list.
 """
 
 Shares = Mapping[str, Mapping[str, float]]
-"""By task domain and pool: the share of the domain's work that runs on the pool. The
-shares of a domain sum to 1; a domain without shares runs on any engine.
+"""Share of a task domain's work that runs on a pool, by domain and pool. The shares of
+a domain sum to 1; a domain without shares runs on any engine.
 """
 
 

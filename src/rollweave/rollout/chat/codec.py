@@ -336,7 +336,8 @@ class ChatCodec:
 
 
 class TokenTexts:
-    """What each token of a growing sequence adds to its text, in complete characters.
+    """Finds what each token of a growing sequence adds to its text, in complete
+    characters.
 
     A tokenizer may render a token differently after another one: new text is the
     difference of two decodings that start at the same token.

@@ -120,7 +120,7 @@ class DeltaReader:
         self._text = ""
         self._pieces: list[_Piece] = []
         self._entries: list[tuple[str, float]] = []
-        """Those of the tokens whose characters are not complete."""
+        """Entries of the tokens whose characters are not complete."""
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Take over the tokens of the turn, which continue the known ones or replace

@@ -20,11 +20,11 @@ from rollweave.schema.serving import FinishReason, GenerateResult, openai_finish
 Json = dict[str, Any]
 
 CHUNK: Final = "chat.completion.chunk"
-"""What OpenAI's API calls a part of a stream."""
+"""The type of a part of a stream in OpenAI's API."""
 
 
 class ReplyHead(Struct, frozen=True, kw_only=True):
-    """What all chunks of a reply have. `created` is in seconds of Unix time."""
+    """The fields of all chunks of a reply. `created` is in seconds of Unix time."""
 
     id: str
     created: int
@@ -32,7 +32,7 @@ class ReplyHead(Struct, frozen=True, kw_only=True):
 
 
 class ChatReply(Struct, frozen=True, kw_only=True):
-    """What a client receives for a complete turn. In a stream, `deltas` are those that
+    """The reply to a client for a complete turn. In a stream, `deltas` are those that
     it has not received yet.
     """
 
@@ -164,7 +164,7 @@ def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
         return None
     content: list[Json] = []
     for text, logprob in (entry for delta in deltas for entry in delta.entries):
-        # The bytes of part of a character cannot be told from its text.
+        # The bytes of part of a character cannot be recovered from its text.
         entry: Json = {
             "token": text,
             "logprob": logprob,

@@ -436,7 +436,7 @@ class AblationConfig(Section):
 
     @property
     def migration(self) -> str | None:
-        """When trajectories migrate, if that is not the preset's choice."""
+        """The rule by which trajectories migrate, if it is not the preset's."""
         return self._chosen(MIGRATIONS)
 
     def _chosen(self, kind: tuple[str, ...]) -> str | None:
@@ -1032,7 +1032,7 @@ class WorkersConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How weights reach the engines."""
+    """The transfer of weights to the engines."""
 
     relays: Count = Field(
         0,
