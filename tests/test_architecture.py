@@ -103,3 +103,31 @@ def test_functions_are_short() -> None:
         if lines > LONGEST_FUNCTION
     ]
     assert too_long == []
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Each module of the tests that this one may import, also from a package."""
+    folder = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = folder[: len(folder) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_no_module_of_tests_is_a_library_of_another() -> None:
+    """What several test modules use is in `tests/support`, or in a module beside
+    them.
+    """
+    modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    imports = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules
+        for name in imported(path)
+        if re.fullmatch(r"tests\..*\btest_\w+", name)
+        and (ROOT / f"{name.replace('.', '/')}.py").exists()
+    ]
+    assert imports == []

@@ -13,7 +13,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import TrainerStatus, Turn
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.core.test_pools import PooledWorld, pooled
+from tests.support.pools import PooledWorld, pooled
 
 FAST_PROMPTS = Prices(fixed_s=0.005, sequence_s=5e-5, context_s=3e-8, prompt_s=2e-5)
 FAST_OUTPUT = Prices(fixed_s=0.004, sequence_s=4e-5, context_s=2e-8, prompt_s=14e-5)

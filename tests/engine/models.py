@@ -35,6 +35,8 @@ from rollweave.schema.serving import (
     Shutdown,
     Stats,
 )
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.publication import Publisher
 
 VOCAB = 97
 SIZES: dict[str, Any] = {
@@ -50,6 +52,16 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+PROMPTS = [
+    [5, 9, 2, 77],
+    list(range(1, 40)),
+    [3],
+    [(7 * i) % 90 for i in range(23)],
+    list(range(50, 66)),
+]
+TOLERANCE = 1e-4
+"""Maximum error of a log-prob beside the oracle's."""
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -225,3 +237,32 @@ def drive(
     loop.run()
     assert len(outcome.answers) == expected
     return outcome
+
+
+def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> WeightManifest:
+    return publisher.publish(model.state_dict(), version=version, publication_id=version)
+
+
+def check_versions(
+    prompt: list[int],
+    result: GenerateResult,
+    models: dict[int, torch.nn.Module],
+    *,
+    temperature: float = 1.0,
+) -> None:
+    """Assert that each token's log-prob is that of the version in its span, given all
+    tokens before it.
+    """
+    rows = {
+        v: oracle_logprobs(m, [*prompt, *result.tokens], temperature=temperature)
+        for v, m in models.items()
+    }
+    assert [span.start for span in result.versions] == [
+        0,
+        *(span.end for span in result.versions[:-1]),
+    ]
+    assert result.versions[-1].end == len(result.tokens)
+    for span in result.versions:
+        for at in range(span.start, span.end):
+            want = rows[span.version][len(prompt) - 1 + at, result.tokens[at]].item()
+            assert abs(want - result.logprobs[at]) <= TOLERANCE

@@ -32,7 +32,6 @@ from rollweave.schema.serving import (
     Suspend,
     Suspended,
 )
-from rollweave.schema.weights import WeightManifest
 from rollweave.train.checkpoint import Checkpoint
 from rollweave.train.checkpoint import save as save_checkpoint
 from rollweave.weights.publication import Publisher
@@ -40,13 +39,17 @@ from rollweave.weights.publication import Publisher
 from .models import (
     LINEAR_ROPE,
     LLAMA3_ROPE,
+    PROMPTS,
+    TOLERANCE,
     VOCAB,
     Seconds,
     build,
+    check_versions,
     drive,
     logprob_error,
     oracle_greedy,
     oracle_logprobs,
+    publish,
     request,
     save,
     spec,
@@ -54,14 +57,6 @@ from .models import (
 
 torch.set_num_threads(1)
 
-PROMPTS = [
-    [5, 9, 2, 77],
-    list(range(1, 40)),
-    [3],
-    [(7 * i) % 90 for i in range(23)],
-    list(range(50, 66)),
-]
-TOLERANCE = 1e-4
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_biased_llama3_rope": (
@@ -103,10 +98,6 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
     with_memory.close()
 
 
-def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> WeightManifest:
-    return publisher.publish(model.state_dict(), version=version, publication_id=version)
-
-
 def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateResult]:
     """Run every prompt alone, in a separate engine."""
     return {
@@ -115,31 +106,6 @@ def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateRes
         ).results["x"]
         for i, p in enumerate(PROMPTS)
     }
-
-
-def check_versions(
-    prompt: list[int],
-    result: GenerateResult,
-    models: dict[int, torch.nn.Module],
-    *,
-    temperature: float = 1.0,
-) -> None:
-    """Assert that each token's log-prob is that of the version in its span, given all
-    tokens before it.
-    """
-    rows = {
-        v: oracle_logprobs(m, [*prompt, *result.tokens], temperature=temperature)
-        for v, m in models.items()
-    }
-    assert [span.start for span in result.versions] == [
-        0,
-        *(span.end for span in result.versions[:-1]),
-    ]
-    assert result.versions[-1].end == len(result.tokens)
-    for span in result.versions:
-        for at in range(span.start, span.end):
-            want = rows[span.version][len(prompt) - 1 + at, result.tokens[at]].item()
-            assert abs(want - result.logprobs[at]) <= TOLERANCE
 
 
 # Against transformers.

@@ -28,8 +28,17 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import Publisher, read_tensors
 
-from .models import Outcome, build, drive, request, save, spec
-from .test_loop import PROMPTS, check_versions, publish
+from .models import (
+    PROMPTS,
+    Outcome,
+    build,
+    check_versions,
+    drive,
+    publish,
+    request,
+    save,
+    spec,
+)
 
 torch.set_num_threads(1)
 

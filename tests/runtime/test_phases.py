@@ -14,8 +14,8 @@ from rollweave.runtime.launch import train
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from tests.runtime.real import lake, living
-from tests.runtime.test_scheduling import checked_journal
 from tests.support.core import always_split
+from tests.support.journals import checked_journal
 from tests.worlds.referee import Referee
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,6 @@
 and KV that migrates between processes.
 """
 
-import itertools
 import os
 import signal
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollweave.record.journal import Replay
-from rollweave.record.rundir import RunDir
 from rollweave.runtime.launch import train
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from tests.runtime.real import lake, living
-from tests.worlds.referee import Referee
+from tests.support.journals import checked_journal
 
 
 def moving(directory: Path, **sections: Any) -> RunConfig:
@@ -38,23 +35,6 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
             "faults": {"latency_s": 0.2},
             **sections,
         },
-    )
-
-
-def checked_journal(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:
-    """Return the journal, checked against the contract between the core and its
-    worlds.
-    """
-    run = RunDir(Path(config.run.dir) / config.run.name)
-    replay, referee = Replay(run.journal, config), Referee()
-    history = list(replay)
-    referee.watch(history)
-    assert replay.differing == 0
-    assert referee.owed() == []
-    return (
-        referee,
-        [event for _, event, _ in history],
-        list(itertools.chain.from_iterable(commands for _, _, commands in history)),
     )
 
 
