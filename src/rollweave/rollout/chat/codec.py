@@ -170,21 +170,6 @@ class ChatCodec:
             end -= 1
         return self.decode(sampled[:end])
 
-    def token_texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """Return what each token adds to the text of all: complete characters, so ""
-        for a token within a character that later tokens complete.
-
-        Their concatenation is `decode(tokens)`. A character that is never completed
-        belongs to the last token.
-        """
-        growing, text = TokenTexts(self), self.decode(tokens)
-        texts = [growing.add(token) for token in tokens]
-        if texts:
-            texts[-1] += growing.rest()
-        # If the decoded windows do not add up to the text, the last token gets all of
-        # it.
-        return tuple(texts) if "".join(texts) == text else (*[""] * (len(tokens) - 1), text)
-
     def encode_literal(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a forced prefix of the agent's message, with special
         tokens where it spells them.
