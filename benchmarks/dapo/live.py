@@ -23,6 +23,7 @@ from benchmarks.contract import Figure
 from benchmarks.runs import trained
 from rollweave.core.policy.dapo import DapoRule
 from rollweave.core.policy.redundancy import Verdict, group_verdict
+from rollweave.io.http.access import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
@@ -139,7 +140,7 @@ def _served(directory: Path) -> Iterator[str]:
     options = {
         "observer": observer,
         "make_backend": _no_backend,
-        "access": launch.Access(port=0, no_token=True),
+        "access": Access(port=0, no_token=True),
     }
     thread = threading.Thread(target=launch.serve, args=(config,), kwargs=options, name="service")
     thread.start()

@@ -26,6 +26,7 @@ from benchmarks.runs import trained
 from benchmarks.service import ablations as service_ablations
 from benchmarks.service import scaling as service_scaling
 from rollweave.engine.clients.transport import OnRetry
+from rollweave.io.http.access import Access
 from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
@@ -218,7 +219,7 @@ class _Running:
                 make_backend=_no_backend,
                 programs=Programs(),
                 on_service=self._on_service,
-                access=launch.Access(port=0, no_token=True),
+                access=Access(port=0, no_token=True),
             )
         except BaseException as error:
             self._error = error

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.service.bash_env import SANDBOXES
+from rollweave.io.http.access import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         observer=_Observer(),
         make_backend=backend_factory(config),
         on_service=observe,
-        access=launch.Access(port=0, no_token=True),
+        access=Access(port=0, no_token=True),
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from rollweave.core.state import State, WorkerStatus
 from rollweave.engine.clients.transport import OnRetry
+from rollweave.io.http.access import Access
 from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
@@ -145,7 +146,7 @@ def main() -> None:
         make_backend=_no_backend,
         programs=Programs(engine="benchmarks.workers.world"),
         on_service=driver.on_service,
-        access=launch.Access(port=0, no_token=True),
+        access=Access(port=0, no_token=True),
     )
     assert driver.load is not None, "the service ends once it is measured"
     print(msgspec.json.encode(driver.load).decode(), flush=True)

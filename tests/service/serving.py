@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rollweave.io.http.access import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
@@ -67,7 +68,7 @@ class Serving:
         self._make_backend = make_backend
         self.service: Service
         self._unsandboxed = access.pop("unsandboxed", False)
-        self._access = launch.Access(**{"port": 0, "no_token": "token_env" not in access, **access})
+        self._access = Access(**{"port": 0, "no_token": "token_env" not in access, **access})
         self.token: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(config,), name="service")
         self._thread.start()
@@ -181,5 +182,5 @@ if __name__ == "__main__":
         observer=Printing(),
         make_backend=backend_factory(given),
         programs=FAKES,
-        access=launch.Access(port=int(sys.argv[2]), no_token=True),
+        access=Access(port=int(sys.argv[2]), no_token=True),
     )

@@ -16,12 +16,12 @@ from rollweave.cli.console import err, out
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer, TextCodec
-from rollweave.io.http.guard import Guard, given_token, kept_token
-from rollweave.io.http.listening import check_address, listening
+from rollweave.io.http.access import ADDRESS, Access
+from rollweave.io.http.guard import Guard, kept_token
+from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
-from rollweave.schema.address import check_names
 from rollweave.schema.errors import ConfigError, EngineLostError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import read_shape
@@ -31,9 +31,6 @@ START_S = 300.0
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Number formats that the embedded engine computes in."""
-
-NAMES = "--host and --port"
-"""Names of the options that define the address, for error messages."""
 
 REPLY_S = 60.0
 """Maximum seconds to read the engine's state, which waits for the end of a step."""
@@ -62,20 +59,15 @@ class TokenizerCodec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
-    """The address of the engine's server and the clients that it admits, as given by
-    the options of `rollweave engine`.
+class EngineAccess(Access):
+    """The address of an engine's server and the clients that it admits. A generated
+    token is kept in `token_file`.
     """
 
-    host: str
-    port: int
-    token_env: str | None = None
     token_file: Path | None = None
-    no_token: bool = False
-    names: tuple[str, ...] = ()
 
 
-def engine(spec: EngineSpec, access: Access) -> None:
+def engine(spec: EngineSpec, access: EngineAccess) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
@@ -83,14 +75,7 @@ def engine(spec: EngineSpec, access: Access) -> None:
     _check(spec)  # report wrong input before a process starts
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
-    token_given = given_token(
-        access.token_env, no_token=access.no_token, host=access.host, named="--token-env"
-    )
-    try:
-        check_names(access.names, field="--allow-host")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    check_address(access.host, access.port, names=NAMES)
+    token_given = access.check()
     file = access.token_file or _state_directory() / TOKEN_FILE
     token = None if access.no_token else token_given or kept_token(file)
     if token is None:
@@ -122,7 +107,7 @@ def _state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
 
 
-async def _serve(spec: EngineSpec, access: Access, token: str | None, notice: str) -> None:
+async def _serve(spec: EngineSpec, access: EngineAccess, token: str | None, notice: str) -> None:
     # signals cancel this future
     ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -155,7 +140,7 @@ async def _serve(spec: EngineSpec, access: Access, token: str | None, notice: st
                 access.port,
                 guard=guard,
                 shutdown_s=SHUTDOWN_S,
-                names=NAMES,
+                names=ADDRESS,
             ) as address:
                 out.print(
                     f"serving {escape(spec.model)} at {address}, {slots} requests at once",

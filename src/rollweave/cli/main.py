@@ -185,7 +185,7 @@ def serve(
     """Serve rollouts of CONFIG's tasks over HTTP."""
     with errors_reported():
         from rollweave.cli.serve import serve as work
-        from rollweave.service.launch import Access
+        from rollweave.io.http.access import Access
 
         access = Access(
             host=host,
@@ -346,7 +346,7 @@ def engine(
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with errors_reported():
-        from rollweave.cli.engine import Access
+        from rollweave.cli.engine import EngineAccess
         from rollweave.cli.engine import engine as work
         from rollweave.schema.base import EngineId
         from rollweave.schema.serving import EngineSpec
@@ -361,7 +361,7 @@ def engine(
             kv_tokens=kv_tokens,
             deterministic=deterministic,
         )
-        access = Access(
+        access = EngineAccess(
             host=host,
             port=port,
             token_env=token_env,

@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
+from rollweave.io.http.access import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
@@ -27,7 +28,7 @@ def serve(
     overrides: Sequence[str],
     *,
     inproc: bool,
-    access: launch.Access = launch.ON_LOOPBACK,
+    access: Access = ON_LOOPBACK,
     unsandboxed: bool = False,
 ) -> None:
     """Serve until a signal ends it."""
@@ -68,7 +69,7 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
 class _Terminal:
     """Prints the stages of a service on the terminal."""
 
-    def __init__(self, config: RunConfig, access: launch.Access) -> None:
+    def __init__(self, config: RunConfig, access: Access) -> None:
         self._config, self._access = config, access
 
     def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:

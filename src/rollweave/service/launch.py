@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +23,9 @@ from rollweave.engine.clients.base import EngineBackend
 from rollweave.envs.foreign import describe_error
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file
-from rollweave.io.http.guard import Guard, given_token, kept_token
-from rollweave.io.http.listening import check_address, listening
+from rollweave.io.http.access import ADDRESS, ON_LOOPBACK, Access
+from rollweave.io.http.guard import Guard, kept_token
+from rollweave.io.http.listening import listening
 from rollweave.record.identity import write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
@@ -42,7 +42,7 @@ from rollweave.runtime.recover import Beginning, model_dir, recover, settle
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.wiring import Wiring
-from rollweave.schema.address import Hosts, check_names
+from rollweave.schema.address import Hosts
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
@@ -56,9 +56,6 @@ from rollweave.service.registry import is_registered
 from rollweave.service.service import Service
 from rollweave.train.lengths import check_installed
 
-NAMES = "--host and --port"
-"""Names of the settings that define the address, for error messages."""
-
 COMPACT_S = 5.0
 """Seconds between two checks whether to compact the journal: a busy service writes a
 megabyte a second.
@@ -66,26 +63,6 @@ megabyte a second.
 
 SHUTDOWN_S = 5.0
 """Maximum seconds for HTTP requests that are under way when the service ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """The address of a service and the clients that it admits, as given by the options
-    of `rollweave serve`.
-
-    `names` are further names under which clients reach it; `no_token` admits every
-    program on this host.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8300
-    token_env: str | None = None
-    no_token: bool = False
-    names: tuple[str, ...] = ()
-
-
-ON_LOOPBACK = Access()
-"""The default: loopback, with a token that is generated and kept."""
 
 
 class ServiceObserver(Protocol):
@@ -136,14 +113,7 @@ def serve(
             "sandbox.backend must isolate the commands of a service's clients, got 'plain', under "
             "which they run as this user; `rollweave serve --unsandboxed` allows that"
         )
-    token_given = given_token(
-        access.token_env, no_token=access.no_token, host=access.host, named="--token-env"
-    )
-    try:
-        check_names(access.names, field="--allow-host")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    check_address(access.host, access.port, names=NAMES)
+    token_given = access.check()
     check_installed(config)
     # errors in these are reported before the directory is created
     source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))
@@ -369,7 +339,7 @@ async def _answer(
 ) -> None:
     """Answer HTTP requests until `stopped`; `on_listening` gets the address."""
     async with listening(
-        app, access.host, access.port, guard=guard, shutdown_s=SHUTDOWN_S, names=NAMES
+        app, access.host, access.port, guard=guard, shutdown_s=SHUTDOWN_S, names=ADDRESS
     ) as address:
         on_listening(address)
         await stopped.wait()
