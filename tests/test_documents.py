@@ -237,7 +237,7 @@ def test_settings_that_are_shown_are_accepted(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_modules_that_are_named_exist(path: Path) -> None:
-    """Also their attributes, as in `core/policy/relay.join_at`."""
+    """Attributes of modules exist, too, as in `core/policy/relay.join_at`."""
     source = ROOT / "src/rollweave"
     packages = "|".join(folder.parent.name for folder in source.glob("*/__init__.py"))
     named = re.compile(rf"((?:{packages})/[\w/]+?)/?(?:\.(?!py$)(\w+)[\w.]*|\.py)?")

@@ -93,7 +93,7 @@ QUICK = SitesPlan(settings=SETTINGS, rounds=1, steps=4, mbits=100.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """What crossed the link during one run, and how long that took.
+    """The traffic over the link during one run, and how long it took.
 
     `versions` have reached the other site, each `arrived_s` after it was published on
     all hosts there; a relay there received at most `version_bytes` for one of them.

@@ -1,5 +1,5 @@
-"""How long a chain stalls when one of its relays dies, hangs or loses its link during a
-broadcast (Laminar §4.3).
+"""Measure how long a chain stalls when one of its relays dies, hangs or loses its link
+during a broadcast (Laminar §4.3).
 """
 
 import asyncio

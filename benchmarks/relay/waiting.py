@@ -1,5 +1,5 @@
-"""How long engines wait for new weights (Laminar Fig. 14), and how long publication
-holds up the trainer, while training continues.
+"""Measure how long engines wait for new weights (Laminar Fig. 14), and how long
+publication holds up the trainer, while training continues.
 
 With relays, an engine fetches weights when it wants them, from its host's memory: its
 wait begins with its request, whether the version is on its host yet or still on the

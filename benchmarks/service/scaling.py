@@ -29,8 +29,8 @@ PROCESSES = (1, 2, 4)
 ENGINES, SLOTS = 2, 256
 
 ENVIRONMENTS, STEP_S, TOKEN_MS = 16, 0.2, 5.0
-"""For workload `nodes`: environments of a process, seconds of each of their steps, and
-milliseconds of a token.
+"""Environments of a process, seconds of each of their steps, and milliseconds of a
+token, in workload `nodes`.
 """
 
 PER_PROCESS = 32

@@ -62,7 +62,7 @@ COMMON = (
     "run.checkpoint_every=0",
     "run.name=trl",
 )
-"""What TRL can do, too: GRPO with one advantage for each trajectory, no KL, and a
+"""Settings that TRL has, too: GRPO with one advantage for each trajectory, no KL, and a
 constant learning rate.
 """
 

@@ -32,7 +32,7 @@ TAIL_LINES = 6
 
 MODULE = "benchmarks.trl.training"
 NEEDED = {"trainer": ("_generate_single_turn", "rollout_func", "env_mask")}
-"""What TRL must mention, by the folder of its package."""
+"""Names that TRL's source must mention, by the folder of its package."""
 
 
 def interpreter(root: Path = ROOT) -> str | None:

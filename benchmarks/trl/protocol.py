@@ -1,4 +1,4 @@
-"""What the bench and TRL's process exchange.
+"""The messages between the bench and TRL's process.
 
 The bench writes a `TrlSpec` to a file. After every `save_every` steps the process
 writes a checkpoint and a line, a `TrlCheckpoint`; then it waits, with its clock

@@ -61,7 +61,7 @@ likely one in float32.
 
 @dataclass(slots=True)
 class Exactness:
-    """What a comparison found. `seconds` are those of each update by phase."""
+    """The result of a comparison. `seconds` are those of each update by phase."""
 
     tokens: int = 0
     continued: int = 0

@@ -55,8 +55,8 @@ TRIES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Survived:
-    """What a run lost: nothing, if all of this is 0. `reason` is why the engine was
-    lost, `tries` how often one was stopped.
+    """The losses of a run, which are none if all of this is 0. `reason` is why the
+    engine was lost, `tries` how often one was stopped.
     """
 
     unaccounted: int

@@ -236,10 +236,17 @@ def finished(number: int) -> MemberStatus:
         tokens=(), segments=(), logprobs=(), turns=(TurnSpan(start=0, end=0),) * 2
     )
     result = Trajectory(
-        id=TrajectoryId(str(number)), group_id=GroupId("g"), task=Task(id=TaskId("t"), env="", seed=0), attempt=0,
-        initiated_version=0, sequences=(sequence,), reward=1.0, stop_reason=StopReason.FINISHED, blame=Blame.NONE,
+        id=TrajectoryId(str(number)),
+        group_id=GroupId("g"),
+        task=Task(id=TaskId("t"), env="", seed=0),
+        attempt=0,
+        initiated_version=0,
+        sequences=(sequence,),
+        reward=1.0,
+        stop_reason=StopReason.FINISHED,
+        blame=Blame.NONE,
         timing=Timing(env_s=3.0, generate_s=5.0),
-    )  # fmt: skip
+    )
     return MemberStatus(
         id=result.id, stage="done", attempt=0, stop_reason="finished", result=result
     )

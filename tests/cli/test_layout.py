@@ -87,7 +87,9 @@ node-1    relay               -                            -       46.2 GiB
 
 
 def test_on_two_nodes_in_turn_the_larger_need_counts() -> None:
-    """That of an engine and the CUDA context of a rank: 54.2 + 0.6 GiB."""
+    """The larger need is that of an engine with the CUDA context of a rank: 54.2 + 0.6
+    GiB.
+    """
     text = shown(80, run=IN_TURN, hosts=IN_TURN_HOSTS)
     assert text.strip().startswith(TURNS.strip())
     assert text.count("GPUs 0–7  H100 80GB HBM3  54.8 GiB of 79.6 GiB") == 2
@@ -118,7 +120,9 @@ def test_a_dry_run_prints_the_table_and_passes() -> None:
 
 
 def test_hosts_without_gpus_offer_an_unlimited_resource(tmp_path: Path) -> None:
-    """As agents with `--resource train` do; an amount of one has room for one rank."""
+    """They offer what agents with `--resource train` do; an amount of one has room for
+    one rank.
+    """
     hosts = tmp_path / "hosts.toml"
     host = '[[hosts]]\nname = "{}"\ncpus = 8\nmemory_gib = 2048\nresources = {{ {} = {} }}\n'
     arguments = ["--set", "pools.training.resource=train", "--set", "pools.rollouts.resource=roll"]

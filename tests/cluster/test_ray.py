@@ -274,7 +274,7 @@ def test_a_node_in_use_is_named(ray: RayHosts, tmp_path: Path) -> None:
 
 
 def test_the_command_line_uses_the_cluster_of_its_node(ray: RayHosts, tmp_path: Path) -> None:
-    """With real engines, and a rollout worker that runs a module of the user's."""
+    """The engines are real, and a rollout worker runs a module of the user's."""
     (tmp_path / "config.toml").write_text(LAKE.replace("frozenlake", "mine.game:Mine") + WORKERS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "game.py").write_text(MINE)

@@ -1,4 +1,4 @@
-"""What consolidation knows of an engine before it plans."""
+"""Consolidation knows the KV and the work of each engine before it plans."""
 
 from rollweave.core import consolidation
 from rollweave.core.consolidation import PERIOD_S

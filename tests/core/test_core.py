@@ -47,8 +47,8 @@ def test_every_handler_is_of_an_event() -> None:
 # an engine with more turns than slots beside one with a free slot
 @example(seed=7956, mode="one_step")
 def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
-    """With migration by gain. Turns whose contexts have no room, and those that this
-    engine has failed, may wait.
+    """Turns whose contexts have no room, and those that this engine has failed, may
+    wait. Migration is by gain.
     """
     world = World(
         config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}),
@@ -97,7 +97,9 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
 
 @pytest.mark.timeout(900)
 @settings(max_examples=examples(60))
-@example(  # rewards wait for a training group that cannot start while an evaluation holds older weights
+@example(
+    # Rewards wait for a training group that cannot start while an evaluation holds
+    # older weights.
     seed=1,
     mode="stream",
     failure=0.1,

@@ -1,4 +1,4 @@
-"""What the buffer's strategies are asked, and when."""
+"""The buffer's strategies are asked for what is missing, when it is missing."""
 
 import hashlib
 

@@ -1,6 +1,4 @@
-"""What becomes of a group: complete, filtered, dropped, returned; and what is
-counted.
-"""
+"""Groups are completed, filtered, dropped or returned, and counted as such."""
 
 from collections.abc import Sequence
 
@@ -187,7 +185,7 @@ def test_a_member_is_wanted_while_its_group_is_active_in_training() -> None:
 
 @pytest.mark.parametrize("mode", ["bounded", "partial"])
 def test_groups_that_no_step_accepts_expire(mode: str) -> None:
-    """With a window of one version; a mode that does not abort drops buffered ones."""
+    """The window is one version; a mode that does not abort drops buffered ones."""
     run = rolling_out(mode=mode)
     window = run.mode.window
     assert window is not None

@@ -105,7 +105,9 @@ def test_every_turn_teaches_what_happened_during_it(
 
 
 def test_what_was_learned_is_a_function_of_the_events() -> None:
-    """Also of a run whose controller was lost, and from a snapshot in its middle."""
+    """It is also one in a run whose controller was lost, and from a snapshot in its
+    middle.
+    """
     run_config = config(rollout={"scheduling": "trajectory"})
     world = World(run_config, seed=UNMEASURED_SEEDS[1], failure=0.03)
     world.start()

@@ -1,4 +1,6 @@
-"""What is learned from turns and environments, and what is estimated from it."""
+"""Estimates of lengths and times follow from the turns and steps of environments so
+far.
+"""
 
 import math
 

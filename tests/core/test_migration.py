@@ -1,4 +1,4 @@
-"""When a trajectory moves to another engine, and what becomes of its turn."""
+"""A trajectory moves to another engine where that pays, and its turn follows."""
 
 import pytest
 

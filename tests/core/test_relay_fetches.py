@@ -1,5 +1,5 @@
-"""What a relay remembers of a fetch: of one that succeeded nothing, of a failed one
-why.
+"""A relay remembers nothing of a fetch that succeeded, and the reason of one that
+failed.
 """
 
 import pytest

@@ -26,7 +26,7 @@ from tests.support.relay_driver import Driver
 
 
 def ways(commands: list[c.Command]) -> dict[str, str | None]:
-    """Which relays are commanded to fetch, and from which sources."""
+    """Return the relays that are commanded to fetch, with their sources."""
     return {
         command.relay_id: command.source
         for command in commands

@@ -1,4 +1,4 @@
-"""What a run derives from its configuration, and the bound of its pools."""
+"""A run derives values from its configuration, and bounds its pools."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""When and where turns run, seen from outside the core: what was requested, what was
-started, and what it waited for.
+"""Turns run when and where they should, seen from outside the core: what was requested,
+what was started, and what it waited for.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""How many trajectories an engine launches in mode decoupled, and where."""
+"""Engines launch trajectories by their capacity in mode decoupled."""
 
 from rollweave.core import version_affinity as affinity
 from rollweave.core.run import Run

@@ -1,4 +1,4 @@
-"""How an engine comes to other weights, and what it does if it cannot."""
+"""An engine loads other weights, or goes without if it cannot."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which versions are kept, and which of them an engine can load."""
+"""Versions are kept as long as they may be needed; engines can load some of them."""
 
 from rollweave.core import weights
 from rollweave.core.run import Run

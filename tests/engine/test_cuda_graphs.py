@@ -39,7 +39,7 @@ def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> st
 
 
 class Gpu:
-    """What stands in for a GPU: the kernel, and the recorders of one engine."""
+    """A stand-in for a GPU: the kernel, and the recorders of one engine."""
 
     def __init__(self) -> None:
         self.kernel: Kernel = dense

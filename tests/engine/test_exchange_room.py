@@ -33,9 +33,23 @@ from tests.support.properties import examples
 SIZE = 2
 """Tokens of a block."""
 SHAPE = ModelShape(
-    vocab=9, hidden=8, layers=3, heads=2, kv_heads=1, head_dim=2, ffn=4, context=99, eps=1e-6, tied=True, qkv_bias=False,
-    out_bias=False, mlp_bias=False, qk_norm=False, inv_freq=(1.0,), eos_token_ids=(),
-)  # fmt: skip
+    vocab=9,
+    hidden=8,
+    layers=3,
+    heads=2,
+    kv_heads=1,
+    head_dim=2,
+    ffn=4,
+    context=99,
+    eps=1e-6,
+    tied=True,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    inv_freq=(1.0,),
+    eos_token_ids=(),
+)
 
 
 class Cache:

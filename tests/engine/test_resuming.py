@@ -282,8 +282,8 @@ def test_inconsistent_partial_output_is_refused(changes: dict[str, Any]) -> None
 
 
 def test_budget_includes_the_resumed_part(path: str, uninterrupted: list[GenerateResult]) -> None:
-    """Of 8 seconds, 5 are used up. With one step per second, the last one starts in the
-    eighth.
+    """Five of 8 seconds are used up. With one step per second, the last one starts in
+    the eighth.
     """
     resumed_request = resuming(
         request("x", PROMPTS[0], max_tokens=MAX_TOKENS), cut(uninterrupted[0], 4, generate_s=5.0)

@@ -27,9 +27,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     actions: tuple[str, ...] = ()
     closed: bool = True
-    """Whether all its text consists of its words."""
+    """True if all its text consists of its words."""
     splits: bool = True
-    """Whether its held-out tasks differ from its training tasks."""
+    """True if its held-out tasks differ from its training tasks."""
 
 
 LAKE = tuple(f"<{direction}>" for direction in ("left", "down", "right", "up"))

@@ -251,7 +251,7 @@ async def test_kv_moves_between_two_engines_on_one_device(
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
 def test_a_run_with_two_engines_on_the_trainers_device(tmp_path: Path, device: str) -> None:
-    """At the same time, and in turn."""
+    """They run at the same time, and in turn."""
     for colocated in (False, True):
         config = lake(
             tmp_path / str(colocated),

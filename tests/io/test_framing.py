@@ -1,4 +1,4 @@
-"""What a peer sent before its end arrives."""
+"""Frames that a peer sent before its end arrive."""
 
 import asyncio
 import socket

@@ -1,6 +1,4 @@
-"""What a killed owner leaves is removed by the next start, and nothing of a living one
-is.
-"""
+"""The next start removes what a killed owner left, and nothing of a living one."""
 
 import contextlib
 import json

@@ -278,7 +278,7 @@ class Harness:
     """A pipeline over a scripted environment and engine, its events, and its tasks."""
 
     wired = False
-    """Whether the worker is reached by frames, as one in another process is."""
+    """True if the worker is reached by frames, as one in another process is."""
 
     def __init__(
         self,

@@ -52,8 +52,8 @@ from tests.support.engines import environment, real_loop, tiny_checkpoint
 
 PROMPT = (5, 6)
 IDLE: Any = SimpleNamespace(budget_s=600.0, reward=0.0)
-"""What a turn asks of its episode. No turn of a real engine outlasts it on a busy
-machine.
+"""The part of an episode that a turn uses. No turn of a real engine outlasts it on a
+busy machine.
 """
 TRUTH = tuple(range(10, 30))
 """The tokens of the complete turn."""

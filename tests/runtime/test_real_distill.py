@@ -1,6 +1,5 @@
-"""On-policy distillation with a teacher that `rollweave engine` serves: what is stored
-are its log-probs, the student comes nearer to it, and a teacher that cannot teach is
-refused.
+"""On-policy distillation has a teacher that `rollweave engine` serves: its log-probs
+are stored, the student comes nearer to it, and a teacher that cannot teach is refused.
 """
 
 import contextlib

@@ -19,14 +19,16 @@ FOLDER = Path(inside.__file__).parent
 PYTHON = (sys.executable, "-I", "-S")
 
 BLIND = f"import os, runpy; del os.pidfd_open; runpy.run_path({str(FOLDER)!r}, run_name='__main__')"
-"""Where the system has no pidfd."""
+"""Code that runs the server as on a system without pidfd."""
 
 
 PRELOADED = (
     f"import IPython.core.interactiveshell, runpy; runpy.run_path({str(FOLDER)!r}, "
     "run_name='__main__')"
 )
-"""As in a sandbox that is a fork of a process which has imported much."""
+"""Code that runs the server as in a sandbox that is a fork of a process which has
+imported much.
+"""
 
 
 def start(

@@ -41,7 +41,7 @@ for line in open("/proc/self/mounts"):
 
 @pytest.mark.parametrize("name", ISOLATING)
 async def test_every_writable_memory_file_system_is_bounded(name: str) -> None:
-    """In files as in bytes: the attack on files may end by another bound."""
+    """Files are bounded as bytes are: the attack on files may end by another bound."""
     limits = Limits()
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=limits))

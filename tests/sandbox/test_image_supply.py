@@ -266,7 +266,7 @@ async def test_a_recipe_is_built_once_and_given_to_a_mirror_directory(tmp_path: 
 
 
 async def test_requests_at_the_same_time_make_one_fetch(tmp_path: Path) -> None:
-    """In a process, and in two of a host."""
+    """The requests come from one process, and from two of a host."""
     given = _, digest = archive_of(tmp_path / "given")
     exchange, mirror = Granting(), str(mirror_of(tmp_path / "mirror", given))
     options: dict[str, Any] = {"exchange": exchange, "mirror": mirror}

@@ -52,8 +52,8 @@ reboot 169 142 EPERM; swapon 167 224 EPERM; swapoff 168 225 EPERM; acct 163 89 E
 quotactl_fd 443 443 EPERM; modify_ldt 154 - ENOSYS; uselib 134 - ENOSYS; iopl 172 - EPERM; ioperm 173 - EPERM;
 migrate_pages 256 238 EPERM; move_pages 279 239 EPERM; vhangup 153 58 EPERM
 """
-"""What the filter refuses whatever its arguments are: name, number on x86_64 and on
-aarch64, error.
+"""Calls that the filter refuses whatever their arguments are: name, number on x86_64
+and on aarch64, error.
 """
 
 HEADERS = {

@@ -37,7 +37,8 @@ def talk(text):
     assert status == 200, answer
     return json.loads(answer)["choices"][0]["message"]["content"]
 """
-"""As `OPENAI`, without the second of CPU in which OpenAI's client is imported."""
+"""The same as `OPENAI`, without the second of CPU in which OpenAI's client is imported.
+"""
 
 
 @contextlib.asynccontextmanager

@@ -44,7 +44,7 @@ FIRST_SPARE_FD = 500
 IMPORTED_LATER = {
     "rollweave.runtime.entrypoints.predictor": "rollweave.train.lengths.regressors",
 }
-"""What a module imports before it is ready, but not at its top."""
+"""Modules that a module imports before it is ready, but not at its top."""
 
 Request = dict[str, Any]
 

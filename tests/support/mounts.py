@@ -1,4 +1,4 @@
-"""Whether this user may mount file systems."""
+"""The user's right to mount file systems."""
 
 import subprocess
 

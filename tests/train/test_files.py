@@ -45,7 +45,7 @@ def test_a_failure_keeps_the_former_directory(tmp_path: Path, error: BaseExcepti
 def test_a_directory_is_replaced_where_names_cannot_be_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on NFS."""
+    """The file system cannot exchange two names, like NFS."""
     refusal = Mock(return_value=False)
     monkeypatch.setattr(disk, "_exchange", refusal)
     for text in ("old", "new"):

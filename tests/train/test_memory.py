@@ -1,4 +1,4 @@
-"""What saves memory gives the same update, and saves memory."""
+"""Settings that save memory give the same update, and save memory."""
 
 from pathlib import Path
 from typing import Any

@@ -43,8 +43,8 @@ def rank_of(number: int, *, data: int, tensor: int) -> RankGroup:
     split=st.sampled_from(SPLITS),
 )
 def test_each_row_is_published_once(each: int, data: int, tensor: int, split: Split | None) -> None:
-    """And saved by ranks that have it, together with the other columns of their
-    group.
+    """Each row is also saved by a rank that has it, together with the other columns of
+    its group.
     """
     count = each * tensor
     published_by = [0] * count
@@ -127,8 +127,8 @@ def test_adapters_in_tensor_groups_match_one_rank(tmp_path: Path, name: str, cou
     ("name", "count"), [("qwen3", 2), ("qwen3_moe", 4), ("gemma3", 4), ("phi3", 2)]
 )
 def test_tensor_groups_match_one_rank(tmp_path: Path, name: str, count: int) -> None:
-    """In groups of two, which also continue from a checkpoint of one rank, and one rank
-    from theirs.
+    """Groups of two match one rank; they continue from its checkpoint, and it from
+    theirs.
     """
     path = build(name, tmp_path / "m")
     alone = run(path, tmp_path / "alone")

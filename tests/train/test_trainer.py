@@ -316,7 +316,7 @@ def test_random_batches_never_make_the_trainer_raise(model_dir: Path, tmp_path: 
 def test_a_checkpoint_may_follow_the_report_of_the_one_before(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """At once: on the writing thread, which has not ended yet."""
+    """The reply comes at once: on the writing thread, which has not ended yet."""
     trainer = new_trainer(model_dir, tmp_path)
     replies: list[TrainerReply | None] = []
     reported = threading.Event()

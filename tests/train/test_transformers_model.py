@@ -161,7 +161,7 @@ def test_bfloat16_is_close(tmp_path: Path, name: str) -> None:
 
 
 def test_the_divergence_from_a_reference_is_that_of_its_logits(tmp_path: Path) -> None:
-    """Also where the model bounds its logits."""
+    """The model bounds its logits."""
     path, examples = build("gemma2", tmp_path / "m"), make_examples(3)
     model, other = load(path), load(build("gemma2", tmp_path / "other", seed=1))
     packed = pack(examples)
@@ -189,7 +189,7 @@ def test_a_head_with_a_bias_has_no_forward_divergence(tmp_path: Path) -> None:
 
 
 class TestRefusals:
-    """What is not supported is named, before any weights are read."""
+    """Unsupported parts are named before any weights are read."""
 
     def refuse(self, path: Path) -> str:
         with pytest.raises(TrainerError) as refused:

@@ -1,4 +1,6 @@
-"""Where a prompt is computed, against a slow reference: the sum of all delays."""
+"""The choice of the engine that computes a prompt equals a slow reference: the least
+sum of all delays.
+"""
 
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -37,7 +37,7 @@ def experience(name: str, arrived: int = 0, **fields: object) -> Experience:
 
 @st.composite
 def buffers(draw: st.DrawFn, least: int = 0) -> list[Experience]:
-    """In any order, with few different values, so that ties are common."""
+    """Draw groups in any order, with few different values, so that ties are common."""
     size = draw(st.integers(least, 8))
     return [
         experience(
@@ -75,7 +75,7 @@ def spread(one: Experience) -> Fraction:
 
 
 def distance(one: Experience) -> float:
-    """How many times the ratio is off, either way."""
+    """Return the factor by which the ratio is off, either way."""
     return float("inf") if one.ratio is None else max(one.ratio, 1 / one.ratio)
 
 

@@ -1,4 +1,4 @@
-"""Which engines are warned of."""
+"""Engines are warned of if their gap is more than rounding."""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Which worker gets an image from outside, and where the others get it."""
+"""The choice of the worker that gets an image from outside, and of those that serve it
+to others.
+"""
 
 import random
 

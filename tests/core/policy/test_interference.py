@@ -75,8 +75,8 @@ def test_nothing_is_read_outside_a_table(degree: int, size: int, words: str) -> 
 
 @given(SAMPLES)
 def test_the_monotone_fit_is_the_nearest_one(measured: list[StepTime]) -> None:
-    """At a measured batch: the greatest over starts before it of the least over ends
-    after it of the mean between (min-max).
+    """The fit at a measured batch is the greatest over starts before it of the least
+    over ends after it of the mean between (min-max).
     """
     batches = sorted({one.batch for one in measured})
     values = {batch: [one.seconds for one in measured if one.batch == batch] for batch in batches}

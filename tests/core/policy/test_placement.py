@@ -100,7 +100,9 @@ def test_equal_degrees_together_are_all_orders_of_degrees(
 
 
 def steps(start: float, counts: list[int]) -> list[float]:
-    """From `start` up, by so many of the smallest steps there are."""
+    """Return numbers that rise from `start`, each by so many of the smallest steps
+    there are.
+    """
     return [start := start + count * math.ulp(start) for count in counts]
 
 

@@ -1,4 +1,6 @@
-"""Which hosts belong to which pool, and what is said of a pool without hosts."""
+"""Hosts belong to pools by their resources, and errors about a pool without hosts
+suggest others.
+"""
 
 import math
 

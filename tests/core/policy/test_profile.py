@@ -1,4 +1,4 @@
-"""What domains cost, from their tokens and the prices of engines."""
+"""Costs of domains follow from their tokens and the prices of engines."""
 
 import pytest
 

@@ -123,8 +123,8 @@ def test_what_means_nothing_is_refused(call: object, message: str) -> None:
 
 
 def pipeline_s(sizes: list[float], nodes: int, start_s: float, byte_s: float) -> float:
-    """When the last relay has the last chunk, chunk by chunk and hop by hop: each hop
-    sends one chunk at a time, in order.
+    """Return when the last relay has the last chunk, computed chunk by chunk and hop by
+    hop: each hop sends one chunk at a time, in order.
     """
     free = [0.0] * (nodes - 1)
     for size in sizes:

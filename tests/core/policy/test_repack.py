@@ -16,7 +16,9 @@ from tests.support.properties import examples
 
 
 def replica(name: str, kv_used: int, requests: int = 1, **fields: int) -> Replica:
-    """Of KV 100, whose use has fallen, unless `fields` say otherwise."""
+    """Return a replica with a KV of 100 tokens, whose use has fallen, unless `fields`
+    say otherwise.
+    """
     defaults = {"publication_id": 0, "kv_before": 1000, "kv_total": 100, "slots": 64}
     return Replica(id=EngineId(name), kv_used=kv_used, requests=requests, **(defaults | fields))
 
@@ -41,8 +43,8 @@ def replicas(
 
 
 def is_candidate(one: Replica, batch_max: int, kv_max: float) -> bool:
-    """As the paper says it (§5.2), for a replica that has work and no more of it than
-    slots.
+    """Return whether the paper's rule (§5.2) holds, for a replica that has work and no
+    more of it than slots.
     """
     below = one.kv_used < kv_max * one.kv_total and one.kv_used <= one.kv_before
     return below and 0 < one.requests <= one.slots and one.requests < batch_max
@@ -215,8 +217,8 @@ def test_a_replica_is_named_once() -> None:
 def test_the_bound_is_the_last_batch_that_is_not_much_slower(
     seconds: list[float], largest: int, slower: float
 ) -> None:
-    """For step times at each batch, which do not fall: they are what is fitted to noisy
-    ones.
+    """The bound equals a slow search for step times at each batch that do not fall:
+    they are what is fitted to noisy ones.
     """
     rising = sorted(seconds)
     profile = [StepTime(batch=number + 1, seconds=step_s) for number, step_s in enumerate(rising)]

@@ -231,9 +231,22 @@ class EchoLoop:
 def kv_manifest(id: str, tokens: int) -> KvManifest:
     """Return a manifest of KV that does not exist."""
     return KvManifest(
-        id=id, tokens=tokens, key=b"", publication_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
-        block_tokens=1, chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
-    )  # fmt: skip
+        id=id,
+        tokens=tokens,
+        key=b"",
+        publication_id=0,
+        model="",
+        layout="",
+        dtype="",
+        layers=1,
+        kv_heads=1,
+        head_dim=1,
+        block_tokens=1,
+        chunk_blocks=1,
+        nbytes=0,
+        digests=(),
+        where=KvMemory(path="/nowhere"),
+    )
 
 
 def take_fault(model: str, name: str) -> bool:

@@ -634,16 +634,41 @@ async def test_malformed_requests_get_a_plain_error_and_the_gateway_survives() -
 
 
 @settings(max_examples=examples(200))
-@given(st.dictionaries(
-    st.sampled_from(["messages", "tools", "tool_choice", "stop", "n", "stream", "logprobs", "seed", "response_format"]),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("function"),
-        lambda inner: st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "text"]), inner, max_size=4),
-        max_leaves=8,
-    ),
-    max_size=4,
-))  # fmt: skip
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "messages",
+                "tools",
+                "tool_choice",
+                "stop",
+                "n",
+                "stream",
+                "logprobs",
+                "seed",
+                "response_format",
+            ]
+        ),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats()
+            | st.text(max_size=5)
+            | st.just("function"),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["role", "content", "type", "function", "name", "text"]),
+                    inner,
+                    max_size=4,
+                )
+            ),
+            max_leaves=8,
+        ),
+        max_size=4,
+    )
+)
 def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     try:
         assert parse_chat(json.dumps(ask() | change).encode()).messages

@@ -1,4 +1,6 @@
-"""Where the processes of a run are, what they need there, and what does not fit."""
+"""The layout names the hosts of all processes, what they need there, and what does not
+fit.
+"""
 
 from collections.abc import Mapping
 

@@ -210,8 +210,8 @@ def test_domains_are_routed_to_their_hardware(
 def test_a_worker_that_fails_while_others_wait_for_it_ends_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a collective operation, which the other ranks never leave. Workers that
-    have not met do not wait for each other.
+    """The others wait as in a collective operation, which they never leave. Workers
+    that have not met do not wait for each other.
     """
     monkeypatch.setattr(group, "ALONE_S", 0.2)
     adders = start(Adder)
@@ -314,7 +314,7 @@ def test_nothing_outlives_a_script(tmp_path: Path, number: signal.Signals) -> No
 @pytest.mark.parametrize("hosts", ["None", '{"launcher": "local", "hosts": 2}'])
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_cluster_that_is_open_at_exit_is_closed(tmp_path: Path, hosts: str, status: int) -> None:
-    """Also after an exception, and not by a fork of the program."""
+    """It is closed after an exception, too, and not by a fork of the program."""
     (tmp_path / "script.py").write_text(
         textwrap.dedent(
             f"""

@@ -1,4 +1,6 @@
-"""Which runs may divide the trainer's layers among ranks."""
+"""Runs that may divide the trainer's layers among ranks are accepted; others are
+refused.
+"""
 
 import pytest
 
