@@ -17,6 +17,11 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LONGEST_FUNCTION = 80
 """Maximum number of lines of a function."""
+FRAGMENT = re.compile(
+    r"(And|Also|As|But|By|For|How|Nobody|Of|Or|That|Those|What|When|Where|Whether|Which|Who"
+    r"|Whose)\b"
+)
+"""The beginning of a docstring that continues a name, and is no sentence."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +124,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_no_module_of_tests_is_a_library_of_another() -> None:
-    """What several test modules use is in `tests/support`, or in a module beside
+    """Helpers of several test modules are in `tests/support`, or in a module beside
     them.
     """
     modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
@@ -131,3 +136,21 @@ def test_no_module_of_tests_is_a_library_of_another() -> None:
         and (ROOT / f"{name.replace('.', '/')}.py").exists()
     ]
     assert imports == []
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Each string that is a statement, also behind a value, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text), lineno=line) if text.strip():
+                yield line, text
+
+
+def test_docstrings_are_no_fragments() -> None:
+    fragments = [
+        f"{path.relative_to(ROOT)}:{line}: {text:.40}"
+        for path in [*SOURCES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
+        for line, text in docstrings(path)
+        if FRAGMENT.match(text)
+    ]
+    assert fragments == []

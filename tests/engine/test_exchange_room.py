@@ -76,9 +76,8 @@ class Cache:
         )
 
     def compute(self, tokens: Sequence[int]) -> list[int]:
-        """As a request does that has this context: returns the blocks, which it holds.
-
-        As many as there is room for.
+        """Take blocks as a request with this context does, as many as there is room
+        for; return them.
         """
         keys = self.ledger.keys(tokens)
         blocks = self.ledger.match(keys)

@@ -5,7 +5,7 @@ whole tokens and whole characters. A text that may still change is held back: pa
 character, what may be the beginning of a stop text or of a tool call, and the token
 that may end the turn.
 
-A turn may begin anew, since its engine failed. The stream goes on if the new tokens
+A turn may begin anew, since its engine failed. The stream continues if the new tokens
 begin with those whose text has been released; else `ContradictionError` ends it, since
 nothing released can be taken back.
 """
