@@ -18,7 +18,8 @@ from rollweave.schema.work import Batch, Routes, SegmentKind, TokenSequence, Tra
 from rollweave.train.packing import FREE, Example, pack
 from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_model import TransformersModel, load_transformers_model
+from rollweave.train.transformers_loading import load_transformers_model
+from rollweave.train.transformers_model import TransformersModel
 from tests.train.builders import CPU, make_batch, make_examples
 from tests.train.oracle import loss_of
 

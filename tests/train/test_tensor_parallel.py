@@ -22,7 +22,7 @@ from rollweave.train.distributed import (
     saved_rows,
 )
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_model import examine
+from rollweave.train.transformers_loading import examine
 from tests.train.asking import published
 from tests.train.builders import make_batch, make_config
 from tests.train.compare import assert_all_close

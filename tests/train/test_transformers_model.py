@@ -20,7 +20,8 @@ from rollweave.train.model import Reference
 from rollweave.train.packing import Example, pack
 from rollweave.train.rescoring import rescore
 from rollweave.train.trainer import Trainer
-from rollweave.train.transformers_model import TransformersModel, examine, load_transformers_model
+from rollweave.train.transformers_loading import examine, load_transformers_model
+from rollweave.train.transformers_model import TransformersModel
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View

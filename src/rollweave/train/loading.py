@@ -10,7 +10,8 @@ import torch
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.lora import NewAdapters
 from rollweave.train.model import Model, load_model
-from rollweave.train.transformers_model import TransformersModel, load_transformers_model
+from rollweave.train.transformers_loading import load_transformers_model
+from rollweave.train.transformers_model import TransformersModel
 from rollweave.weights.checkpoint import has_native_shape
 
 Implementation = Literal["native", "transformers"]

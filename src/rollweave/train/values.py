@@ -18,7 +18,8 @@ from rollweave.train.distributed import ALONE, RankGroup, local_tensor
 from rollweave.train.loading import Implementation, implementation_of
 from rollweave.train.model import Model, Reference, Scores, load_as
 from rollweave.train.packing import Packed
-from rollweave.train.transformers_model import TransformersModel, load_transformers_as
+from rollweave.train.transformers_loading import load_transformers_as
+from rollweave.train.transformers_model import TransformersModel
 from rollweave.weights.checkpoint import ModelShape
 from rollweave.weights.views import StoredTensors
 

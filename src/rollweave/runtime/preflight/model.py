@@ -284,7 +284,7 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
                     )
         return ok(name, "transformers")
     # it takes seconds to import
-    from rollweave.train.transformers_model import examine
+    from rollweave.train.transformers_loading import examine
 
     try:
         stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divided)
