@@ -4,34 +4,42 @@ Names are stable: dashboards and tests read them. Token metrics are means over t
 output tokens that went through the model, over all passes of the batch; metrics that do
 not apply to a step are absent.
 
-| name | meaning |
-|---|---|
-| `loss` | mean loss of the optimizer steps |
-| `reward_mean`, `reward_std` | total reward of the batch's trajectories |
-| `advantage_abs` | mean absolute advantage per token |
-| `kl_rollout` | k3 estimate of KL(rollout policy, trained policy), which grows with staleness and updates |
-| `chi2` | mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout policy |
-| `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
-| `kl_reference` | KL to the starting weights in the direction `algorithm.kl_direction`, where `algorithm.kl` is set |
-| `kl_teacher` | mean of log p(student) - log p(teacher) over the tokens of trajectories that the teacher has seen: KL(rollout policy, teacher) |
-| `entropy` | mean entropy of the policy at the sampling temperature, in nats |
-| `clip_fraction` | share of tokens whose gradient the bounds of the loss removed, or whose weight they truncated (`cispo`) |
-| `mask_fraction` | share of tokens that a correction dropped, or whose weight it truncated; 0 where none was computed |
-| `age/<n>` | share of the batch's output tokens that were sampled n versions before the step's weights; the last one (16) includes older tokens |
-| `overlong_fraction` | share of trajectories that `tasks.max_tokens` cut |
-| `logprob_gap_mean`, `logprob_gap_max` | absolute difference of the trainer's and the engine's log-prob of the same weights |
-| `logprob_gap/<engine>` | the mean gap on one engine |
-| `routed_fraction` | share of the tokens whose experts are the engine's, with `algorithm.routing_replay`; the last one of each sequence does not count |
-| `critic_loss` | half the mean squared error of the critic, where an estimator takes one |
-| `critic_explained` | share of the returns' variance that the critic explained before the step |
-| `critic_grad_norm` | mean gradient norm of the critic before clipping |
-| `grad_norm` | mean gradient norm before clipping |
-| `lr` | learning rate of the step |
-| `updates` | optimizer steps taken |
-| `tokens` | output tokens of the batch |
-| `input_tokens` | all tokens of the batch |
-| `skipped_fraction` | share of output tokens without any advantage, which were skipped |
-| `tokens_per_s` | input tokens times passes per second of training |
+- `loss`: mean loss of the optimizer steps
+- `reward_mean`, `reward_std`: total reward of the batch's trajectories
+- `advantage_abs`: mean absolute advantage per token
+- `kl_rollout`: k3 estimate of KL(rollout policy, trained policy), which grows with
+  staleness and updates
+- `chi2`: mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout
+  policy
+- `ess`: effective sample size of the ratio weights, as a share of the tokens, in (0, 1]
+- `kl_reference`: KL to the starting weights in the direction `algorithm.kl_direction`,
+  where `algorithm.kl` is set
+- `kl_teacher`: mean of log p(student) - log p(teacher) over the tokens of trajectories
+  that the teacher has seen: KL(rollout policy, teacher)
+- `entropy`: mean entropy of the policy at the sampling temperature, in nats
+- `clip_fraction`: share of tokens whose gradient the bounds of the loss removed, or
+  whose weight they truncated (`cispo`)
+- `mask_fraction`: share of tokens that a correction dropped, or whose weight it
+  truncated; 0 where none was computed
+- `age/<n>`: share of the batch's output tokens that were sampled n versions before the
+  step's weights; the last one (16) includes older tokens
+- `overlong_fraction`: share of trajectories that `tasks.max_tokens` cut
+- `logprob_gap_mean`, `logprob_gap_max`: absolute difference of the trainer's and the
+  engine's log-prob of the same weights
+- `logprob_gap/<engine>`: the mean gap on one engine
+- `routed_fraction`: share of the tokens whose experts are the engine's, with
+  `algorithm.routing_replay`; the last one of each sequence does not count
+- `critic_loss`: half the mean squared error of the critic, where an estimator takes one
+- `critic_explained`: share of the returns' variance that the critic explained before
+  the step
+- `critic_grad_norm`: mean gradient norm of the critic before clipping
+- `grad_norm`: mean gradient norm before clipping
+- `lr`: learning rate of the step
+- `updates`: optimizer steps taken
+- `tokens`: output tokens of the batch
+- `input_tokens`: all tokens of the batch
+- `skipped_fraction`: share of output tokens without any advantage, which were skipped
+- `tokens_per_s`: input tokens times passes per second of training
 """
 
 from collections.abc import Sequence
@@ -56,7 +64,7 @@ TOKEN_SUMS = (
 """The per-token values that `losses.policy_loss` sums, in the order of its tensor."""
 
 OLDEST = 16
-"""Greatest age, in versions, that is counted alone; older tokens are counted with it."""
+"""Greatest age, in versions, that is counted alone; older tokens count to it."""
 
 
 def metrics_from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:

@@ -1,9 +1,11 @@
 """Bit-exact deltas between two versions of weights, block by block. Pure bytes: an
 element is an unsigned integer.
 
-    encode(base, new, itemsize=2) -> block         one self-contained block of at most `BLOCK_BYTES` of payload
+    encode(base, new, itemsize=2) -> block
+        one self-contained block of at most `BLOCK_BYTES` of payload
     apply(block, base, out, itemsize=2)
-    plan(tensors, nbytes) -> spans                 the division of a payload into blocks, the same on both sides
+    plan(tensors, nbytes) -> spans
+        the division of a payload into blocks, the same on both sides
 
 Invariants: `apply` reproduces the bytes given to `encode` exactly, including NaN
 payloads, -0.0 and denormals. It writes only verified results, so `out` may be `base`. A
@@ -15,17 +17,27 @@ The wire format is frozen as `FORMAT`; any change to it requires a new number. A
 integers are little-endian, and `u<n>` has n bits.
 
     block    = head, body
-    head     = u8 FORMAT, u8 form, u8 bytes of an element, u8 0, u32 bytes of the body, u32 bytes of the payload,
-               u64 xxh3-64 of the base, u64 of the result, u64 of the body, u32 the low half of the xxh3-64 of all before
-    body     by form:  0 unchanged: nothing    1 sparse: see below    2 dense: integers, the differences of all elements
-                       3 whole: integers, the new elements    4 raw: the new bytes
-    integers = one plane per byte of the integer: all the least significant bytes, then all the next ones, …
-    plane    = u32 bytes, u32 bytes stored, then a zstd frame that states its size, or, where both are equal, the bytes
+    head     = u8 FORMAT, u8 form, u8 bytes of an element, u8 0, u32 bytes of the body,
+               u32 bytes of the payload, u64 xxh3-64 of the base, u64 of the result,
+               u64 of the body, u32 the low half of the xxh3-64 of all before
+    body     by form:
+               0 unchanged: nothing
+               1 sparse: see below
+               2 dense: integers, the differences of all elements
+               3 whole: integers, the new elements
+               4 raw: the new bytes
+    integers = one plane per byte of the integer: all the least significant bytes, then
+               all the next ones, …
+    plane    = u32 bytes, u32 bytes stored, then a zstd frame that states its size, or,
+               where both are equal, the bytes
     sparse   = u8 count of limits (0 to 3), u64 limits; changes of each limit; changes
-    changes  = u32 count, u8 width of a gap (1 or 2 bytes), integers of that width: the gaps, integers: the steps
-    gaps     = the elements skipped before each changed one; 2^(8 width) - 1 adds itself to the next gap
-    steps    = a plane of 2-bit symbols, four per byte from its low end, one per change: bit 0 is the lowest bit of the
-               difference less 1, bit 1 whether more follows; then integers of the element's size, one for each symbol with
+    changes  = u32 count, u8 width of a gap (1 or 2 bytes), integers of that width: the
+               gaps, integers: the steps
+    gaps     = the elements skipped before each changed one; 2^(8 width) - 1 adds itself
+               to the next gap
+    steps    = a plane of 2-bit symbols, four per byte from its low end, one per change:
+               bit 0 is the lowest bit of the difference less 1, bit 1 whether more
+               follows; then integers of the element's size, one for each symbol with
                bit 1 set: (difference - 1) / 2 - 1, rounded down
 
 The difference of two elements is defined as follows. An element with sign s and
