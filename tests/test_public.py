@@ -17,7 +17,7 @@ from rollweave import RollweaveError, RunConfig, Summary, train
 from rollweave.io.extras import EXTRAS
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
-from tests.cli.commands import CONFIG
+from tests.support.commands import CONFIG
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = ("rollweave.sandbox.", "rollweave.service.adapters.", "rollweave.weights.delta")

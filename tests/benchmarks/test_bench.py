@@ -23,7 +23,7 @@ from rollweave.record.summary import Summary
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.sections import PUBLISHED_LOSSES, Correction
-from tests.record.report.synthetic import STEP_S, write_run
+from tests.support.synthetic_run import STEP_S, write_run
 
 
 @pytest.fixture(scope="module")

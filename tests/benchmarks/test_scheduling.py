@@ -54,7 +54,7 @@ from rollweave.schema.serving import (
     Ready,
     Suspended,
 )
-from tests.sim.scripted import Scripted
+from tests.support.scripted_simulation import Scripted
 from tests.support.simulation import one_domain
 
 # The workload.

@@ -46,7 +46,7 @@ from rollweave.schema.work import (
     Trajectory,
     TurnSpan,
 )
-from tests.sandbox.sandboxes import needs
+from tests.support.sandboxes import needs
 
 # Engines of known pace.
 

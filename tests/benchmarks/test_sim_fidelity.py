@@ -11,7 +11,7 @@ from benchmarks.sim.measured_trainer import read_timings
 from rollweave.schema.config.loading import load
 from rollweave.sim.profile import Profile, Sample
 from rollweave.sim.workload import read_run
-from tests.sim.scripted import Scripted
+from tests.support.scripted_simulation import Scripted
 from tests.support.simulation import one_domain
 
 

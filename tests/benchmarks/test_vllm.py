@@ -30,8 +30,8 @@ from rollweave.schema.config.loading import load
 from rollweave.schema.events import EngineLost, EngineSuspended, WeightsLoaded
 from rollweave.schema.serving import VersionSpan
 from rollweave.schema.work import SegmentKind
-from tests.record.report.synthetic import write_run
 from tests.support.sequences import one_token_each
+from tests.support.synthetic_run import write_run
 
 
 def spans(*ends: tuple[int, int, int]) -> list[VersionSpan]:

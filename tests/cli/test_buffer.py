@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import CONFIG, invoke
 from tests.cli.conftest import Shell
+from tests.support.commands import CONFIG, invoke
 
 Written = Callable[[str], str]
 NUMBERS = itertools.count()

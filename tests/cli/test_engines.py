@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import invoke
-from tests.record.report.synthetic import write_run
+from tests.support.commands import invoke
+from tests.support.synthetic_run import write_run
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from rollweave.cli.evaluate import evaluation_config, half_width
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from tests.record.report.synthetic import config_of
+from tests.support.synthetic_run import config_of
 
 
 def evaluation_of(

@@ -11,7 +11,7 @@ from rollweave.cli import faults
 from rollweave.cli.faults import replay_command
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.faults import Report
-from tests.cli.commands import invoke
+from tests.support.commands import invoke
 
 CONFIG = """
 [run]

@@ -11,7 +11,7 @@ from rollweave.cli.layout import show_layout
 from rollweave.package import DIRECTORY
 from rollweave.runtime.preflight import dryrun
 from rollweave.schema.config.loading import load, load_hosts
-from tests.cli.commands import invoke
+from tests.support.commands import invoke
 
 EXAMPLES = DIRECTORY.parents[1] / "examples"
 IN_TURN = str(EXAMPLES / "two_nodes_in_turn.toml")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.cli.bench import BENCHES, NAMES
-from tests.cli.commands import CONFIG, invoke
 from tests.cli.conftest import PATHS, Shell
+from tests.support.commands import CONFIG, invoke
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rollweave.schema.work import (
     Trajectory,
     Unscored,
 )
-from tests.cli.commands import invoke
+from tests.support.commands import invoke
 
 FUNCTION = "tests.cli.test_rescore:judged"
 

@@ -7,7 +7,7 @@ import pytest
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.record.rundir import RunDir
 from rollweave.schema.errors import ConfigError
-from tests.record.report.synthetic import config_of, write_run
+from tests.support.synthetic_run import config_of, write_run
 
 
 def test_finds_a_run_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from rollweave.cli.serve import serve, service_of_run
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.schema.config.loading import dumps
 from rollweave.schema.errors import ConfigError
-from tests.record.report.synthetic import config_of
-from tests.service.serving import service_config
+from tests.support.rollout_service import service_config
+from tests.support.synthetic_run import config_of
 
 
 def trained(tmp_path: Path) -> str:

@@ -13,8 +13,8 @@ from rollweave.cli.main import app
 from rollweave.cli.trace import parse_reward, spans
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
-from tests.record.report.synthetic import write_run
 from tests.support.properties import examples
+from tests.support.synthetic_run import write_run
 
 
 @pytest.fixture(scope="module")

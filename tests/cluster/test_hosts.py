@@ -20,7 +20,7 @@ from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from benchmarks.cluster.soak import NOTICED_S
 from rollweave.schema.config.sections import ModeName
-from tests.runtime.real import ROOT, lake
+from tests.support.real_runs import ROOT, lake
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ from benchmarks.cluster.hosts import CONTROLLERS
 from benchmarks.cluster.ray_hosts import RayHosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import HostJoined, HostLost, RunStarted
-from tests.runtime.whole import (
+from tests.support.fake_runs import (
     ROOT,
     assert_no_processes,
     assert_trained_once,
@@ -106,7 +106,7 @@ def controller(config: RunConfig, ray: RayHosts, *options: str) -> Iterator[Any]
     """Run a controller on the head's host, and kill it in the end."""
     with ray.inside(CONTROLLERS), (Path(config.run.dir) / "printed").open("ab") as printed:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.whole", str(write(config)), *options],
+            [sys.executable, "-m", "tests.support.fake_runs", str(write(config)), *options],
             env={**ray.environment(), "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stdout=printed,

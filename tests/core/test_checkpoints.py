@@ -12,8 +12,8 @@ from rollweave.core.policy.checkpoints import COST_SHARE
 from rollweave.core.state import TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from tests.core.world import World
 from tests.support.core import config
+from tests.support.random_world import World
 
 
 class Timed(World):

@@ -18,7 +18,6 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
-from tests.core.world import World
 from tests.support.core import (
     SCHEDULINGS,
     config,
@@ -26,6 +25,7 @@ from tests.support.core import (
     until,
 )
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 E0 = EngineId("e0")
 

@@ -16,9 +16,9 @@ from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.config.sections import FINAL_TASKS_FROM
 from rollweave.schema.work import StopReason
-from tests.core.world import World
 from tests.support.core import MODES, config
 from tests.support.properties import examples
+from tests.support.random_world import World
 from tests.support.states import E0, E1, running
 
 

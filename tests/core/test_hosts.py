@@ -11,9 +11,9 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, RankSlot
-from tests.core.world import World
 from tests.support.core import MODES, config
 from tests.support.properties import examples
+from tests.support.random_world import World
 from tests.support.relay_driver import Driver
 
 

@@ -12,10 +12,10 @@ from rollweave.core.state import EngineStatus, Phase
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from tests.core.world import World
 from tests.support.core import ALLOCATION, MODES, SCHEDULINGS, config
 from tests.support.hand import E0, E1, E2, Hand, decoupled_config, misassigned
 from tests.support.properties import examples
+from tests.support.random_world import World
 from tests.support.relay_driver import Driver
 
 

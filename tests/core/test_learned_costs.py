@@ -15,8 +15,8 @@ from rollweave.core.run import Run
 from rollweave.core.state import OnEngine, Partition, Turn, Use
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
-from tests.core.world import World
 from tests.support.core import config, restart_controller
+from tests.support.random_world import World
 from tests.support.states import E0, E1, profile, running
 
 UNMEASURED_SEEDS = (0, 5, 10)

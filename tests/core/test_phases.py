@@ -18,7 +18,6 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId, TrajectoryId
 from rollweave.schema.work import Limits, Task
-from tests.core.world import World
 from tests.support.core import (
     MODES,
     SCHEDULINGS,
@@ -28,6 +27,7 @@ from tests.support.core import (
     run_with_lost_controllers,
 )
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 P0, D1, D2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 PROMPT = 1000

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from rollweave.core.core import Core
 from rollweave.core.state import Engine, EngineStatus
 from rollweave.schema import events as e
-from tests.core.world import World
 from tests.support.pools import PooledWorld, pooled
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 PLACEMENTS = ("affinity", "least_load", "pinned", "partition", "partition gain longest_first")
 

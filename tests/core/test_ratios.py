@@ -15,10 +15,10 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.config.root import RunConfig
-from tests.core.world import World
 from tests.support.core import config, run_with_lost_controllers
 from tests.support.hand import E0, Hand, decoupled_config
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 
 def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:

@@ -13,7 +13,6 @@ from rollweave.core.state import EngineStatus, RelayStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from tests.core.world import World
 from tests.support.core import (
     ALLOCATION,
     MODES,
@@ -22,6 +21,7 @@ from tests.support.core import (
     run_with_lost_controllers,
 )
 from tests.support.properties import examples
+from tests.support.random_world import World
 from tests.support.relay_driver import Driver
 
 

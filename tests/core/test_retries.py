@@ -9,8 +9,8 @@ import pytest
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.work import StopReason
-from tests.core.world import World
 from tests.support.core import config
+from tests.support.random_world import World
 
 
 class Broken(World):

@@ -13,8 +13,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.work import Limits, Task
-from tests.core.world import World
 from tests.support.core import config
+from tests.support.random_world import World
 
 SHORT = "g0.0"
 

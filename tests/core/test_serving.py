@@ -20,9 +20,9 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.work import Limits, StopReason, Task
-from tests.core.world import World
 from tests.support.core import config
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 SCHEDULINGS = ("turn", "trajectory")
 

@@ -10,8 +10,8 @@ from rollweave.core.state import GroupStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from tests.core.world import World
 from tests.support.core import config, restart_controller, until
+from tests.support.random_world import World
 
 
 def evaluating() -> World:

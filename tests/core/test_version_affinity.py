@@ -17,8 +17,8 @@ from rollweave.schema import events as e
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
-from tests.core.world import World
 from tests.support.hand import E0, E1, Hand, decoupled_config, misassigned
+from tests.support.random_world import World
 
 
 def test_an_engine_updates_when_its_trajectories_are_over_without_waiting_for_others() -> None:

@@ -15,9 +15,9 @@ from rollweave.core.state import Engine, EngineStatus, Stage
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
-from tests.core.world import World
 from tests.support.hand import decoupled_config
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 
 class CheckedWorld(World):

@@ -15,9 +15,9 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import BLAME_OF, Blame, StopReason, Task
-from tests.core.world import World
 from tests.support.core import MODES, config, restart_controller
 from tests.support.properties import examples
+from tests.support.random_world import World
 
 HOSTS = tuple(HostSlot(number=number, cpus=2) for number in range(2))
 

@@ -22,8 +22,7 @@ from rollweave.schema.serving import (
 from rollweave.train import checkpoint
 from rollweave.weights.adapters import A, B
 from rollweave.weights.publication import Publisher
-
-from .models import Outcome, build, drive, logprob_error, request, save, spec
+from tests.support.tiny_models import Outcome, build, drive, logprob_error, request, save, spec
 
 torch.set_num_threads(1)
 

@@ -17,10 +17,10 @@ from rollweave.engine.runner import Runner
 from rollweave.runtime.launch import train
 from rollweave.schema.serving import EngineSpec, Load, Loaded, Resume, Stage, Staged, Suspend
 from rollweave.weights.publication import Publisher
-from tests.runtime.real import lake, lines
+from tests.support.real_runs import lake, lines
+from tests.support.tiny_models import build, drive, logprob_error, request, save, spec
 
 from .kernels import Recorder, dense
-from .models import build, drive, logprob_error, request, save, spec
 
 torch.set_num_threads(1)
 

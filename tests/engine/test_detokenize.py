@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import FinishReason
-
-from .models import build, drive, request, save, spec
+from tests.support.tiny_models import build, drive, request, save, spec
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,7 @@ from rollweave.schema.serving import (
 )
 from rollweave.weights.publication import Publisher
 from tests.support.engines import engine_in_thread
-
-from .models import build, request, save, spec
+from tests.support.tiny_models import build, request, save, spec
 
 torch.set_num_threads(1)
 

@@ -35,8 +35,7 @@ from rollweave.schema.serving import (
 from rollweave.train.checkpoint import Checkpoint
 from rollweave.train.checkpoint import save as save_checkpoint
 from rollweave.weights.publication import Publisher
-
-from .models import (
+from tests.support.tiny_models import (
     LINEAR_ROPE,
     LLAMA3_ROPE,
     PROMPTS,

@@ -12,8 +12,7 @@ import torch
 from rollweave.engine.measure import step_times
 from rollweave.engine.runner import Runner
 from rollweave.schema.serving import Ready
-
-from .models import build, drive, request, save, spec
+from tests.support.tiny_models import build, drive, request, save, spec
 
 torch.set_num_threads(1)
 

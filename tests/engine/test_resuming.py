@@ -32,8 +32,7 @@ from rollweave.schema.serving import (
     VersionSpan,
 )
 from tests.support.properties import examples
-
-from .models import VOCAB, Outcome, Seconds, build, drive, request, save, spec
+from tests.support.tiny_models import VOCAB, Outcome, Seconds, build, drive, request, save, spec
 
 torch.set_num_threads(1)
 

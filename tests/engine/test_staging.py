@@ -27,8 +27,7 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import Publisher, read_tensors
-
-from .models import (
+from tests.support.tiny_models import (
     PROMPTS,
     Outcome,
     build,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rollweave.engine.paged_attention import PagedAttention
 from rollweave.engine.runner import Runner
 from rollweave.schema.serving import EngineSpec, FinishReason
-from tests.engine.models import VOCAB, build, drive, logprob_error, request, save, spec
+from tests.support.tiny_models import VOCAB, build, drive, logprob_error, request, save, spec
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.3}
 """Maximum error of a log-prob; bfloat16 has three digits."""

@@ -30,10 +30,10 @@ from rollweave.schema.weights import WeightManifest
 from rollweave.train.packing import Example
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
-from tests.engine.models import build, request, save
 from tests.gpu.conftest import CUDA
-from tests.runtime.real import lake
-from tests.train.builders import VOCABULARY, make_batch, make_config
+from tests.support.real_runs import lake
+from tests.support.tiny_models import build, request, save
+from tests.support.trainers import VOCABULARY, make_batch, make_config
 
 BLOCK = 16
 PROMPT = [(5 * at + 3) % VOCABULARY for at in range(43)]

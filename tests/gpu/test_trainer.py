@@ -23,7 +23,7 @@ from rollweave.schema.work import Batch
 from rollweave.train.trainer import Trainer
 from rollweave.weights.checkpoint import read_shape
 from rollweave.weights.publication import read_tensors
-from tests.train.builders import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config, make_model
 
 STEPS = 3
 

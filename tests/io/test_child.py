@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import Child, spawn
-from tests.engine.clients.echo_engine import process_state
+from tests.support.echo_engine import process_state
 
 ROOT = Path(__file__).parents[2]
 

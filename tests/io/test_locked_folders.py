@@ -16,7 +16,7 @@ import pytest
 
 from rollweave.io import locked_folders
 from rollweave.io.locked_folders import create, remove_stale, temporary_folder
-from tests.sandbox.sandboxes import SPEC, opened
+from tests.support.sandboxes import SPEC, opened
 
 PREFIX = "rollweave-tests-"
 

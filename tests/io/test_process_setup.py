@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rollweave.io.child import spawn
-from tests.sandbox.sandboxes import NAMES, SPEC, opened
-from tests.sandbox.serving import served
+from tests.support.action_server import served
+from tests.support.sandboxes import NAMES, SPEC, opened
 
 IGNORED = (
     signal.SIGINT,

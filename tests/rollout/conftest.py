@@ -4,7 +4,7 @@ one.
 
 import pytest
 
-from tests.rollout.fakes import Harness
+from tests.support.pipelines import Harness
 
 
 @pytest.fixture(params=[False, True], ids=["here", "wired"])

@@ -49,7 +49,7 @@ from rollweave.schema.serving import (
     VersionSpan,
 )
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
-from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, engine_result, reply_tokens
+from tests.support.pipelines import CODEC, TRAJECTORY, Harness, engine_result, reply_tokens
 
 pytestmark = pytest.mark.usefixtures("wired")
 

@@ -47,8 +47,8 @@ from rollweave.schema.serving import (
     spans_cover,
 )
 from rollweave.schema.work import Purpose, Task
-from tests.rollout.fakes import TRAJECTORY, NoSpans, OneWordEngine
 from tests.support.engines import environment, real_loop, tiny_checkpoint
+from tests.support.pipelines import TRAJECTORY, NoSpans, OneWordEngine
 
 PROMPT = (5, 6)
 IDLE: Any = SimpleNamespace(budget_s=600.0, reward=0.0)

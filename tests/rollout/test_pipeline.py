@@ -49,7 +49,7 @@ from rollweave.schema.work import (
     TokenSequence,
     Trajectory,
 )
-from tests.rollout.fakes import (
+from tests.support.pipelines import (
     CODEC,
     ENGINE,
     LOST,

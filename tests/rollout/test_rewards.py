@@ -31,7 +31,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import AttemptDelayed, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import Blame, StopReason, Task
 from tests.rollout import reward_functions
-from tests.rollout.fakes import TRAJECTORY, Harness
+from tests.support.pipelines import TRAJECTORY, Harness
 
 FUNCTIONS = "tests.rollout.reward_functions"
 

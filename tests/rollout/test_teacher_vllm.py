@@ -16,8 +16,8 @@ from rollweave.rollout.teacher import Teacher, TeacherError, check_teacher
 from rollweave.schema.config.sections import VLLM_HEAD_DIM, ScratchModel, TeacherConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.scratch import build_checkpoint, build_tokenizer
-from tests.engine.models import oracle_logprobs
 from tests.support.engines import VLLM_START_S, needs_vllm
+from tests.support.tiny_models import oracle_logprobs
 
 pytestmark = list(needs_vllm)
 

@@ -27,7 +27,7 @@ from rollweave.schema.weights import (
     VersionFailed,
     VersionFetched,
 )
-from tests.engine.clients.echo_engine import sign_in, take_fault
+from tests.support.echo_engine import sign_in, take_fault
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch
-from tests.engine.clients.echo_engine import sign_in, take_fault
+from tests.support.echo_engine import sign_in, take_fault
 
 CRASH, FAIL, NAN, RANK_1_DIES = 900, 901, 902, 903
 

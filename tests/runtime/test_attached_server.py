@@ -14,7 +14,7 @@ from rollweave.runtime.preflight.dryrun import plan
 from rollweave.schema.config.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.runtime.lost_servers import EXACT, serving
-from tests.runtime.real import Lineage, check_totals, lake, lines, living
+from tests.support.real_runs import Lineage, check_totals, lake, lines, living
 from tests.support.sglang import start_sglang_server
 from tests.support.vllm_server import SECRET, free_port, start_vllm_server
 

@@ -22,8 +22,8 @@ from rollweave.runtime.links.trainer import ProcessTrainer, TrainerSpec
 from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
-from tests.engine.models import request, spec
-from tests.runtime.real import (
+from tests.support.host_agents import Agents, agents, secret
+from tests.support.real_runs import (
     LIMIT_S,
     Life,
     Lineage,
@@ -33,8 +33,8 @@ from tests.runtime.real import (
     longer,
     run_dir,
 )
-from tests.support.host_agents import Agents, agents, secret
-from tests.train.builders import make_batch, make_config, make_model
+from tests.support.tiny_models import request, spec
+from tests.support.trainers import make_batch, make_config, make_model
 
 __all__ = ["agents", "secret"]  # fixtures
 

@@ -23,7 +23,15 @@ from rollweave.schema import commands as c
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
-from tests.runtime.whole import assert_trained_once, fault, killed, lines, make_config, run, run_dir
+from tests.support.fake_runs import (
+    assert_trained_once,
+    fault,
+    killed,
+    lines,
+    make_config,
+    run,
+    run_dir,
+)
 
 JOURNAL = journal_format()
 

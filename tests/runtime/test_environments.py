@@ -10,8 +10,8 @@ import pytest
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason
-from tests.runtime.game import Blocking
-from tests.runtime.whole import lines, make_config, replay, run, run_dir, trained
+from tests.support.fake_runs import lines, make_config, replay, run, run_dir, trained
+from tests.support.game import Blocking
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded"])
@@ -64,7 +64,7 @@ def test_a_blocking_environment_is_survived_in_a_process(tmp_path: Path) -> None
 
 
 def test_a_plain_step_that_never_returns_blocks_only_its_trajectory(tmp_path: Path) -> None:
-    task, rollout = {"env": "tests.runtime.game:Blocking", "step_s": 0.5}, {"retries": 5}
+    task, rollout = {"env": "tests.support.game:Blocking", "step_s": 0.5}, {"retries": 5}
     config = make_config(tmp_path, steps=3, task=task, options={"stuck": True}, rollout=rollout)
     try:
         summary = run(config)
@@ -76,14 +76,14 @@ def test_a_plain_step_that_never_returns_blocks_only_its_trajectory(tmp_path: Pa
         line["message"] for line in lines(config, "warning") if line["component"] == "environment"
     ]
     assert warned.startswith(
-        "step of environment tests.runtime.game:Blocking was abandoned and has not returned"
+        "step of environment tests.support.game:Blocking was abandoned and has not returned"
     )
     assert replay(config).differing == 0
 
 
 def test_the_time_of_a_slow_environment_is_attributed_to_it(tmp_path: Path) -> None:
     """This holds although its steps block, and several trajectories step at once."""
-    task, rollout = {"env": "tests.runtime.game:Blocking"}, {"mode": "sync"}
+    task, rollout = {"env": "tests.support.game:Blocking"}, {"mode": "sync"}
     config = make_config(
         tmp_path, steps=2, task=task, options={"step_s": 0.25, "turns": 4}, rollout=rollout
     )
@@ -108,7 +108,7 @@ def ends(config: RunConfig) -> Counter[StopReason]:
 
 
 def test_a_task_source_that_raises_ends_the_run(tmp_path: Path) -> None:
-    config = make_config(tmp_path, task={"env": "tests.runtime.game:NoTasks"})
+    config = make_config(tmp_path, task={"env": "tests.support.game:NoTasks"})
     summary = run(config)
     assert "drawing a task failed: game #0" in summary.error
     assert "no tasks here" in summary.error
@@ -116,7 +116,7 @@ def test_a_task_source_that_raises_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_custom_reward_function(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=2, task={"env": "tests.runtime.game:Scored"})
+    config = make_config(tmp_path, steps=2, task={"env": "tests.support.game:Scored"})
     summary = run(config)
     assert (summary.error, summary.steps) == ("", 2)
     assert lines(config, "step")[0]["reward"] == {"game": 2.0}  # one per turn

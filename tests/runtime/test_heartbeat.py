@@ -13,8 +13,8 @@ from rollweave.schema.commands import LoadWeights
 from rollweave.schema.events import EngineLost, EngineSlot
 from rollweave.schema.serving import EngineStats, LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
-from tests.rollout.fakes import OneWordEngine
 from tests.support.migration import A, B, staged
+from tests.support.pipelines import OneWordEngine
 
 BEAT = {"reply_s": 0.05, "heartbeat_s": 0.01}
 

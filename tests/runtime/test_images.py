@@ -16,9 +16,9 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, Blame, StopReason
-from tests.runtime.whole import lines, make_config, replay, run, run_dir
-from tests.sandbox.sandboxes import image, needs
+from tests.support.fake_runs import lines, make_config, replay, run, run_dir
 from tests.support.host_agents import Agents, agents, secret
+from tests.support.sandboxes import image, needs
 
 __all__ = ["agents", "secret"]  # fixtures
 

@@ -20,10 +20,10 @@ from rollweave.schema import commands as c
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WorldLost
-from tests.cli.commands import invoke
-from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, run_dir, write
+from tests.support.commands import invoke
+from tests.support.fake_runs import ROOT, assert_no_processes, lines, make_config, run_dir, write
 from tests.support.forking import Forked
-from tests.worlds.referee import Referee
+from tests.support.referee import Referee
 
 LIMIT_S = 60.0
 
@@ -86,7 +86,7 @@ def living(config: RunConfig, *, resume: bool = False) -> Iterator[Life]:
     command = [
         sys.executable,
         "-m",
-        "tests.runtime.whole",
+        "tests.support.fake_runs",
         str(write(config)),
         *(["resume"] if resume else []),
     ]

@@ -19,7 +19,7 @@ from rollweave.envs.boundary import GuardedEnv
 from rollweave.runtime.loopwatch import Culprit, LoopWatch
 from rollweave.schema.config.sections import Faults
 from tests.runtime import holding
-from tests.runtime.whole import ROOT, assert_no_processes, lines, make_config, run, write
+from tests.support.fake_runs import ROOT, assert_no_processes, lines, make_config, run, write
 
 HERE = "tests.runtime.holding"
 
@@ -135,7 +135,7 @@ from rollweave.cli import train
 from rollweave.cli.console import errors_reported
 from rollweave.schema.config.loading import load
 from rollweave.runtime import launch
-from tests.runtime.whole import FAKES
+from tests.support.fake_runs import FAKES
 
 install_signals()
 launch.Programs = lambda: FAKES

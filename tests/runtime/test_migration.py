@@ -30,11 +30,11 @@ from rollweave.schema.serving import (
     Ready,
     StepTime,
 )
-from tests.engine.clients.echo_engine import kv_manifest
-from tests.engine.models import build, request, save
-from tests.rollout.fakes import OneWordEngine
+from tests.support.echo_engine import kv_manifest
 from tests.support.engines import environment
 from tests.support.migration import A, B, Stage, staged
+from tests.support.pipelines import OneWordEngine
+from tests.support.tiny_models import build, request, save
 
 TOKENS = tuple((5 * i + 3) % 91 for i in range(450))
 BLOCK = 16

@@ -13,10 +13,10 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.launch import train
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.runtime.real import lake, living
 from tests.support.core import always_split
 from tests.support.journals import checked_journal
-from tests.worlds.referee import Referee
+from tests.support.real_runs import lake, living
+from tests.support.referee import Referee
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.runtime.whole import (
+from tests.support.fake_runs import (
     assert_no_processes,
     controller,
     fault,
@@ -22,7 +22,7 @@ from tests.runtime.whole import (
     run_dir,
     trained,
 )
-from tests.worlds.referee import Referee
+from tests.support.referee import Referee
 
 STEPS = 12
 HOLD = 14

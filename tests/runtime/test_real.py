@@ -14,7 +14,7 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.record.summary import Summary
 from rollweave.runtime.launch import train
 from rollweave.schema.config.root import RunConfig
-from tests.runtime.real import lake
+from tests.support.real_runs import lake
 
 
 def check(config: RunConfig, summary: Summary) -> None:

@@ -18,8 +18,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ScratchModel
 from rollweave.schema.work import Purpose
 from rollweave.train.scratch import build_checkpoint
-from tests.engine.models import oracle_logprobs
-from tests.runtime.real import (
+from tests.support.real_runs import (
     GROUPS,
     MEMBERS,
     check_totals,
@@ -29,6 +28,7 @@ from tests.runtime.real import (
     run_dir,
     run_to_end,
 )
+from tests.support.tiny_models import oracle_logprobs
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.real import Life, lake, lines, living, replayed, run_dir, summary, wait_for
+from tests.support.real_runs import Life, lake, lines, living, replayed, run_dir, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -19,7 +19,7 @@ from rollweave.record.journal import Replay
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import LoadWeights
-from tests.runtime.real import (
+from tests.support.real_runs import (
     Life,
     Lineage,
     at_gate,

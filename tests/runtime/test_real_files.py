@@ -21,7 +21,8 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineSlot, WorldLost
-from tests.runtime.real import (
+from tests.support.mounts import can_mount
+from tests.support.real_runs import (
     GROUPS,
     MEMBERS,
     ROOT,
@@ -38,7 +39,6 @@ from tests.runtime.real import (
     run_to_end,
     summary,
 )
-from tests.support.mounts import can_mount
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -60,7 +60,7 @@ def test_a_full_disk_stops_the_run_until_there_is_space(
         "-Urm",
         sys.executable,
         "-m",
-        "tests.runtime.small_disk",
+        "tests.support.small_disk",
         str(tmp_path),
         where,
         str(spare),

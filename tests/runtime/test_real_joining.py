@@ -11,8 +11,8 @@ from rollweave.core.state import EngineStatus
 from rollweave.record.journal import Replay
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights, StartTurn
-from tests.cli.commands import invoke
-from tests.runtime.real import Lineage, at_gate, check_totals, hazardous, living, run_dir
+from tests.support.commands import invoke
+from tests.support.real_runs import Lineage, at_gate, check_totals, hazardous, living, run_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

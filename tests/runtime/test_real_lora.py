@@ -13,7 +13,7 @@ from rollweave.runtime.launch import train
 from rollweave.schema.config.root import RunConfig
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.staging import on_device
-from tests.runtime.real import lake, lines, longer, run_dir
+from tests.support.real_runs import lake, lines, longer, run_dir
 
 pytestmark = pytest.mark.slow
 

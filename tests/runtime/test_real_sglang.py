@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime import real
 from tests.runtime.lost_servers import lose_nothing_with_lost_servers
+from tests.support import real_runs
 from tests.support.sglang import sglang_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_nothing_is_lost_with_a_killed_server_and_one_that_stops_in_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr(real, "LIMIT_S", 400.0)
+    monkeypatch.setattr(real_runs, "LIMIT_S", 400.0)
     lose_nothing_with_lost_servers(
         tmp_path, mode=mode, kind="sglang", name="SGLang", python=sglang_python(tmp_path)
     )

@@ -12,10 +12,10 @@ from benchmarks.engine.vllm_server import VARIABLE
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.sections import VLLM_HEAD_DIM, ScratchModel
 from rollweave.train.scratch import build_checkpoint
-from tests.runtime import real
 from tests.runtime.lost_servers import EXACT, lose_nothing_with_lost_servers
-from tests.runtime.real import ROOT, lines, run_to_end
+from tests.support import real_runs
 from tests.support.engines import needs_vllm
+from tests.support.real_runs import ROOT, lines, run_to_end
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -23,7 +23,7 @@ pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server takes half a minute to start, on a busy machine several."""
-    monkeypatch.setattr(real, "LIMIT_S", 500.0)
+    monkeypatch.setattr(real_runs, "LIMIT_S", 500.0)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "partial", "decoupled"])

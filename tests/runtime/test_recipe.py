@@ -13,7 +13,7 @@ import pytest
 
 from rollweave.envs.handlers.answers import boxed_reward, parse_numbers
 from rollweave.envs.records import numbered_records
-from tests.cli.commands import invoke
+from tests.support.commands import invoke
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "qwen3_math"

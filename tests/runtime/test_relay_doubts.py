@@ -27,7 +27,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command
 from rollweave.schema.weights import RelaySpec
 from tests.support.core import config
-from tests.weights.host import Memory, Parts, parts_of, until, versions
+from tests.support.weight_host import Memory, Parts, parts_of, until, versions
 
 COUNT = 4
 CONFIG = config("partial", engines={"count": COUNT}, weights={"relays": COUNT})

@@ -24,7 +24,7 @@ from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import TurnDone
-from tests.runtime.whole import (
+from tests.support.fake_runs import (
     FAKES,
     ROOT,
     assert_no_processes,
@@ -83,7 +83,7 @@ def test_success_is_reported_only_if_an_environment_defines_it(tmp_path: Path) -
     """
     config = make_config(
         tmp_path,
-        task={"env": "tests.runtime.game:Rewarded"},
+        task={"env": "tests.support.game:Rewarded"},
         eval={"every": 9, "episodes": 2, "stop_at": 0.0},
     )
     summary = run(config)
@@ -156,7 +156,7 @@ def test_an_environment_may_change_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))  # child processes import `tests`, in any directory
     make_config(tmp_path)
-    task = {"env": "tests.runtime.game:Wanderer"}
+    task = {"env": "tests.support.game:Wanderer"}
     config = make_config(tmp_path, task=task, run={"dir": "here"}, model={"path": "model"})
     fault(config, "kill-engine")
     fault(config, "kill-trainer-2")

@@ -13,8 +13,8 @@ from rollweave.runtime.launch import train
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.runtime.real import lake, living
 from tests.support.journals import checked_journal
+from tests.support.real_runs import lake, living
 
 
 def moving(directory: Path, **sections: Any) -> RunConfig:

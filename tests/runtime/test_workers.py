@@ -17,8 +17,8 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.links import worker as link
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason, Trajectory
-from tests.engine.clients.echo_engine import process_state
-from tests.runtime.whole import (
+from tests.support.echo_engine import process_state
+from tests.support.fake_runs import (
     assert_no_processes,
     assert_trained_once,
     lines,
@@ -46,7 +46,7 @@ def located(
         (where / "open").touch()
     return make_config(
         directory,
-        task={"env": "tests.runtime.game:Located", **(task or {})},
+        task={"env": "tests.support.game:Located", **(task or {})},
         options={"where": str(where)},
         workers={"count": workers},
         **more,

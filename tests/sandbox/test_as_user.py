@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .sandboxes import ISOLATING, needs
+from tests.support.sandboxes import ISOLATING, needs
 
 UID = "12345"
 

@@ -8,8 +8,7 @@ from benchmarks.sandbox.attacks import BAIT, Outcome, attacks_here, attempt
 from rollweave.sandbox.base import Limits, SandboxSpec
 from rollweave.sandbox.devices import SHM_BYTES, SHM_FILES
 from rollweave.sandbox.stage import inodes
-
-from .sandboxes import ISOLATING, opened, python
+from tests.support.sandboxes import ISOLATING, opened, python
 
 AT_ONCE = 4
 

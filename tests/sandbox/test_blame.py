@@ -11,8 +11,7 @@ from rollweave.envs.handlers.sandboxes import SandboxHandler
 from rollweave.sandbox.base import Backend, Sandbox
 from rollweave.sandbox.tools import Bash, Editor, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
-
-from .sandboxes import NAMES, SPEC, opened, python
+from tests.support.sandboxes import NAMES, SPEC, opened, python
 
 SIGNALED = """
 import contextlib, os, signal

@@ -17,8 +17,7 @@ from rollweave.sandbox.cgroups import OWN_PROCESSES, Groups, remove_all_stale, u
 from rollweave.sandbox.devices import SHM_BYTES
 from rollweave.sandbox.processes import family
 from rollweave.schema.errors import SandboxLostError
-
-from .sandboxes import ISOLATING, NAMES, opened, python
+from tests.support.sandboxes import ISOLATING, NAMES, opened, python
 
 LIMITS = Limits(processes=40, memory_bytes=96 * MIB, disk_bytes=32 * MIB)
 

@@ -16,8 +16,7 @@ from rollweave.sandbox.plain import Plain
 from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
-
-from .sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python
+from tests.support.sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python
 
 
 @pytest_asyncio.fixture(params=NAMES)

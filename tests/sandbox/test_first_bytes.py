@@ -14,8 +14,7 @@ import rollweave
 from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.tools import IPython
 from rollweave.schema.errors import SandboxError
-
-from .sandboxes import ISOLATING, image, opened
+from tests.support.sandboxes import ISOLATING, image, opened
 
 LIMITS = Limits(processes=40, memory_bytes=512 * MIB, disk_bytes=256 * MIB, cpu_s=77.0, files=321)
 

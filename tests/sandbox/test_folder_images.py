@@ -14,8 +14,7 @@ from rollweave.sandbox.apptainer import Apptainer
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.registry import backend
 from rollweave.schema.errors import ConfigError, SandboxError
-
-from .sandboxes import image, needs, opened
+from tests.support.sandboxes import image, needs, opened
 
 FAKE = Path(__file__).with_name("fake_apptainer.py")
 

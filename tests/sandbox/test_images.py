@@ -22,8 +22,7 @@ from rollweave.sandbox.base import SandboxSpec
 from rollweave.sandbox.blobs import Blobs, BlobServer
 from rollweave.sandbox.images import CopyStep, Images, Mode, Recipe
 from rollweave.schema.errors import SandboxError
-
-from .sandboxes import image, needs, opened
+from tests.support.sandboxes import image, needs, opened
 
 
 def images_at(place: Path, *peers: str, mirror: str | None = None) -> Images:

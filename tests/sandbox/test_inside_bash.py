@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollweave.sandbox.tools import Bash
 from rollweave.schema.errors import SandboxRefusedError
-from tests.sandbox.serving import served, wait_for_end
+from tests.support.action_server import served, wait_for_end
 from tests.support.properties import examples
 
 SHORT_S = 0.4

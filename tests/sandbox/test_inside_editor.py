@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollweave.sandbox.inside import editor as module
 from rollweave.sandbox.tools import Editor, Text
 from rollweave.schema.errors import SandboxError, SandboxRefusedError
-from tests.sandbox.serving import served
+from tests.support.action_server import served
 from tests.support.properties import examples
 
 QUICKLY = settings(

@@ -13,7 +13,7 @@ import pytest
 from rollweave.sandbox.inside.cells import CELL_BYTES
 from rollweave.sandbox.tools import CellResult, IPython
 from rollweave.schema.errors import SandboxRefusedError
-from tests.sandbox.serving import PRELOADED, served, wait_for_end
+from tests.support.action_server import PRELOADED, served, wait_for_end
 
 SHORT_S = 0.4
 """Seconds of a timeout that is meant to expire."""

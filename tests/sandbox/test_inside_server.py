@@ -24,7 +24,7 @@ from rollweave.schema.errors import (
     SandboxRefusedError,
     SandboxTimeoutError,
 )
-from tests.sandbox.serving import BLIND, FOLDER, served, start, wait_for_end
+from tests.support.action_server import BLIND, FOLDER, served, start, wait_for_end
 
 
 async def run(

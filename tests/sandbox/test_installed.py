@@ -15,8 +15,7 @@ import numpy
 import pytest
 
 import rollweave
-
-from .sandboxes import ISOLATING, needs
+from tests.support.sandboxes import ISOLATING, needs
 
 SCRIPT = """
 import asyncio, json, sys

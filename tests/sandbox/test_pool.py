@@ -6,8 +6,7 @@ import pytest
 from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.pool import Pool
 from rollweave.schema.errors import SandboxError
-
-from .sandboxes import SPEC, opened
+from tests.support.sandboxes import SPEC, opened
 
 
 class _FakeSandbox:

@@ -13,8 +13,7 @@ import pytest_asyncio
 from rollweave.sandbox import rootfs
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.rootfs import import_folders, root_of
-
-from .sandboxes import ISOLATING, SPEC, opened
+from tests.support.sandboxes import ISOLATING, SPEC, opened
 
 
 @pytest_asyncio.fixture(params=ISOLATING)

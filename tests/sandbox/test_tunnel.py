@@ -18,9 +18,9 @@ from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.tools import Bash
 from rollweave.sandbox.tunnel import MAX_IN_FLIGHT, tunnel
 from rollweave.schema.errors import SandboxLostError, SandboxRefusedError
-from tests.rollout.gateway.scripts import Script, gateway
+from tests.support.sandboxes import ISOLATING, NAMES, SPEC, opened
+from tests.support.scripted_gateway import Script, gateway
 
-from .sandboxes import ISOLATING, NAMES, SPEC, opened
 from .service import Spy, output_of, run, spied
 
 OPENAI = """

@@ -24,8 +24,7 @@ from rollweave.sandbox.images import Images, unpack
 from rollweave.sandbox.unpacking import Bounds
 from rollweave.schema.errors import SandboxError
 from tests.support.properties import examples
-
-from .sandboxes import needs, no_process_left
+from tests.support.sandboxes import needs, no_process_left
 
 Member = tuple[tarfile.TarInfo, bytes]
 FILE, FOLDER, LINK, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollweave.envs.base import Options, new_task
 from rollweave.schema.work import Task
-from tests.runtime.game import Game
+from tests.support.game import Game
 
 
 class Drawn(Game):

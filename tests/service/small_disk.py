@@ -13,10 +13,10 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.runtime.small_disk import BALLAST, DISK_BYTES, fill
-from tests.runtime.whole import run_dir
 from tests.service.api import call, game
-from tests.service.serving import Program, service_config
+from tests.support.fake_runs import run_dir
+from tests.support.rollout_service import Program, service_config
+from tests.support.small_disk import BALLAST, DISK_BYTES, fill
 
 MAX_ROLLOUTS = 400
 """Number of rollouts of 20 kB each that are submitted: twice as many as fit the

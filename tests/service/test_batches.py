@@ -26,8 +26,8 @@ from rollweave.service.batches import (
 )
 from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
 from tests.service.api import call, wait_until
-from tests.service.serving import Program, service_config, serving
 from tests.support.accounts import balances
+from tests.support.rollout_service import Program, service_config, serving
 
 GOOD, SAME = [0.0, 1.0], [1.0, 1.0]
 

@@ -21,7 +21,7 @@ from rollweave.service import registry
 from rollweave.service.client import RolloutClient
 from rollweave.service.engine_access import check_engine_host
 from tests.service.api import call
-from tests.service.serving import service_config, serving
+from tests.support.rollout_service import service_config, serving
 
 SECRET = "hunter2secret"
 

@@ -18,8 +18,8 @@ from rollweave.schema.serving import EngineSpec
 from rollweave.service.backends import backend_factory, rescore, vocab_size
 from rollweave.service.client import NoServiceError, RolloutClient
 from tests.service.api import call, game, wait_until
-from tests.service.serving import Program, serving
 from tests.support.engines import tiny_checkpoint
+from tests.support.rollout_service import Program, serving
 from tests.support.services import elsewhere, registered
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.serving import service_config, serving
+from tests.support.rollout_service import service_config, serving
 
 
 @pytest.mark.slow

@@ -17,12 +17,12 @@ from rollweave.record.store import TrajectoryReader
 from rollweave.sandbox.processes import family, process
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
-from tests.engine.clients.echo_engine import process_state
-from tests.runtime.whole import make_config, run, run_dir
-from tests.sandbox.sandboxes import needs
 from tests.service.api import call, game, wait_until
-from tests.service.serving import Program, service_config, serving
+from tests.support.echo_engine import process_state
+from tests.support.fake_runs import make_config, run, run_dir
 from tests.support.journals import checked_journal
+from tests.support.rollout_service import Program, service_config, serving
+from tests.support.sandboxes import needs
 from tests.support.services import ZYGOTE, nothing_left
 
 BOXED = {"env": "tests.runtime.agents:Boxed", "time_s": 60.0, "step_s": 20.0}

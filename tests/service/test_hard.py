@@ -31,10 +31,10 @@ from rollweave.service.client import RolloutClient
 from rollweave.service.engine_access import EngineTokens
 from rollweave.service.jobs import Job, JobStore
 from rollweave.service.service import Service
-from tests.runtime.whole import ROOT, run_dir
 from tests.service.api import call, game, wait_until
-from tests.service.serving import Program, Serving, service_config, serving
+from tests.support.fake_runs import ROOT, run_dir
 from tests.support.mounts import can_mount
+from tests.support.rollout_service import Program, Serving, service_config, serving
 
 DRAWN = "tests.service.drawn:Drawn"
 

@@ -13,9 +13,9 @@ import pytest
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
-from tests.runtime.whole import run_dir
 from tests.service.api import call, game
-from tests.service.serving import Program, service_config, serving
+from tests.support.fake_runs import run_dir
+from tests.support.rollout_service import Program, service_config, serving
 
 PLACES = [
     ({}, "", "finished"),

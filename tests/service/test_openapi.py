@@ -11,7 +11,7 @@ from rollweave.service import http
 from rollweave.service.openapi import document
 from rollweave.service.prorl import ProRL
 from tests.service.api import call, game
-from tests.service.serving import service_config, serving
+from tests.support.rollout_service import service_config, serving
 
 
 def routes() -> set[tuple[str, str]]:

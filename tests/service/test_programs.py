@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.envs.handlers.programs import agent_program
-from tests.runtime.whole import make_config, run
 from tests.service.api import call, game
-from tests.service.serving import service_config, serving
+from tests.support.fake_runs import make_config, run
+from tests.support.programs import agent_program
+from tests.support.rollout_service import service_config, serving
 from tests.support.services import ZYGOTE, nothing_left
 
 TASK = {"env": "program", "time_s": 60.0, "step_s": 30.0}

@@ -12,7 +12,7 @@ import pytest
 from rollweave.service.backends import backend_factory
 from rollweave.service.prorl import task_domain
 from tests.service.api import call, wait_until
-from tests.service.serving import Serving, service_config, serving
+from tests.support.rollout_service import Serving, service_config, serving
 from tests.support.services import elsewhere, registered
 
 

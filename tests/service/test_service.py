@@ -25,10 +25,10 @@ from rollweave.service.client import (
     Rollouts,
     ServiceError,
 )
-from tests.runtime.whole import assert_no_processes
 from tests.service.api import call, game, wait_until
-from tests.service.serving import Program, Serving, service_config, serving
+from tests.support.fake_runs import assert_no_processes
 from tests.support.http import ATTACKS
+from tests.support.rollout_service import Program, Serving, service_config, serving
 
 
 async def test_a_rollout_returns_tokens_and_reward(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ async def test_a_lost_worker_costs_only_time(tmp_path: Path) -> None:
     where.mkdir()
     config = service_config(
         tmp_path,
-        task={"env": "tests.runtime.game:Located"},
+        task={"env": "tests.support.game:Located"},
         options={"where": str(where)},
         workers={"count": 2},
     )

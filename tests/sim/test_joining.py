@@ -15,9 +15,9 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
+from tests.support.referee import Referee
 from tests.support.simulation import config
 from tests.support.variants import mostly_slow
-from tests.worlds.referee import Referee
 
 
 class Journal:

@@ -14,7 +14,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.predictor import PREDICTION_S, SimPredictor
 from rollweave.train.lengths import build_regressor
-from tests.train.lengths.worlds import Example, trajectories
+from tests.support.revealed_lengths import Example, trajectories
 
 
 def ask(number: int, example: Example, turn: int) -> c.Predict:

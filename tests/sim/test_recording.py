@@ -14,9 +14,9 @@ from rollweave.schema import events as e
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import SegmentKind
 from rollweave.sim.workload import Plan, Recorded, read_run, workload
-from tests.runtime import whole
-from tests.sim.scripted import KINDS, Scripted
+from tests.support import fake_runs
 from tests.support.core import config as core_config
+from tests.support.scripted_simulation import KINDS, Scripted
 from tests.support.simulation import one_domain
 
 
@@ -96,9 +96,9 @@ def test_refuses_untrustworthy_journals(tmp_path: Path) -> None:
 
 
 def test_a_live_run_is_read_back_as_in_its_store(tmp_path: Path) -> None:
-    config = whole.make_config(tmp_path, steps=2, options={"turns": 3})
-    assert whole.run(config).error == ""
-    directory = whole.run_dir(config)
+    config = fake_runs.make_config(tmp_path, steps=2, options={"turns": 3})
+    assert fake_runs.run(config).error == ""
+    directory = fake_runs.run_dir(config)
     recorded = read_run(directory)
     reader = TrajectoryReader(directory / "trajectories")
     stored = {

@@ -28,8 +28,8 @@ from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.workload import Plan, TurnPlan
 from rollweave.sim.world import World
+from tests.support.referee import Referee
 from tests.support.simulation import Linear, config
-from tests.worlds.referee import Referee
 
 TURN, PROMPT = 1200, 40
 

@@ -12,7 +12,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import PRIORITIES
-from tests.core.world import World
+from tests.support.random_world import World
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 

@@ -8,7 +8,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from tests.worlds.referee import Referee
+from tests.support.referee import Referee
 
 
 def checked_journal(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:

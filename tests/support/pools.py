@@ -8,8 +8,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot
-from tests.core.world import World
 from tests.support.core import config
+from tests.support.random_world import World
 
 POOLS = {
     "compute": {"resource": "H800"},

@@ -15,9 +15,9 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.serving import EngineSpec
-from tests.engine.clients.echo_engine import EchoLoop
-from tests.sandbox.sandboxes import needs, no_process_left
-from tests.service.serving import service_config
+from tests.support.echo_engine import EchoLoop
+from tests.support.rollout_service import service_config
+from tests.support.sandboxes import needs, no_process_left
 
 
 def registered(directory: Path, **sections: Any) -> RunConfig:

@@ -19,7 +19,7 @@ from rollweave.train.distributed import is_sharded
 from rollweave.train.trainer import Trainer
 from rollweave.weights.memory import PayloadDigest
 from rollweave.weights.publication import bytes_of, read_tensors
-from tests.train.builders import make_batch, make_config
+from tests.support.trainers import make_batch, make_config
 from tests.train.ranks import meet
 
 SMALL_BYTES = 4096

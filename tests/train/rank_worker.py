@@ -26,8 +26,8 @@ from rollweave.schema.training import (
 )
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.trainer import Trainer
+from tests.support.trainers import make_batch, make_config
 from tests.train.asking import published
-from tests.train.builders import make_batch, make_config
 from tests.train.ranks import meet
 
 CASE = {

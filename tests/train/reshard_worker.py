@@ -26,7 +26,7 @@ from rollweave.schema.training import (
 from rollweave.train.distributed import ALONE, RankGroup
 from rollweave.train.model import load_model
 from rollweave.train.trainer import Trainer
-from tests.train.builders import CPU, make_batch, make_config
+from tests.support.trainers import CPU, make_batch, make_config
 from tests.train.rank_worker import CASE
 from tests.train.ranks import meet
 

@@ -27,7 +27,7 @@ from rollweave.schema.training import (
 from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
 from rollweave.train.trainer import Trainer
 from tests.support.forking import Forked
-from tests.train.builders import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config, make_model
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ import resource, signal, sys
 from pathlib import Path
 from rollweave.schema.training import Save
 from rollweave.train.trainer import Trainer
-from tests.train.builders import make_config
+from tests.support.trainers import make_config
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 trainer = Trainer(make_config(), Path(sys.argv[1]), Path(sys.argv[2]))
 for name, limit in (("c", -1), ("c", 200), ("c", 20000), ("d", -1)):

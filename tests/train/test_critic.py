@@ -26,9 +26,9 @@ from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
 from rollweave.train.values import load_value_model
 from rollweave.train.weights import load_named_tensors
+from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_slow
 from tests.train.asking import published, trained
-from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.compare import assert_all_close
 
 

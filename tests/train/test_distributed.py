@@ -13,7 +13,7 @@ from rollweave.train.distributed import interface_of, join_store, open_store
 from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A
 from rollweave.weights.trainer_checkpoint import file_of, read_trainer_checkpoint
-from tests.train.builders import LR, make_batch, make_config, make_model
+from tests.support.trainers import LR, make_batch, make_config, make_model
 from tests.train.compare import assert_all_close
 from tests.train.rank_worker import CASE, CASES, run
 from tests.train.ranks import run_ranks

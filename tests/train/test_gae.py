@@ -13,7 +13,7 @@ from rollweave.schema.work import Batch, ScoredGroup
 from rollweave.train.gae import Estimate, estimate, standardized
 from rollweave.train.rows import Row, batch_rows
 from tests.support.properties import examples
-from tests.train.builders import make_sequence, make_trajectory
+from tests.support.trainers import make_sequence, make_trajectory
 
 
 def random_rows(rng: random.Random, algorithm: AlgorithmConfig) -> tuple[Batch, list[Row]]:

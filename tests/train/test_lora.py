@@ -29,8 +29,8 @@ from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A, AdapterBase, B, adapter_sizes, check_adapter
 from rollweave.weights.checkpoint import read_any_shape, read_shape
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.asking import published, trained
-from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.rank_worker import run
 from tests.train.ranks import run_ranks
 

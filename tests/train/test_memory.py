@@ -10,7 +10,7 @@ from benchmarks.gpu import peak_bytes
 from rollweave.schema.training import Restore, Restored, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import load
 from rollweave.train.trainer import Trainer
-from tests.train.builders import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config, make_model
 
 
 @pytest.fixture(scope="module")

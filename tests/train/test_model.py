@@ -20,7 +20,7 @@ from transformers import (
 from rollweave.schema.errors import TrainerError
 from rollweave.train.model import Attention, Model, Reference, load_model
 from rollweave.train.packing import Example, pack
-from tests.train.builders import CPU, make_examples, make_model
+from tests.support.trainers import CPU, make_examples, make_model
 from tests.train.oracle import loss_of, oracle
 
 SMALL = {

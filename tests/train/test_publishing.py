@@ -17,8 +17,8 @@ from rollweave.train.distributed import rows_of
 from rollweave.train.publishing import slice_of
 from rollweave.weights.views import StoredTensors
 from tests.support.forking import Forked
+from tests.support.trainers import make_model
 from tests.support.training import ROOT
-from tests.train.builders import make_model
 
 WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
 

@@ -25,9 +25,15 @@ from rollweave.schema.training import (
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.trainer import Trainer
 from tests.support.properties import examples
+from tests.support.trainers import (
+    make_batch,
+    make_config,
+    make_model,
+    make_sequence,
+    make_trajectory,
+)
 from tests.support.training import poisoned
 from tests.train.asking import published
-from tests.train.builders import make_batch, make_config, make_model, make_sequence, make_trajectory
 
 TEMPERATURE = 0.7
 

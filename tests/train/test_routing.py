@@ -20,7 +20,7 @@ from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_loading import load_transformers_model
 from rollweave.train.transformers_model import TransformersModel
-from tests.train.builders import CPU, make_batch, make_examples
+from tests.support.trainers import CPU, make_batch, make_examples
 from tests.train.oracle import loss_of
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2

@@ -19,7 +19,7 @@ from rollweave.schema.work import (
 )
 from rollweave.train.rows import balance, batch_rows, minibatches, overlong_fraction, teacher_kl
 from tests.support.properties import examples
-from tests.train.builders import make_batch, make_sequence, make_trajectory
+from tests.support.trainers import make_batch, make_sequence, make_trajectory
 
 
 def batch_of(*sequences: tuple[TokenSequence, ...], version: int = 0) -> Batch:

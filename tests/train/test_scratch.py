@@ -20,7 +20,7 @@ from rollweave.train.scratch import (
     build_tokenizer,
 )
 from tests.support.properties import examples
-from tests.train.builders import CONTEXT, SCRATCH, WORDS
+from tests.support.trainers import CONTEXT, SCRATCH, WORDS
 
 TOKENIZER = build_tokenizer([*WORDS, " up=wall", " up=ice", "ice", "<answer>", "</answer>"])
 

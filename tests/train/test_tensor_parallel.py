@@ -23,8 +23,8 @@ from rollweave.train.distributed import (
 )
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_loading import examine
+from tests.support.trainers import make_batch, make_config
 from tests.train.asking import published
-from tests.train.builders import make_batch, make_config
 from tests.train.compare import assert_all_close
 from tests.train.rank_worker import CASE, run
 from tests.train.ranks import run_ranks

@@ -30,9 +30,9 @@ from rollweave.schema.training import (
 from rollweave.schema.work import StopReason
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
+from tests.support.trainers import make_batch, make_config, make_model
 from tests.support.training import poisoned
 from tests.train.asking import published, trained
-from tests.train.builders import make_batch, make_config, make_model
 
 
 @pytest.fixture(scope="module")

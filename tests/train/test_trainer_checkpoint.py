@@ -14,7 +14,7 @@ from rollweave.train.checkpoint import Checkpoint, save
 from rollweave.train.trainer import Trainer
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
-from tests.train.builders import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config, make_model
 
 
 def configured(*, model: str, published: str | None) -> RunConfig:

@@ -25,9 +25,9 @@ from rollweave.train.transformers_model import TransformersModel
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
+from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_slow
 from tests.train.asking import published
-from tests.train.builders import CPU, make_batch, make_config, make_examples, make_model
 from tests.train.compare import assert_all_close
 from tests.train.oracle import loss_of, oracle
 from tests.train.rank_worker import run

@@ -18,9 +18,9 @@ from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages
 from rollweave.train.losses import IS_CAP
 from rollweave.train.trainer import Trainer
+from tests.support.trainers import make_batch, make_config, make_model
 from tests.support.variants import mostly_slow
 from tests.train.asking import published
-from tests.train.builders import make_batch, make_config, make_model
 from tests.train.compare import assert_all_close
 
 TEMPERATURE = 0.8

@@ -21,7 +21,7 @@ from rollweave.train.packing import Example, pack
 from rollweave.train.passes import Passes
 from rollweave.train.trainer import Trainer
 from rollweave.train.warmup import warmup_example
-from tests.train.builders import CPU, make_config, make_model, make_sequence
+from tests.support.trainers import CPU, make_config, make_model, make_sequence
 
 
 @pytest.fixture(scope="module")

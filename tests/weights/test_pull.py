@@ -15,7 +15,7 @@ from rollweave.weights.pull import pull
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import Body, Channel
 from tests.support.properties import examples
-from tests.weights.host import tapped, tensors_of, versions
+from tests.support.weight_host import tapped, tensors_of, versions
 
 
 async def read(

@@ -12,7 +12,7 @@ import pytest
 from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, VersionFailed, VersionFetched
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import STALL_BEATS, Channel
-from tests.weights.host import (
+from tests.support.weight_host import (
     KIB,
     SHAPES,
     Host,

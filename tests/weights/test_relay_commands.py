@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rollweave.schema.weights import FetchVersion, RelayAddress, VersionFetched
 from rollweave.weights.tcp import Tcp
 from tests.support.properties import examples
-from tests.weights.host import KIB, Host, hosts, tensors_of, versions
+from tests.support.weight_host import KIB, Host, hosts, tensors_of, versions
 
 HOSTS, VERSIONS = 3, 4
 NOWHERE = RelayAddress(host="127.0.0.1", port=1, secret=b"")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rollweave.schema.weights import VersionFailed, VersionFetched
 from rollweave.weights.tcp import Tcp
 from tests.support.properties import examples
-from tests.weights.host import KIB, hosts, tensors_of, versions
+from tests.support.weight_host import KIB, hosts, tensors_of, versions
 from tests.weights.wires import wired
 
 

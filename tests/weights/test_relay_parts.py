@@ -16,7 +16,7 @@ from rollweave.schema.weights import (
     WeightManifest,
 )
 from rollweave.weights.publication import read_tensors
-from tests.weights.host import KIB, Host, hosts, parts_of, versions
+from tests.support.weight_host import KIB, Host, hosts, parts_of, versions
 
 
 def start(

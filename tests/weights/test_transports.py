@@ -19,8 +19,8 @@ from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
 from rollweave.weights.protocol import FetchError, KeepAlive, Message, Raw, Refused
 from rollweave.weights.tcp import MAX_CONNECTIONS, MAX_UNAUTHENTICATED, Tcp, transport_of
 from rollweave.weights.transport import Body, Channel, Listener, Serve, Transport
+from tests.support.weight_host import hosts, versions
 from tests.weights.fake_transport import FakeTransport
-from tests.weights.host import hosts, versions
 
 IDLE_TIMEOUT_S = 0.5
 

@@ -25,7 +25,7 @@ from rollweave.weights.version_store import (
     encode_spans,
 )
 from tests.support.properties import examples
-from tests.weights.host import KIB, SHAPES, Memory, changed, tensors_of, versions
+from tests.support.weight_host import KIB, SHAPES, Memory, changed, tensors_of, versions
 
 BYTES = st.integers(0, 30)
 

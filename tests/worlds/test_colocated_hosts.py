@@ -13,8 +13,8 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
+from tests.support.referee import Referee
 from tests.support.simulation import config
-from tests.worlds.referee import Referee
 
 HOSTS = 3
 

@@ -11,9 +11,9 @@ import pytest
 from rollweave.record.journal import Replay
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.run import directory_of, simulate
-from tests.runtime.whole import make_config, make_model, run, run_dir
 from tests.support.core import always_split
-from tests.worlds.referee import Referee
+from tests.support.fake_runs import make_config, make_model, run, run_dir
+from tests.support.referee import Referee
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 

@@ -37,7 +37,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-from tests.engine.clients.echo_engine import (
+from tests.support.echo_engine import (
     CRASH,
     DEAF,
     HOLD,
@@ -165,7 +165,7 @@ async def connect(
             )
         else:
             module = (
-                "tests.engine.clients.echo_engine"
+                "tests.support.echo_engine"
                 if "fake" in kind
                 else f"rollweave.runtime.entrypoints.{'engine' if server is None else 'server_engine'}"
             )

@@ -20,8 +20,8 @@ from rollweave.schema.serving import (
     Sampling,
 )
 from rollweave.schema.weights import WeightManifest
-from tests.engine.clients.echo_engine import kv_manifest
 from tests.engine.clients.wire import HANG, Exchange, Handle, Wire, prorl, serving
+from tests.support.echo_engine import kv_manifest
 
 FINE = prorl(hot=-1.5)
 

@@ -20,7 +20,7 @@ from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A, B, adapter_sizes, linear_layers
 from rollweave.weights.checkpoint import read_any_shape, read_shape, read_tensors_of
 from rollweave.weights.publication import publish, read_tensors
-from tests.train.builders import make_batch, make_config, make_model
+from tests.support.trainers import make_batch, make_config, make_model
 
 SCALE = 0.5
 

@@ -31,9 +31,9 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.work import Routes
 from rollweave.weights.checkpoint import read_shape
-from tests.rollout.gateway.real import Turns, checkpoint, served
 from tests.support.engines import VLLM_START_S, needs_vllm, vllm_spec
 from tests.support.processes import descendants
+from tests.support.real_gateway import Turns, checkpoint, served
 from tests.support.server_engines import (
     SCALE,
     Weights,

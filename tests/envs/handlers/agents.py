@@ -10,7 +10,7 @@ from rollweave.envs.handlers.base import Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.work import StopReason, Task
-from tests.sandbox.sandboxes import needs
+from tests.support.sandboxes import needs
 
 Reply = Message | str | Exception
 

@@ -9,7 +9,7 @@ from rollweave.envs.base import Split, payload_of
 from rollweave.envs.handlers.base import Endpoint, Job, Tool
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.schema.chat import Message, ToolCall
-from tests.sandbox.sandboxes import needs
+from tests.support.sandboxes import needs
 
 PAGE = Path(__file__).parents[3] / "docs" / "HANDLERS.md"
 

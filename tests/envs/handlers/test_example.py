@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.sandboxes import needs
+from tests.support.sandboxes import needs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -26,10 +26,9 @@ from rollweave.schema.errors import (
     SandboxLostError,
     SandboxSpoiledError,
 )
-from tests.rollout.gateway.scripts import CALL, Script
-from tests.sandbox.sandboxes import ISOLATING, needs
-
-from .programs import HERE, agent_program, job, lived, scripted
+from tests.support.programs import HERE, agent_program, job, lived, scripted
+from tests.support.sandboxes import ISOLATING, needs
+from tests.support.scripted_gateway import CALL, Script
 
 ECHO = agent_program("print(say(task['question']))")
 BY_ANSWER = HERE + "by_answer"

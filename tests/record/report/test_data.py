@@ -9,7 +9,7 @@ import pytest
 from rollweave.record.report.data import read_run
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
-from tests.record.report.synthetic import write_run
+from tests.support.synthetic_run import write_run
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from rollweave.record.report.data import read_run
 from rollweave.record.report.page import render, write_report
 from rollweave.record.rundir import RunDir
 from rollweave.schema.errors import ConfigError
-from tests.record.report.synthetic import write_run
+from tests.support.synthetic_run import write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

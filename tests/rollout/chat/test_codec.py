@@ -17,9 +17,17 @@ from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import VersionSpan
 from rollweave.schema.work import SegmentKind
+from tests.support.chats import (
+    CHATML,
+    SPECIAL_MAP,
+    SPECIALS,
+    TEMPLATES,
+    bpe,
+    checkpoint,
+    codec,
+    template,
+)
 from tests.support.properties import examples
-
-from .chats import CHATML, SPECIAL_MAP, SPECIALS, TEMPLATES, bpe, checkpoint, codec, template
 
 text = st.text(alphabet=st.sampled_from("ab thé\n<|[]🙂"), max_size=12)
 words = st.lists(

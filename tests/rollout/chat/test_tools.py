@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rollweave.rollout.chat.codec import ChatCodec, TokenTexts
 from rollweave.rollout.chat.tools import Hermes, call_key, tool_format_of
 from rollweave.schema.chat import Message, ToolCall
-
-from .chats import CHATML, SPECIALS, TEMPLATES, bpe, codec
+from tests.support.chats import CHATML, SPECIALS, TEMPLATES, bpe, codec
 
 text = st.text(alphabet=st.sampled_from("ab thé\n<|[]{}\"'🙂"), max_size=12)
 scalar = st.none() | st.booleans() | st.integers() | text

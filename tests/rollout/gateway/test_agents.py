@@ -12,9 +12,8 @@ from openai import AsyncOpenAI
 
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.work import TokenSequence
-
-from .real import Turns, checkpoint, engine, logprob_error, served, teach
-from .scripts import CALL, Script
+from tests.support.real_gateway import Turns, checkpoint, engine, logprob_error, served, teach
+from tests.support.scripted_gateway import CALL, Script
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 QUESTION = "What is 2 + 3?"

@@ -16,10 +16,9 @@ from rollweave.rollout.gateway.deltas import (
     text_deltas,
 )
 from rollweave.rollout.gateway.responses import read_turn
-from tests.rollout.chat.chats import codec
+from tests.support.chats import codec
 from tests.support.properties import examples
-
-from .scripts import CALL, CODEC, END, encode, engine_result
+from tests.support.scripted_gateway import CALL, CODEC, END, encode, engine_result
 
 PARTS = ["one", "é🙂", CALL, "<tool_call>", "</tool_call>", " \n", "stop", "<|eot|>", "  two"]
 words = st.sampled_from(PARTS).map(encode)

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from rollweave.schema.work import TokenSequence
-
-from .real import checkpoint, logprob_error
+from tests.support.real_gateway import checkpoint, logprob_error
 
 ROOT = Path(__file__).parents[3]
 AGENT = """

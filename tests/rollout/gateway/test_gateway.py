@@ -32,10 +32,9 @@ from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta
 from rollweave.schema.work import SegmentKind
-from tests.rollout.chat.chats import codec
+from tests.support.chats import codec
 from tests.support.properties import examples
-
-from .scripts import (
+from tests.support.scripted_gateway import (
     CALL,
     CHAT,
     CODEC,

@@ -13,9 +13,8 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.gateway.server import Access
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateResult, Sampling
-
-from .real import CONTEXT, Turns, checkpoint, engine, logprob_error, served
-from .scripts import TOOL
+from tests.support.real_gateway import CONTEXT, Turns, checkpoint, engine, logprob_error, served
+from tests.support.scripted_gateway import TOOL
 
 SHORT: dict[str, Any] = {"model": "any", "max_tokens": 12}
 

@@ -14,7 +14,7 @@ from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import FinishReason, GenerateResult, VersionSpan
 from rollweave.schema.work import Routes, SegmentKind, TokenSequence
-from tests.rollout.chat.chats import bpe, codec
+from tests.support.chats import bpe, codec
 from tests.support.properties import examples
 
 OF = codec("tools")

@@ -21,8 +21,7 @@ from rollweave.rollout.gateway.responses import (
 )
 from rollweave.schema.serving import FinishReason
 from tests.support.properties import examples
-
-from .scripts import CALL, CODEC, END, encode, engine_result
+from tests.support.scripted_gateway import CALL, CODEC, END, encode, engine_result
 
 words = st.sampled_from(
     ["one", "é🙂", CALL, "<tool_call>", "</tool_call>", " \n", "stop", "<|eot|>"]

@@ -27,7 +27,7 @@ from rollweave.schema.events import (
     RunStarted,
     WorkerJoined,
 )
-from tests.runtime.whole import (
+from tests.support.fake_runs import (
     FAKES,
     assert_no_processes,
     assert_trained_once,
@@ -269,7 +269,7 @@ def test_workers_on_a_host_run_the_users_module(
     package = tmp_path / "work" / "mine"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "words.py").write_text("from tests.runtime.game import Game")
+    (package / "words.py").write_text("from tests.support.game import Game")
     (package / "game.py").write_text("from mine.words import Game\n\nclass Mine(Game): pass\n")
     monkeypatch.chdir(package.parent)
     monkeypatch.syspath_prepend(str(package.parent))

@@ -32,7 +32,7 @@ from rollweave.schema.weights import (
 )
 from rollweave.weights.protocol import KeepAlive, Raw, Request
 from rollweave.weights.tcp import Tcp
-from tests.weights.host import KIB, Memory, tapped, versions
+from tests.support.weight_host import KIB, Memory, tapped, versions
 
 ROOT = Path(__file__).parents[3]
 Start = Callable[..., ProcessRelay]

@@ -11,7 +11,7 @@ from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.sandbox.blobs import ROUTE, digest_of
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
-from tests.cli.commands import invoke
+from tests.support.commands import invoke
 
 CONFIG = """
 [run]

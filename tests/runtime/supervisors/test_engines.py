@@ -8,8 +8,8 @@ from rollweave.schema.errors import EngineLostError, WeightsError
 from rollweave.schema.events import EngineJoined, EngineSlot, StagingFailed, WeightsStaged
 from rollweave.schema.serving import Ready
 from rollweave.schema.weights import WeightManifest
-from tests.rollout.fakes import OneWordEngine
 from tests.support.migration import A, B, staged
+from tests.support.pipelines import OneWordEngine
 
 
 class Receiving(OneWordEngine):

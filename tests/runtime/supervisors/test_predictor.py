@@ -25,7 +25,7 @@ from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.events import PredictionReady
 from rollweave.schema.prediction import LengthContext, PredictorReport, PredictorSpec
 from rollweave.train.lengths import build_regressor
-from tests.train.lengths.worlds import trajectories
+from tests.support.revealed_lengths import trajectories
 
 KINDS = ("thread", "process")
 CONTEXT = LengthContext(

@@ -17,7 +17,7 @@ from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
 from rollweave.schema.weights import WeightManifest
-from tests.runtime.whole import (
+from tests.support.fake_runs import (
     assert_no_processes,
     assert_trained_once,
     fault,

@@ -11,7 +11,7 @@ import torch
 from rollweave.schema.errors import RollweaveError, WeightsError
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
 from rollweave.service.adapters.engine import TrainedEngine
-from tests.engine.models import build, oracle_logprobs, save, spec
+from tests.support.tiny_models import build, oracle_logprobs, save, spec
 
 PROMPT = (3, 1, 4, 1, 5)
 

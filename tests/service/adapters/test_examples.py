@@ -15,7 +15,7 @@ from hypothesis import given
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.work import SegmentKind
 from rollweave.service.client import Rollouts
-from tests.service.serving import service_config, serving
+from tests.support.rollout_service import service_config, serving
 from tests.support.sequences import kinds, sequence
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -35,10 +35,10 @@ from rollweave.service.adapters.trl import (
 from rollweave.service.backends import backend_factory
 from rollweave.service.batches import DapoBatch, DapoRollouts, TasksOverError
 from rollweave.service.client import Rollouts
-from tests.engine.models import build, oracle_logprobs, save
-from tests.rollout.chat.chats import CHATML, SPECIAL_MAP, bpe
-from tests.service.serving import service_config, serving
 from tests.support.accounts import balances
+from tests.support.chats import CHATML, SPECIAL_MAP, bpe
+from tests.support.rollout_service import service_config, serving
+from tests.support.tiny_models import build, oracle_logprobs, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TEMPERATURE = 0.8

@@ -14,7 +14,7 @@ from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.config.sections import RolloutConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.lengths import REGRESSORS, build_regressor
-from tests.train.lengths.worlds import TURNS, Example, quality, teach, trajectories
+from tests.support.revealed_lengths import TURNS, Example, quality, teach, trajectories
 
 BUILT = [name for name in REGRESSORS if name != "lm"]
 LEARNED = ["ridge", "boosted"]

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.train.lengths import build_regressor
 from rollweave.train.lengths.small_lm import BATCH, backbone
-from tests.train.lengths.worlds import quality, teach, trajectories
+from tests.support.revealed_lengths import quality, teach, trajectories
 
 VOCABULARY = 97
 

@@ -16,7 +16,7 @@ from rollweave.rollout.gateway.server import Gateway
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.work import Task
-from tests.rollout.gateway.scripts import Client, Script, gateway
+from tests.support.scripted_gateway import Client, Script, gateway
 
 HERE = __name__ + ":"
 

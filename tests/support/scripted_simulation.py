@@ -11,7 +11,7 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
 from rollweave.sim.workload import Plan, TurnPlan
-from tests.core.world import World
+from tests.support.random_world import World
 
 MANY = (
     TurnPlan(output_tokens=40, observation_tokens=7, env_s=0.5),

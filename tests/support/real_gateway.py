@@ -20,9 +20,9 @@ from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
 from rollweave.schema.work import TokenSequence
-from tests.engine.models import build, oracle_logprobs, save
-from tests.rollout.chat.chats import SPECIAL_MAP, TOOLS, bpe
+from tests.support.chats import SPECIAL_MAP, TOOLS, bpe
 from tests.support.engines import engine_in_thread
+from tests.support.tiny_models import build, oracle_logprobs, save
 
 CONTEXT = 2048
 

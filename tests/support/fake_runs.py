@@ -1,5 +1,5 @@
 """Whole runs with fake engines and a fake trainer, so that they take a second. Also a
-program that runs a controller: `python -m tests.runtime.whole CONFIG [resume]`.
+program that runs a controller: `python -m tests.support.fake_runs CONFIG [resume]`.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from rollweave.runtime.launch import train
 from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
-from tests.engine.clients.echo_engine import process_state
-from tests.rollout.fakes import TEMPLATE
+from tests.support.echo_engine import process_state
 from tests.support.forking import Forked
+from tests.support.pipelines import TEMPLATE
 
 FAKES = Programs(
-    engine="tests.engine.clients.echo_engine",
+    engine="tests.support.echo_engine",
     trainer="tests.runtime.fake_trainer",
     relay="tests.runtime.fake_relay",
 )
-TASK: dict[str, Any] = {"env": "tests.runtime.game:Game", "tag": "game", "max_turn_tokens": 4}
+TASK: dict[str, Any] = {"env": "tests.support.game:Game", "tag": "game", "max_turn_tokens": 4}
 ROOT = Path(__file__).parents[2]
 
 
@@ -167,7 +167,7 @@ def controller(config: RunConfig) -> subprocess.Popen[bytes]:
     """Start a controller in a separate process, whose output goes to a file beside the
     run.
     """
-    command = [sys.executable, "-m", "tests.runtime.whole", str(write(config))]
+    command = [sys.executable, "-m", "tests.support.fake_runs", str(write(config))]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

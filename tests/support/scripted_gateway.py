@@ -13,7 +13,7 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, VersionSpan
-from tests.rollout.chat.chats import bpe, codec
+from tests.support.chats import bpe, codec
 
 CODEC = codec("tools")
 END = CODEC.stop_token_ids[0]

@@ -1,4 +1,4 @@
-"""A real run on a disk that is really full: `python -m tests.runtime.small_disk
+"""A real run on a disk that is really full: `python -m tests.support.small_disk
 DIRECTORY WHERE SPARE`, alone in a mount namespace.
 
 It mounts a small disk at WHERE in the run's directory ("." is all of it), fills it in
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rollweave.train.checkpoint import verify
-from tests.runtime.real import (
+from tests.support.real_runs import (
     Lineage,
     at_gate,
     check_totals,

@@ -1,7 +1,7 @@
 """Whole runs with real engines and the real trainer, small enough to take seconds, and
 started by the command line as users do.
 
-As a program, `python -m tests.runtime.real …` is `rollweave …` with the trainer of
+As a program, `python -m tests.support.real_runs …` is `rollweave …` with the trainer of
 `tests.runtime.halting_trainer`.
 """
 
@@ -84,7 +84,7 @@ class Life:
         self.config, self.run = config, RunDir(directory / config.run.name)
         file = directory / "given.toml"
         file.write_text(dumps(config))
-        module = "tests.runtime.real" if halting else "rollweave.cli.main"
+        module = "tests.support.real_runs" if halting else "rollweave.cli.main"
         command = [
             sys.executable,
             "-m",

@@ -1,7 +1,7 @@
 """A service for tests, with the real pipeline, real HTTP, and echo engines as
 processes. It runs in a thread, or as a program that a test can kill.
 
-The program is `python -m tests.service.serving CONFIG`; it prints its address.
+The program is `python -m tests.support.rollout_service CONFIG`; it prints its address.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
 from rollweave.service.backends import BackendFactory, backend_factory
 from rollweave.service.service import Service
-from tests.runtime.whole import FAKES, ROOT, make_config
+from tests.support.fake_runs import FAKES, ROOT, make_config
 
 WAIT_S = 60.0
 
 
 def service_config(directory: Path, **sections: Any) -> RunConfig:
-    """Return a configuration with port 0, the game of `tests.runtime.game` and two echo
+    """Return a configuration with port 0, the game of `tests.support.game` and two echo
     engines.
     """
     run = {"name": "service", **sections.pop("run", {})}
@@ -136,7 +136,14 @@ class Program:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
-        command = [*limit, sys.executable, "-m", "tests.service.serving", str(file), str(port)]
+        command = [
+            *limit,
+            sys.executable,
+            "-m",
+            "tests.support.rollout_service",
+            str(file),
+            str(port),
+        ]
         with (Path(config.run.dir) / "stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr
