@@ -245,7 +245,7 @@ async def test_answers_have_the_experts_of_the_weights_that_sampled_their_tokens
 
         # a turn that is aborted, and one that continues after its tokens
         turn = engine.generate(greedy("aborted", prompt, count=400))
-        await tokens_are_sampled(engine, 1)
+        await tokens_are_sampled(engine)
         engine.abort("aborted")
         part = await turn
         whole = prompt + part.tokens
@@ -265,7 +265,7 @@ async def test_answers_have_the_experts_of_the_weights_that_sampled_their_tokens
         manifest = weights.published(2)
         await engine.stage(manifest)
         turn = engine.generate(greedy("both", prompt, count=400))
-        await tokens_are_sampled(engine, 1)
+        await tokens_are_sampled(engine)
         await engine.suspend()
         await engine.load(manifest)
         engine.resume()
