@@ -17,9 +17,11 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
+from rollweave.record.turn_log import TurnAnswer, TurnTokens, context_digest
 from rollweave.rollout.driver import TurnResult
 from rollweave.rollout.partial import PartialTurn
 from rollweave.rollout.progress import ProgressReporter
+from rollweave.rollout.recorded import RecordedTurns
 from rollweave.rollout.turns import Turns
 from rollweave.rollout.worker import RemoteTurns
 from rollweave.schema.base import EngineId, GroupId, TaskId
@@ -27,6 +29,7 @@ from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTur
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.events import (
     Event,
+    PrefillDone,
     TurnDone,
     TurnFailed,
     TurnProgress,
@@ -173,6 +176,10 @@ def test_the_answer_to_an_abort_replaces_the_partial_turn_or_discards_it(
 # Turns, with an engine whose every word a test decides.
 
 
+def unread(_: TokenDelta) -> None:
+    raise AssertionError("the token after a prompt has no reader")
+
+
 class Puppet(OneWordEngine):
     """An engine that answers only when the test does."""
 
@@ -190,9 +197,8 @@ class Puppet(OneWordEngine):
         *,
         report_s: float = STREAM_S,
     ) -> asyncio.Future[GenerateResult]:
-        assert on_tokens is not None
         future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
-        self.calls.append((request, future, on_tokens))
+        self.calls.append((request, future, on_tokens or unread))
         self.intervals.append(report_s)
         return future
 
@@ -212,7 +218,7 @@ class Stage:
     then in `received`, in a run that keeps no others.
     """
 
-    def __init__(self, *, streamed: bool = False) -> None:
+    def __init__(self, *, streamed: bool = False, recorded: RecordedTurns | None = None) -> None:
         self.streamed = streamed
         self.received: list[TokenDelta] = []
         self.events: list[Event] = []
@@ -236,6 +242,7 @@ class Stage:
             spans=NoSpans(),
             answer=self._answer,
             progress=None if streamed else self.progress,
+            recorded=recorded or RecordedTurns(),
         )
         self.relay = RemoteTurns((TRAJECTORY, 0), self._report, episode=lambda: IDLE)
         self.task: asyncio.Task[TurnResult] | None = None
@@ -248,7 +255,9 @@ class Stage:
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
 
-    def start(self, engine: str, dispatch: int, *, resume: bool = False) -> None:
+    def start(
+        self, engine: str, dispatch: int, *, resume: bool = False, prefill: bool = False
+    ) -> None:
         self.turns.start(
             StartTurn(
                 trajectory_id=TRAJECTORY,
@@ -258,6 +267,7 @@ class Stage:
                 rank=0.0,
                 dispatch=dispatch,
                 resume=resume,
+                prefill=prefill,
             )
         )
 
@@ -397,6 +407,82 @@ async def test_a_program_reads_each_token_once_though_engines_change(how: str) -
     assert received(stage) == [(0, TRUTH[:2]), (2, TRUTH[2:4]), (4, TRUTH[4:9]), (9, TRUTH[9:10])]
     await finished(stage, second, known)
     assert stage.of(TurnsProgressed) == []
+
+
+@pytest.mark.parametrize("how", ["computed", "refused", "lost", "aborted"])
+async def test_a_program_reads_each_token_once_though_a_prompt_is_computed_elsewhere(
+    how: str,
+) -> None:
+    """The engine of the turn is lost; another one computes the prompt for a third."""
+    stage, first, second = await streaming_turn(streamed=True)
+    first.calls[0][1].set_exception(EngineLostError("killed"))
+    await settle()
+    stage.start("e1", 1, resume=True, prefill=True)
+    request, prefilled, on_tokens = second.calls[0]
+    assert (request.tokens, request.resumed, on_tokens) == (PROMPT + TRUTH[:4], None, unread)
+    outcomes: dict[str, Callable[[], None]] = {
+        "computed": lambda: prefilled.set_result(result(1)),
+        "refused": lambda: prefilled.set_exception(EngineError("no room")),
+        "lost": lambda: prefilled.set_exception(EngineLostError("killed")),
+        "aborted": lambda: stage.abort("e1", 1),
+    }
+    outcomes[how]()
+    await settle()
+    assert len(stage.of(PrefillDone)) == (how == "computed")
+    assert len(stage.of(TurnFailed)) == (how == "refused")
+    third = stage.engines["e2"] = Puppet()
+    stage.start("e2", 2, resume=True)
+    assert third.resumed == partial(4)
+    third.calls[0][2](delta(4, 9))
+    assert received(stage) == [(0, TRUTH[:2]), (2, TRUTH[2:4]), (4, TRUTH[4:9])]
+    await finished(stage, third, 4)
+
+
+@pytest.mark.parametrize("dispatches", [1, 2])
+async def test_a_program_reads_the_recorded_tokens_of_its_turn_and_then_the_others(
+    dispatches: int,
+) -> None:
+    """The controller was lost in the middle of the turn, and perhaps the engine that
+    continued it.
+    """
+    sampling = Sampling(max_tokens=20)
+    digest = context_digest(PROMPT, sampling)
+    known = TurnTokens(
+        trajectory_id=TRAJECTORY, attempt=0, turn=0, context=digest, delta=delta(0, 4)
+    )
+    stage = Stage(streamed=True, recorded=RecordedTurns([known], version=3))
+    stage.ask(sampling)
+    await settle()
+    assert stage.received == []
+    for dispatch in range(dispatches):
+        puppet: Puppet = stage.engines[f"e{dispatch}"]
+        stage.start(f"e{dispatch}", dispatch, resume=dispatch > 0)
+        assert puppet.resumed == partial(4 + 5 * dispatch)
+        puppet.calls[0][2](delta(4 + 5 * dispatch, 9 + 5 * dispatch))
+        if dispatch < dispatches - 1:
+            puppet.calls[0][1].set_exception(EngineLostError("killed"))
+            await settle()
+    assert received(stage) == [(0, TRUTH[:9]), (9, TRUTH[9:14])][:dispatches]
+    await finished(stage, puppet, 4 + 5 * (dispatches - 1))
+
+
+async def test_a_program_reads_a_recorded_answer_without_an_engine() -> None:
+    digest = context_digest(PROMPT, Sampling(max_tokens=20))
+    known = TurnAnswer(
+        trajectory_id=TRAJECTORY,
+        attempt=0,
+        turn=0,
+        context=digest,
+        result=result(20, finish=FinishReason.LENGTH),
+    )
+    stage = Stage(streamed=True, recorded=RecordedTurns([known], version=3))
+    asked = stage.ask()
+    await settle()
+    stage.start("e0", 0)
+    assert (await asked).result.tokens == TRUTH
+    (done,) = stage.of(TurnDone)
+    assert done.replayed
+    assert stage.engines["e0"].calls == []
 
 
 @pytest.mark.parametrize("how", ["refused", "restarted", "inconsistent"])
