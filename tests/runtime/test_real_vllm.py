@@ -17,7 +17,7 @@ from tests.support import real_runs
 from tests.support.engines import needs_vllm
 from tests.support.real_runs import ROOT, lines, run_to_end
 
-pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.timeout(1200), *needs_vllm, pytest.mark.slow]  # the first limit holds
 
 
 @pytest.fixture(autouse=True)

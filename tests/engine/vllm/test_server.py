@@ -1,5 +1,9 @@
 """The command line and the environment of a vLLM server."""
 
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -88,6 +92,50 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
         "rollweave_vllm_spans",
         "rollweave_vllm_weights",
     }
+
+
+STARTER = """
+import multiprocessing, os, sys
+import rollweave_vllm
+
+def late(ready, marker):
+    open(ready).read()  # until the test says that the parent is gone
+    rollweave_vllm.end_with_parent()
+    open(marker, "w").close()
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=late, args=sys.argv[1:])
+    process.start()
+    print(process.pid, flush=True)
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_process_whose_parent_ended_before_it_had_imported_all_ends(
+    lost: bool, tmp_path: Path
+) -> None:
+    """With a parent, the same process goes on."""
+    ready, marker = tmp_path / "ready", tmp_path / "marker"
+    os.mkfifo(ready)
+    (tmp_path / "starter.py").write_text(STARTER)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "starter.py", ready, marker],
+        env={**os.environ, "PYTHONPATH": str(PLUGIN)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as starter:
+        assert starter.stdout is not None
+        late = os.pidfd_open(int(starter.stdout.readline()))
+        try:
+            with ready.open("w"):  # the process has opened it, too
+                if lost:
+                    starter.kill()
+                    starter.wait()
+            assert select.select([late], [], [], 60.0)[0], "the process does not end"
+        finally:
+            os.close(late)
+    assert marker.exists() == (not lost)
 
 
 def test_the_reason_of_an_end_is_the_first_error_of_this_server(tmp_path: Path) -> None:
