@@ -15,9 +15,9 @@ from aiohttp import web
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import TrajectoryReader, TrajectoryStore
 from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.reward_check import check_reward
 from rollweave.rollout.reward_sources import (
     Finished,
-    check_reward,
     reward_function,
     source_of,
 )
@@ -31,49 +31,10 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import AttemptDelayed, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import Blame, StopReason, Task
 from tests.rollout import reward_functions
+from tests.support.judge_server import FakeServer, graded
 from tests.support.pipelines import TRAJECTORY, Harness
 
 FUNCTIONS = "tests.rollout.reward_functions"
-
-
-class FakeServer:
-    """A URL and a judge. `answer` returns what a request is answered with, or raises;
-    each request waits for `gate`.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[Any] = []
-        self.answer: Callable[[int], Any] = lambda number: {"reward": 2}
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.arrived = asyncio.Event()
-        self.url, self.port = "", 0
-        self._runner: web.AppRunner | None = None
-
-    async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 24)
-        app.add_routes(
-            [web.post("/score", self._serve), web.post("/v1/chat/completions", self._serve)]
-        )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    async def _serve(self, request: web.Request) -> web.Response:
-        self.requests.append(await request.json())
-        self.headers.append(request.headers)
-        self.arrived.set()
-        await self.gate.wait()
-        answer = self.answer(len(self.requests))
-        return answer if isinstance(answer, web.Response) else web.json_response(answer)
 
 
 @pytest.fixture
@@ -94,10 +55,6 @@ def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry without long pauses."""
     monkeypatch.setattr("rollweave.rollout.http_service.FIRST_RETRY_S", 0.01)
-
-
-def graded(text: str | None) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 def finished(**changes: Any) -> Finished:

@@ -84,6 +84,7 @@ def restart_controller(world: World) -> None:
     world.heap.clear()
     world.timer = None
     world.finish = None
+    world.compared.clear()
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()

@@ -11,6 +11,7 @@ import random
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines, next_id
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
+from rollweave.core.state import Stage
 from rollweave.core.weights import MAX_VERSIONS
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -56,6 +57,7 @@ class World:
         self.random = random.Random(seed)
         self.failure, self.spread, self.hang = failure, spread, hang
         self.now = 0.0
+        self.compared: set[str] = set()  # groups whose members the core had compared
         self.heap: list[tuple[float, int, e.Event]] = []
         self.count = 0
         self.timer: float | None = None
@@ -482,6 +484,23 @@ class World:
                 else:
                     reward, success = self.score(command.trajectory_id)
                     self.later(e.RewardReady(**key, reward=reward, success=success))
+            case c.CompareGroup():
+                assert command.group_id not in self.compared, f"{command} twice"
+                self.compared.add(command.group_id)
+                self.check_compared(command)
+                if self.random.random() >= self.hang:
+                    rewards = {
+                        name: self.random.choice([0.0, 0.5, 1.0])
+                        for name in command.rewards
+                        if not self.fails()
+                    }
+                    self.later(
+                        e.GroupCompared(
+                            group_id=command.group_id, rewards=rewards, error="no verdict"
+                        )
+                    )
+            case c.CancelComparison():
+                assert command.group_id in self.compared, f"{command} of no comparison"
             case c.CancelTrajectory():
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 self.later(e.TrajectoryEnded(**key, stop_reason=command.reason))
@@ -504,6 +523,14 @@ class World:
         """The reward of an attempt, and its success if its environment defines one."""
         reward = self.random.choice([0.0, 1.0])
         return reward, reward > 0
+
+    def check_compared(self, command: c.CompareGroup) -> None:
+        """Assert that the compared members are scored, and all meet someone."""
+        state = self.core.state
+        for name in command.rewards:
+            assert state.trajectories[name].stage is Stage.SCORED, command
+        met = {number for pair in command.pairs for number in pair}
+        assert met == set(range(len(command.rewards))), command
 
     def note_failure(self, event: e.TurnFailed) -> None:
         """Note that the turn failed on its engine, unless the answer is late."""

@@ -36,6 +36,7 @@ class Referee:
         self.now = 0.0
         self.drawing: set[str] = set()
         self.stage: dict[Attempt, str] = {}  # of attempts that the world holds
+        self.comparing: set[str] = set()  # groups whose members are compared
         self.cancelled: set[Attempt] = set()
         # ended by themselves while their cancellation was on its way
         self.crossed: set[Attempt] = set()
@@ -77,6 +78,7 @@ class Referee:
         relays = [f"{owes} of {name}" for name, (_, owes) in self.relays.items() if owes]
         return [
             *work,
+            *(f"comparison of {group}" for group in self.comparing),
             *moves,
             *engines,
             *relays,
@@ -109,6 +111,7 @@ class Referee:
                     self.moving,
                 ):
                     table.clear()
+                self.comparing.clear()
                 self.staging.clear()
                 self.engines = dict.fromkeys((slot.id for slot in event.engines), (0, "join"))
                 self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
@@ -177,6 +180,8 @@ class Referee:
                 if attempt in self.cancelled:
                     self.crossed.add(attempt)
                 self._forget(attempt)
+            case e.GroupCompared():
+                self.comparing.discard(event.group_id)
             case e.PredictionReady():
                 requested_turn = self.predicting.get((str(event.trajectory_id), event.attempt), -1)
                 assert event.turn <= requested_turn, f"{event} was not asked for"
@@ -330,6 +335,11 @@ class Referee:
                 self.stage[str(command.trajectory_id), command.attempt] = "run"
             case c.StartEval():
                 self.stage[str(command.trajectory_id), command.attempt] = "eval"
+            case c.CompareGroup():
+                assert command.group_id not in self.comparing, f"{command} twice"
+                self.comparing.add(command.group_id)
+            case c.CancelComparison():
+                self.comparing.discard(command.group_id)
             case c.CancelTrajectory():
                 attempt = (str(command.trajectory_id), command.attempt)
                 assert attempt in self.stage, f"{command} of what the world does not hold"

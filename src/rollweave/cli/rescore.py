@@ -24,7 +24,8 @@ from rollweave.record.store import (
     unscored_attempts,
 )
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.reward_sources import Finished
+from rollweave.rollout.comparisons import shares_again
+from rollweave.rollout.reward_sources import finished_attempt
 from rollweave.rollout.rewards import MissingRewardsError, Rewards
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -105,18 +106,9 @@ async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajecto
             missing=unscored.missing,
         )
     began = time.monotonic()
-    computed = await domain.compute(
-        Finished(
-            trajectory_id=trajectory.id,
-            attempt=trajectory.attempt,
-            task=trajectory.task,
-            conversation=unscored.conversation,
-            reward=unscored.reward,
-            success=unscored.success,
-            stop_reason=unscored.stop_reason,
-        ),
-        known=score.rewards,
-    )
+    finished = finished_attempt(trajectory.id, trajectory.attempt, trajectory.task, unscored)
+    shares = await shares_again(domain, finished, unscored.meetings)
+    computed = await domain.compute(finished, known={**score.rewards, **shares})
     return Scored(
         at=score.at,
         trajectory_id=trajectory.id,

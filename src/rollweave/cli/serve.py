@@ -48,7 +48,9 @@ def serve(
 
 
 def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration that serves the best checkpoint of a trained run."""
+    """Return the configuration that serves the best checkpoint of a trained run,
+    without its pairwise judges: a service compares nothing.
+    """
     run = find_run(name)
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
@@ -62,8 +64,11 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     section = trained.run.model_copy(
         update={"name": service_name, "dir": str(run.path.parent), "sinks": ()}
     )
+    rewards = tuple(reward for reward in trained.rewards if not reward.pairwise)
     # adapters are part of the exported weights
-    return trained.model_copy(update={"model": model, "run": section, "lora": None})
+    return trained.model_copy(
+        update={"model": model, "run": section, "lora": None, "rewards": rewards}
+    )
 
 
 class _Terminal:

@@ -156,7 +156,9 @@ def _check_groups(run: Run) -> None:
     for group in training:
         by_status[group.status].add(group.id)
     assert (
-        by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE]
+        by_status[GroupStatus.DRAWING]
+        | by_status[GroupStatus.ACTIVE]
+        | by_status[GroupStatus.COMPARING]
         == state.drawing.active.keys()
     )
     assert by_status[GroupStatus.BUFFERED] == state.buffer.keys()
@@ -168,6 +170,11 @@ def _check_groups(run: Run) -> None:
     version = run.next_version()
     for group in training:
         assert len(group.chosen) <= run.group_sizes[group.name], group
+        if group.status is GroupStatus.COMPARING:
+            assert group.name in run.comparison_s, group
+            assert all(
+                state.trajectories[member].stage is Stage.SCORED for member in group.chosen
+            ), group
     for group_id in state.buffer if state.drawing.swept_for_version == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (

@@ -130,6 +130,7 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.TrajectoryEnded: trajectories.on_ended,
     e.RewardReady: trajectories.on_reward_ready,
     e.RewardFailed: trajectories.on_reward_failed,
+    e.GroupCompared: groups.on_compared,
     e.GroupSubmitted: groups.on_submitted,
     e.DrawFailed: groups.on_draw_failed,
     e.RolloutsSubmitted: serving.on_submitted,

@@ -10,6 +10,7 @@ member that is too old leaves its group, if enough others stay.
 from collections.abc import Sequence
 
 from rollweave.core import attempts, experience, lengths, trajectories
+from rollweave.core.policy.comparison import pairs
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     MIN_MEMBERS,
@@ -22,8 +23,8 @@ from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.schema.base import GroupId, TrajectoryId
-from rollweave.schema.commands import DrawTask, Evict
-from rollweave.schema.events import DrawFailed, GroupSubmitted
+from rollweave.schema.commands import CancelComparison, CompareGroup, DrawTask, Evict
+from rollweave.schema.events import DrawFailed, GroupCompared, GroupSubmitted
 from rollweave.schema.work import Purpose, StopReason
 
 CANCELLING = frozenset({StopReason.SURPLUS, StopReason.CANCELLED})
@@ -129,34 +130,107 @@ def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopRea
 
 
 def evaluate_group(run: Run, group: Group) -> None:
-    """Complete, filter or drop an active group as soon as its members allow."""
-    rollout = run.config.rollout
+    """Complete, compare, filter or drop an active group as soon as its members
+    allow.
+    """
+    compares = group.name in run.comparison_s
+    verdict = _verdict(run, group, final=not compares)
+    if verdict is Verdict.COMPLETE and compares:
+        _end_surplus(run, group)
+        _drop_expired_members(run, group)
+        if group.status is GroupStatus.ACTIVE:
+            compare(run, group)
+    elif verdict is not Verdict.WAIT:
+        _conclude(run, group, verdict)
+
+
+def _verdict(run: Run, group: Group, *, final: bool) -> Verdict:
+    """Decide about a group by its members' rewards, which are `final` once they are
+    compared.
+    """
     members = [run.state.trajectories[member] for member in group.members]
-    pending = sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members)
-    rewards = [run.state.trajectories[member].reward or 0.0 for member in group.chosen]
-    verdict = group_verdict(
-        rewards,
-        pending=pending,
+    return group_verdict(
+        [run.state.trajectories[member].reward or 0.0 for member in group.chosen],
+        pending=sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members),
         group_size=run.group_sizes[group.name],
         min_members=MIN_MEMBERS,
-        dynamic_sampling=rollout.dynamic_sampling,
+        dynamic_sampling=run.config.rollout.dynamic_sampling and final,
     )
-    if verdict is Verdict.WAIT:
-        return
+
+
+def _conclude(run: Run, group: Group, verdict: Verdict) -> None:
+    """Put a complete group into the buffer, or drop one that is filtered or
+    incomplete.
+    """
+    scored = bool(group.chosen)
     if verdict is Verdict.COMPLETE:
         del run.state.drawing.active[group.id]
         group.status = GroupStatus.BUFFERED
         run.state.buffer[group.id] = None
-        for member in members:
-            if member.stage is not Stage.SCORED:
-                trajectories.cancel(run, member, StopReason.SURPLUS)
-        if not run.mode.aborts:  # what expired was not aborted then
-            _drop_stale(run, group, run.next_version(), StopReason.STALE)
+        _end_surplus(run, group)
+        _drop_expired_members(run, group)
         if group.id in run.state.buffer:
             make_room(run)
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
-    _check_yield(run, verdict, scored=bool(rewards))
+    _check_yield(run, verdict, scored=scored)
+
+
+def _end_surplus(run: Run, group: Group) -> None:
+    """Cancel the members that a complete group does not need."""
+    for member in [run.state.trajectories[member] for member in group.members]:
+        if member.stage is not Stage.SCORED:
+            trajectories.cancel(run, member, StopReason.SURPLUS)
+
+
+def _drop_expired_members(run: Run, group: Group) -> None:
+    """Drop what has expired, in a mode that does not abort it."""
+    if not run.mode.aborts:
+        _drop_stale(run, group, run.next_version(), StopReason.STALE)
+
+
+# Comparing.
+
+
+def compare(run: Run, group: Group) -> None:
+    """Compare the chosen members by the pairwise judges of the task domain.
+
+    It is asked once per group, when all its members have their other rewards: only
+    members that are trained on are compared.
+    """
+    assert group.task is not None, "a group with scored members has a task"
+    group.status, group.since = GroupStatus.COMPARING, run.now
+    chosen = sorted((run.state.trajectories[name] for name in group.chosen), key=_member)
+    run.emit(
+        CompareGroup(
+            group_id=group.id,
+            task=group.task,
+            rewards={one.id: one.reward or 0.0 for one in chosen},
+            pairs=pairs(len(chosen)),
+        )
+    )
+
+
+def on_compared(run: Run, event: GroupCompared) -> None:
+    """Replace the members' rewards, and drop members without one. They are not tried
+    again: the judge has been, until its deadline.
+    """
+    group = run.state.groups.get(event.group_id)
+    if group is None or group.status is not GroupStatus.COMPARING:
+        return
+    members = [run.state.trajectories[name] for name in group.chosen]
+    failed = [member for member in members if member.id not in event.rewards]
+    if failed:
+        run.state.last_failure = f"{StopReason.REWARD_UNAVAILABLE}: {event.error}"
+        _end_members(run, failed, StopReason.REWARD_UNAVAILABLE, StopReason.REWARD_UNAVAILABLE)
+    group.chosen = [name for name in group.chosen if name in event.rewards]
+    for name in group.chosen:
+        run.state.trajectories[name].reward = event.rewards[name]
+    _conclude(run, group, _verdict(run, group, final=True))
+
+
+def _member(trajectory: Trajectory) -> int:
+    return trajectory.member
 
 
 def _check_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
@@ -200,6 +274,8 @@ def drop(run: Run, group: Group, reason: str) -> None:
     state = run.state
     state.drawing.active.pop(group.id, None)
     state.buffer.pop(group.id, None)
+    if group.status is GroupStatus.COMPARING:
+        run.emit(CancelComparison(group_id=group.id))
     group.status = GroupStatus.DROPPED
     stop = StopReason(reason) if reason in STOP_REASONS else StopReason.SURPLUS
     members = [state.trajectories[member] for member in group.members]
@@ -242,7 +318,8 @@ def _drop_stale(run: Run, group: Group, version: int, reason: StopReason) -> Non
     """Drop the members that would not be accepted at `version`; with too few others,
     the group.
     """
-    names = group.chosen if group.status is GroupStatus.BUFFERED else group.members
+    complete = group.status in (GroupStatus.COMPARING, GroupStatus.BUFFERED)
+    names = group.chosen if complete else group.members
     members = [
         member
         for member in map(run.state.trajectories.__getitem__, names)

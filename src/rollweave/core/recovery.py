@@ -66,7 +66,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     }
     for group_id in lost:
         group = state.groups[group_id]
-        if group.status in (GroupStatus.ACTIVE, GroupStatus.BUFFERED):
+        if group.status in (GroupStatus.ACTIVE, GroupStatus.COMPARING, GroupStatus.BUFFERED):
             groups.drop(run, group, StopReason.WORLD_LOST)
         else:
             group.tokens_lost = True  # trained: its tokens are needed only if its step is lost
@@ -78,6 +78,8 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
                     group_id=group.id, name=group.name, index=group.index, purpose=group.purpose
                 )
             )
+        elif group.status is GroupStatus.COMPARING:
+            groups.compare(run, group)
     training.start_process(run, "the controller was restarted")
     watchdog.check_deadlines(run)
 

@@ -129,6 +129,12 @@ class Run:
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
+        # task domains with a pairwise judge → its longest comparison, in seconds
+        self.comparison_s: dict[str, float] = {
+            task.name: max(limits)
+            for task in config.tasks
+            if (limits := [one.timeout_s for one in config.rewards_of(task.name) if one.pairwise])
+        }
         self._pools = {task.name: config.pools_of(task.pool) for task in config.tasks}
         # pools by which turns wait for any engine; "" if it may be of any pool
         self.queue_pools: tuple[str, ...] = ("",)

@@ -183,6 +183,7 @@ class Trajectory(msgspec.Struct):
 class GroupStatus(enum.StrEnum):
     DRAWING = "drawing"
     ACTIVE = "active"
+    COMPARING = "comparing"  # its chosen members, by a pairwise judge
     BUFFERED = "buffered"
     TAKEN = "taken"  # in the training step that runs now
     TRAINED = "trained"  # kept until a checkpoint covers its step
@@ -195,7 +196,7 @@ class Group(msgspec.Struct):
     name: str
     index: int
     purpose: Purpose
-    since: float  # when its task was requested
+    since: float  # when its task, or the comparison of its members, was requested
     status: GroupStatus = GroupStatus.DRAWING
     task: Task | None = None
     members: list[TrajectoryId] = []

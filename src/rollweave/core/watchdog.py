@@ -75,6 +75,7 @@ def check_deadlines(run: Run) -> None:
         if trajectory is not None:
             _check_trajectory(run, trajectory)
     _check_draws(run)
+    _check_comparisons(run)
     _check_trainer(run)
     turns.give_up_late_migrations(run)
     consolidation.check_due(run)
@@ -214,6 +215,18 @@ def _check_draws(run: Run) -> None:
                 evaluation.abandon_episode(run, group)
             else:
                 groups.abandon_draw(run, group)
+
+
+def _check_comparisons(run: Run) -> None:
+    for group_id in list(run.state.drawing.active) if run.comparison_s else ():
+        group = run.state.groups[group_id]
+        if group.status is not GroupStatus.COMPARING:
+            continue
+        waited = run.now - group.since
+        if waited > run.comparison_s[group.name] + GRACE_S:
+            text = f"its members have not been compared for {waited:.0f} s; it is dropped"
+            run.warn(group.id, text, count=StopReason.REWARD_HANG)
+            groups.drop(run, group, StopReason.REWARD_HANG)
 
 
 def _check_trainer(run: Run) -> None:

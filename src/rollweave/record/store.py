@@ -62,7 +62,8 @@ class Scored(TaggedStruct, frozen=True, kw_only=True):
     """EVAL of an attempt is over: its reward, or why there is none.
 
     `rewards` has the components of the reward that are known, unweighted, if there are
-    several; `unscored` is what the missing ones are computed from.
+    several; `unscored` is what the missing ones are computed from. If the members of
+    its group are still to be compared, there is a reward without these components.
     """
 
     at: float
@@ -311,6 +312,11 @@ class TrajectoryStore:
         """
         self._write(packed(record))
         self._enter([record])
+
+    def score_of(self, trajectory_id: TrajectoryId) -> Scored | None:
+        """Return the score of the trajectory's newest attempt, if there is one."""
+        entry = self._index.get(trajectory_id)
+        return entry.score if entry is not None else None
 
     def find(self, ids: Iterable[TrajectoryId]) -> list[StoredAttempt]:
         """Return the place of each trajectory's newest attempt.

@@ -52,6 +52,10 @@ ERROR_CHARS = 300
 """Maximum number of characters of a server's message in an error."""
 
 
+TRAJECTORIES = ("trajectory waits", "trajectories wait")
+"""One caller of a service, and several."""
+
+
 class ServiceError(RollweaveError):
     """The service gave no usable answer."""
 
@@ -74,7 +78,8 @@ class HttpService:
     """The service `name` at `url`, which is asked for `answer`: "the teacher", for
     "log-probs". `token` is its bearer token, or "". `clock` gives the times of `wait`.
 
-    A request has at most `payload_bytes` bytes.
+    A request has at most `payload_bytes` bytes. `callers` is who waits for an answer,
+    as one and as several.
     """
 
     def __init__(
@@ -87,7 +92,9 @@ class HttpService:
         timeout_s: float,
         clock: Callable[[], float],
         payload_bytes: int | None = None,
+        callers: tuple[str, str] = TRAJECTORIES,
     ) -> None:
+        self._callers = callers
         self._name, self._url, self._answer, self._token = name, url, answer, token
         self._timeout_s, self._clock, self._payload_bytes = timeout_s, clock, payload_bytes
         self._session: aiohttp.ClientSession | None = None
@@ -99,7 +106,7 @@ class HttpService:
         if not self._since:
             return None
         count = len(self._since)
-        what = f"{count} {'trajectory waits' if count == 1 else 'trajectories wait'}"
+        what = f"{count} {self._callers[count > 1]}"
         return ServiceWait(
             service=f"{self._name} {self._url}",
             what=f"{what}; {self._trouble}" if self._trouble else what,

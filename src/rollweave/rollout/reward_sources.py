@@ -11,8 +11,7 @@ import asyncio
 import functools
 import inspect
 import re
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -24,17 +23,16 @@ from rollweave.envs.base import payload_of
 from rollweave.envs.boundary import LARGEST_REWARD, checked_score, reward_from
 from rollweave.envs.registry import load
 from rollweave.envs.threads import EnvThreads
-from rollweave.io.loop_thread import run_apart
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.chat.tools import openai_message
-from rollweave.rollout.http_service import HttpService, ServiceError
-from rollweave.schema.base import Struct, TaskId, TrajectoryId
+from rollweave.rollout.http_service import TRAJECTORIES, HttpService, ServiceError
+from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.sections import JudgeConfig, RewardConfig
 from rollweave.schema.errors import ConfigError, EnvError, RewardError
 from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import ServiceWait
-from rollweave.schema.work import StopReason, Task
+from rollweave.schema.work import StopReason, Task, Unscored
 
 PAYLOAD_BYTES = 6 << 20
 """Maximum number of bytes of a request to a URL: what AWS Lambda accepts, the least of
@@ -56,6 +54,10 @@ Score: NUMBER"""
 """System message to a judge."""
 
 
+COMPLETIONS = "/chat/completions"
+"""Path of a judge's chat completions."""
+
+
 class Finished(Struct, frozen=True, kw_only=True):
     """An attempt whose rollout is over. `reward` and `success` are those of its
     environment.
@@ -68,6 +70,21 @@ class Finished(Struct, frozen=True, kw_only=True):
     reward: float
     success: bool | None
     stop_reason: StopReason
+
+
+def finished_attempt(
+    trajectory_id: TrajectoryId, attempt: int, task: Task, unscored: Unscored
+) -> Finished:
+    """Return the attempt from what the store has of it."""
+    return Finished(
+        trajectory_id=trajectory_id,
+        attempt=attempt,
+        task=task,
+        conversation=unscored.conversation,
+        reward=unscored.reward,
+        success=unscored.success,
+        stop_reason=unscored.stop_reason,
+    )
 
 
 class Source(Protocol):
@@ -166,17 +183,8 @@ class ServiceReward:
         clock: Callable[[], float],
     ) -> None:
         """Raises ConfigError for a token that is missing."""
-        has_token = config.token_env is not None or config.token_file is not None
         self._name, self._run_id, self._dialect = config.name, run_id, dialect
-        self._service = HttpService(
-            f"reward {config.name}",
-            dialect.url,
-            answer="reward",
-            token=server_token(config.token_env, config.token_file) if has_token else "",
-            timeout_s=config.timeout_s,
-            clock=clock,
-            payload_bytes=PAYLOAD_BYTES,
-        )
+        self._service = service_of(config, dialect.url, clock=clock)
 
     async def reward(self, finished: Finished) -> float:
         key = f"{self._run_id}/{finished.trajectory_id}/{finished.attempt}/{self._name}"
@@ -224,7 +232,7 @@ class UrlDialect:
         try:
             reward = parse(answer, _Answer).reward
         except ResponseError as error:
-            _refuse('be {"reward": NUMBER}', answer.decode(errors="replace"), error)
+            refuse('be {"reward": NUMBER}', answer.decode(errors="replace"), error)
         if not abs(reward) <= LARGEST_REWARD:
             raise ResponseError(f"a reward must be at most {LARGEST_REWARD:g}, got {reward:g}")
         return reward
@@ -233,46 +241,82 @@ class UrlDialect:
 class JudgeDialect:
     """Asks for a chat completion with a rubric and reads the grade in its last line."""
 
-    path = "/chat/completions"
+    path = COMPLETIONS
 
     def __init__(self, judge: JudgeConfig) -> None:
         """Raises ConfigError for a rubric that cannot be read."""
         self._judge, self.url, self._rubric = judge, judge.url, rubric_of(judge)
 
     def body(self, finished: Finished, key: str) -> dict[str, Any]:
-        judge = self._judge
-        low, high = judge.scale
-        shown: dict[str, Any] = {
-            "conversation": [openai_message(message) for message in finished.conversation]
-        }
-        if judge.reference is not None:
-            shown["reference_answer"] = reference_in(finished.task, judge.reference)
+        low, high = self._judge.scale
+        shown = {"conversation": [openai_message(message) for message in finished.conversation]}
         system = INSTRUCTIONS.format(
-            rubric=self._rubric,
-            reference=" and a reference answer" if judge.reference is not None else "",
-            low=low,
-            high=high,
+            rubric=self._rubric, reference=reference_clause(self._judge), low=low, high=high
         )
-        return {
-            "model": judge.model,
-            "messages": [
-                {"role": "system", "content": system},
-                {"role": "user", "content": as_json(shown).decode()},
-            ],
-            "temperature": 0,
-            **judge.request,
-        }
+        return judge_request(self._judge, system, shown, finished.task)
 
     def read(self, answer: bytes) -> float:
-        choices = parse(answer, _Chat).choices
-        text = (choices[0].message.content or "").strip() if choices else ""
-        last = text.splitlines()[-1].strip() if text else ""
+        last = last_line(answer)
         low, high = self._judge.scale
         match = GRADE.fullmatch(last)
         if match is None or not low <= float(match[1]) <= high:
             rule = f"end with a line Score: NUMBER, with a number from {low:g} to {high:g}"
-            _refuse(rule, last)
+            refuse(rule, last)
         return float(match[1])
+
+
+def service_of(
+    config: RewardConfig,
+    url: str,
+    *,
+    clock: Callable[[], float],
+    callers: tuple[str, str] = TRAJECTORIES,
+) -> HttpService:
+    """Return the service of a URL or judge. Raises ConfigError for a token that is
+    missing.
+    """
+    has_token = config.token_env is not None or config.token_file is not None
+    return HttpService(
+        f"reward {config.name}",
+        url,
+        answer="reward",
+        token=server_token(config.token_env, config.token_file) if has_token else "",
+        timeout_s=config.timeout_s,
+        clock=clock,
+        payload_bytes=PAYLOAD_BYTES,
+        callers=callers,
+    )
+
+
+def reference_clause(judge: JudgeConfig) -> str:
+    """Return the words by which a judge is told of a reference answer."""
+    return " and a reference answer" if judge.reference is not None else ""
+
+
+def judge_request(
+    judge: JudgeConfig, system: str, shown: Mapping[str, Any], task: Task
+) -> dict[str, Any]:
+    """Return the request to a judge, with the task's reference answer if it is shown.
+    Raises EpisodeStopError.
+    """
+    reference = judge.reference
+    known = {} if reference is None else {"reference_answer": reference_in(task, reference)}
+    return {
+        "model": judge.model,
+        "messages": [
+            {"role": "system", "content": system},
+            {"role": "user", "content": as_json({**shown, **known}).decode()},
+        ],
+        "temperature": 0,
+        **judge.request,
+    }
+
+
+def last_line(answer: bytes) -> str:
+    """Return the last line of a judge's answer. Raises ResponseError."""
+    choices = parse(answer, _Chat).choices
+    text = (choices[0].message.content or "").strip() if choices else ""
+    return text.splitlines()[-1].strip() if text else ""
 
 
 def source_of(
@@ -337,48 +381,6 @@ def reference_in(task: Task, key: str) -> Any:
         ) from None
 
 
-INVENTED = (
-    Message(role="user", content="What is 2 + 2?"),
-    Message(role="assistant", content="4"),
-)
-"""Conversation of the attempt for which a dry run asks a service."""
-
-
-def check_reward(reward: RewardConfig, *, domain: str, limit_s: float) -> float:
-    """Ask a URL or judge for the reward of an invented attempt, within `limit_s`, and
-    return it.
-
-    Raises ConfigError for a token or rubric that cannot be read, whose text is the
-    field and the broken rule, and EpisodeStopError if there is no reward.
-    """
-    brief = reward.model_copy(update={"timeout_s": min(limit_s, reward.timeout_s)})
-    key = reward.judge.reference if reward.judge is not None else None
-    payload = as_json({} if key is None else {key: "4"}).decode()
-    finished = Finished(
-        trajectory_id=TrajectoryId("dry-run"),
-        attempt=0,
-        task=Task(id=TaskId("dry-run"), env="", seed=0, tag=domain, payload=payload),
-        conversation=INVENTED,
-        reward=0.0,
-        success=None,
-        stop_reason=StopReason.FINISHED,
-    )
-
-    async def ask() -> float:
-        source = source_of(
-            brief,
-            run_id=f"dry-run-{uuid.uuid4().hex}",
-            threads=EnvThreads(),
-            clock=asyncio.get_running_loop().time,
-        )
-        try:
-            return await source.reward(finished)
-        finally:
-            await source.close()
-
-    return run_apart(ask())
-
-
 def _payload(task: Task) -> dict[str, Any]:
     try:
         return {"payload": payload_of(task)}
@@ -386,6 +388,7 @@ def _payload(task: Task) -> dict[str, Any]:
         return {"payload": task.payload}
 
 
-def _refuse(rule: str, answer: str, error: ResponseError | None = None) -> NoReturn:
+def refuse(rule: str, answer: str, error: ResponseError | None = None) -> NoReturn:
+    """Raise the ResponseError of an answer that breaks a rule."""
     shown = answer if len(answer) <= SHOWN else f"{answer[:SHOWN]}…"
     raise ResponseError(f"its answer must {rule}, got {shown!r}") from error

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from rollweave.envs.boundary import LARGEST_REWARD
 from rollweave.envs.threads import EnvThreads
 from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_sources import Finished, Source, source_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
@@ -44,17 +45,24 @@ class MissingRewardsError(EpisodeStopError):
 
 class DomainRewards:
     """The rewards of a task domain, with their weights, and the weight of its
-    environment's.
+    environment's. `judges` are its pairwise judges, whose rewards come when the members
+    of a group are compared (`rollout/comparisons.py`).
     """
 
     def __init__(
         self,
         sources: Mapping[str, tuple[float, Source]],
         *,
+        judges: Mapping[str, tuple[float, PairwiseJudge]],
         env_weight: float,
         clock: Callable[[], float],
     ) -> None:
-        self._sources, self._env_weight, self._clock = sources, env_weight, clock
+        self._sources, self._clock = sources, clock
+        self.judges = {name: judge for name, (_, judge) in judges.items()}
+        self._weights = {
+            ENV_REWARD: env_weight,
+            **{name: weight for name, (weight, _) in (*sources.items(), *judges.items())},
+        }
 
     async def compute(
         self,
@@ -82,7 +90,7 @@ class DomainRewards:
             else:
                 components[name] = result
         if not failed:
-            return self._sum(components)
+            return self.weighted(components)
         reasons = [error.reason for error in failed.values()]
         unavailable = StopReason.REWARD_UNAVAILABLE in reasons
         raise MissingRewardsError(
@@ -100,10 +108,13 @@ class DomainRewards:
             if record is not None:
                 record(f"reward {name}", started, self._clock())
 
-    def _sum(self, components: dict[str, float]) -> Computed:
-        weights = {name: weight for name, (weight, _) in self._sources.items()}
-        weights[ENV_REWARD] = self._env_weight
-        reward = math.fsum(weights[name] * components[name] for name in weights)
+    def weighted(self, components: dict[str, float]) -> Computed:
+        """Return the weighted sum of these components. Raises MissingRewardsError for a
+        sum that is too large.
+        """
+        weights = self._weights
+        known = [name for name in weights if name in components]
+        reward = math.fsum(weights[name] * components[name] for name in known)
         if not abs(reward) <= LARGEST_REWARD:
             raise MissingRewardsError(
                 StopReason.REWARD_ERROR,
@@ -128,13 +139,20 @@ class Rewards:
         clock: Callable[[], float],
     ) -> None:
         """Raises ConfigError for a token or rubric that cannot be read."""
-        self._sources = {
+        self._sources: dict[str, Source] = {
             one.name: source_of(one, run_id=run_id, threads=threads, clock=clock)
             for one in config.rewards
+            if not one.pairwise
+        }
+        self._judges = {
+            one.name: PairwiseJudge(one, run_id=run_id, clock=clock)
+            for one in config.rewards
+            if one.pairwise
         }
         self._domains = {
             task.name: DomainRewards(
-                {one.name: (one.weight, self._sources[one.name]) for one in rewards},
+                {o.name: (o.weight, self._sources[o.name]) for o in rewards if not o.pairwise},
+                judges={o.name: (o.weight, self._judges[o.name]) for o in rewards if o.pairwise},
                 env_weight=task.env_weight,
                 clock=clock,
             )
@@ -150,10 +168,13 @@ class Rewards:
 
     def waits(self) -> tuple[ServiceWait, ...]:
         """Return the waits for services."""
-        waits = (source.wait() for source in self._sources.values())
+        waits = (one.wait() for one in self._all())
         return tuple(wait for wait in waits if wait is not None)
 
     async def close(self) -> None:
         """Close all connections."""
-        for source in self._sources.values():
-            await source.close()
+        for one in self._all():
+            await one.close()
+
+    def _all(self) -> tuple[Source | PairwiseJudge, ...]:
+        return *self._sources.values(), *self._judges.values()

@@ -39,7 +39,7 @@ from rollweave.schema.rollouts import (
 )
 from rollweave.schema.serving import Sampling
 from rollweave.schema.text import shortened
-from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence, Unscored
+from rollweave.schema.work import TRAINABLE, Purpose, StopReason, TokenSequence, Unscored
 
 CLOSE_S = 5.0
 """Maximum seconds for an environment to close before it is killed. The core waits
@@ -419,18 +419,14 @@ class RolloutWorker:
             computed = await rewards.compute(finished, record=attempt.turns.record_span)
         except MissingRewardsError as error:
             evaluation.components = error.known
-            evaluation.unscored = Unscored(
-                missing=error.missing,
-                conversation=finished.conversation,
-                reward=score.reward,
-                success=score.success,
-                stop_reason=episode.stop_reason,
-            )
+            evaluation.unscored = _unscored(finished, error.missing)
             raise
         finally:
             delays.cancel()
             evaluation.waited_s = self._clock() - started
         evaluation.components = computed.components
+        if rewards.judges and command.purpose is Purpose.TRAIN:
+            evaluation.unscored = _unscored(finished, tuple(rewards.judges))
         return Score(reward=computed.reward, success=score.success)
 
     def _scored(
@@ -461,6 +457,17 @@ NOT_WAITING = "the attempt is not waiting for its reward"
 """Error of a `StartEval` for an attempt that has ended already, or is no longer
 kept.
 """
+
+
+def _unscored(finished: Finished, missing: tuple[str, ...]) -> Unscored:
+    """Return what the missing rewards are computed from."""
+    return Unscored(
+        missing=missing,
+        conversation=finished.conversation,
+        reward=finished.reward,
+        success=finished.success,
+        stop_reason=finished.stop_reason,
+    )
 
 
 def _bug_text(bug: Exception) -> str:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
 
+from rollweave.rollout.comparisons import Comparisons
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.supervisors.engines import EngineSupervisor
 from rollweave.runtime.supervisors.predictor import PredictorSupervisor
@@ -112,11 +113,14 @@ def training_handlers(
     *,
     trainer: TrainerSupervisor,
     relays: RelaySupervisor,
+    comparisons: Comparisons,
     draw: Callable[[c.DrawTask], None],
 ) -> Handlers:
     """Return the handlers that a training run has in addition."""
     return {
         c.DrawTask: draw,
+        c.CompareGroup: comparisons.start,
+        c.CancelComparison: comparisons.cancel,
         c.FetchWeights: relays.fetch,
         c.RestartRelay: relays.restart,
         c.RemoveRelay: relays.remove,
@@ -130,6 +134,8 @@ def training_handlers(
 
 TRAINING_ONLY: Collection[type[c.Command]] = (
     c.DrawTask,
+    c.CompareGroup,
+    c.CancelComparison,
     c.FetchWeights,
     c.RestartRelay,
     c.RemoveRelay,

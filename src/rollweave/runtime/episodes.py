@@ -90,7 +90,11 @@ class Episodes:
         """Return what computes the rewards of the attempt beside its environment's;
         None if its domain has none.
         """
-        return self._rewards.of(command.task.tag)
+        return self.rewards_of(command.task.tag)
+
+    def rewards_of(self, domain: str) -> DomainRewards | None:
+        """Return the rewards of a task domain beside its environment's, if any."""
+        return self._rewards.of(domain)
 
     def service_waits(self) -> tuple[ServiceWait, ...]:
         """Return the waits of this process for services: the teacher and rewards."""

@@ -12,6 +12,7 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.record.turn_log import TurnLog
+from rollweave.rollout.comparisons import Comparisons
 from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.pipeline import Pipeline, WorkerPort
 from rollweave.rollout.rewards import DomainRewards
@@ -64,6 +65,8 @@ class Wiring:
     """Returns what computes the rewards of an attempt beside its environment's, if its
     domain has any.
     """
+    rewards_of: Callable[[str], DomainRewards | None] = lambda _: None
+    """Returns the rewards of a task domain beside its environment's, if it has any."""
     service_waits: Callable[[], tuple[ServiceWait, ...]] = tuple
     """Returns the waits of this process for services."""
     turn_log: TurnLog | None = None
@@ -115,6 +118,14 @@ class RolloutRuntime:
             waiting_limit=limit,
             keep_partial_turns=keep_partial_turns,
             log=wiring.turn_log,
+        )
+        self.comparisons = Comparisons(
+            rewards_of=wiring.rewards_of,
+            store=wiring.store,
+            spawn=self.tasks.spawn,
+            post=self.pump.post,
+            clock=clock,
+            spans=_EpisodeSpans(wiring.trace),
         )
         self.workers = WorkerSupervisor(
             make=wiring.make_worker,

@@ -194,7 +194,12 @@ class World:
         return {
             **self._rollouts.handlers(),
             **prediction_handlers(pipeline=self._rollouts.pipeline, predictor=self._predictor),
-            **training_handlers(trainer=self._trainer, relays=self._relays, draw=draw),
+            **training_handlers(
+                trainer=self._trainer,
+                relays=self._relays,
+                comparisons=self._rollouts.comparisons,
+                draw=draw,
+            ),
             c.StartEngine: self._start_engine,
             c.RemoveEngine: self._remove_engine,
             c.RestartTrainer: self._restart_trainer,

@@ -119,6 +119,26 @@ class StartEval(TaggedStruct, frozen=True, kw_only=True):
     attempt: int
 
 
+class CompareGroup(TaggedStruct, frozen=True, kw_only=True):
+    """Compare members of a group by the pairwise judges of its task domain. →
+    GroupCompared
+
+    `rewards` has the members with their other rewards, and `pairs` the positions of
+    those that meet.
+    """
+
+    group_id: GroupId
+    task: Task
+    rewards: dict[TrajectoryId, float]
+    pairs: tuple[tuple[int, int], ...]
+
+
+class CancelComparison(TaggedStruct, frozen=True, kw_only=True):
+    """The group is dropped: ask no more about it. No answer is owed."""
+
+    group_id: GroupId
+
+
 class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
     """Stop generation, environment and timers of the attempt, whatever its stage. →
     TrajectoryEnded with `reason`
@@ -481,6 +501,8 @@ Command = (
     | AbortTurn
     | RerankTurn
     | StartEval
+    | CompareGroup
+    | CancelComparison
     | CancelTrajectory
     | Evict
     | Deliver

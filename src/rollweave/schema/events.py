@@ -284,6 +284,16 @@ class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
+class GroupCompared(TaggedStruct, frozen=True, kw_only=True):
+    """The members of a group have been compared, and their new rewards are in the
+    store. Members that are not in `rewards` have none, because of `error`.
+    """
+
+    group_id: GroupId
+    rewards: dict[TrajectoryId, float]
+    error: str = ""
+
+
 # Lengths.
 
 
@@ -655,6 +665,7 @@ Event = (
     | TrajectoryEnded
     | RewardReady
     | RewardFailed
+    | GroupCompared
     | PredictionReady
     | MigrationDone
     | EngineJoined

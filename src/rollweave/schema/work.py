@@ -339,11 +339,24 @@ class Trajectory(Struct, frozen=True, kw_only=True):
             )
 
 
+class Meeting(Struct, frozen=True, kw_only=True):
+    """A comparison of an attempt with another member of its group, by the pairwise
+    judge `reward`. `points` are the attempt's, from 0 to 1; None if it failed.
+    """
+
+    reward: str
+    opponent: TrajectoryId
+    attempt: int
+    conversation: tuple[Message, ...]
+    points: float | None
+
+
 class Unscored(Struct, frozen=True, kw_only=True):
-    """An attempt of which some rewards failed, with what they are computed from.
+    """An attempt of which some rewards failed or are to come, with what they are
+    computed from.
 
     `missing` names them. `reward` is that of the environment, and `stop_reason` says
-    why the rollout ended.
+    why the rollout ended. `meetings` are those of the pairwise judges that failed.
     """
 
     missing: tuple[str, ...]
@@ -351,6 +364,7 @@ class Unscored(Struct, frozen=True, kw_only=True):
     reward: float
     success: bool | None
     stop_reason: StopReason
+    meetings: tuple[Meeting, ...] = ()
 
 
 class ScoredGroup(Struct, frozen=True, kw_only=True):

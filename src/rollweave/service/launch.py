@@ -114,6 +114,12 @@ def serve(
             "which they run as this user; `rollweave serve --unsandboxed` allows that"
         )
     token_given = access.check()
+    for number, reward in enumerate(config.rewards):
+        if reward.pairwise:
+            raise ConfigError(
+                f"rewards.{number}.judge.pairwise compares members of training groups, which a "
+                f"service does not have; leave out reward {reward.name!r}"
+            )
     check_installed(config)
     # errors in these are reported before the directory is created
     source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))

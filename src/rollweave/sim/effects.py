@@ -60,6 +60,8 @@ class Effects:
             c.AbortTurn: rollouts.abort_turn,
             c.RerankTurn: rollouts.rerank,
             c.StartEval: rollouts.start_eval,
+            c.CompareGroup: self._compare,
+            c.CancelComparison: lambda _: None,
             c.CancelTrajectory: rollouts.cancel,
             c.Evict: rollouts.evict,
             c.Migrate: rollouts.migrate,
@@ -94,6 +96,10 @@ class Effects:
     def execute(self, command: c.Command) -> None:
         """Begin what the command asks for."""
         self.handlers[type(command)](command)
+
+    def _compare(self, command: c.CompareGroup) -> None:
+        # the workload's rewards are those after the comparison, which takes no time
+        self._post(e.GroupCompared(group_id=command.group_id, rewards=command.rewards))
 
     def _set_timer(self, command: c.SetTimer) -> None:
         self._clock.cancel(self._timer)

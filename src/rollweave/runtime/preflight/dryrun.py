@@ -310,7 +310,7 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
     if elsewhere or not asked:
         return
     # most runs need no HTTP client
-    from rollweave.rollout.reward_sources import check_reward
+    from rollweave.rollout.reward_check import check_reward
 
     for number, reward in asked:
         where = f"rewards.{number}"

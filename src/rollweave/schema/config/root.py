@@ -324,6 +324,8 @@ class RunConfig(Section):
                     f"{field}.run must be {place} with {self.workers.count} rollout workers "
                     f"(workers.count), got {reward.run}"
                 )
+            if reward.pairwise:
+                self._check_opponents(field, reward)
             if self.cluster is not None and self.workers.count:
                 self._check_token_on_hosts(field, reward)
         for number, task in enumerate(self.tasks):
@@ -332,6 +334,15 @@ class RunConfig(Section):
                 raise ValueError(
                     f"tasks.{number}.env_weight must be 1 with advantage {advantage}, which takes "
                     f"each turn's reward from the environment, got {task.env_weight:g}"
+                )
+
+    def _check_opponents(self, field: str, reward: RewardConfig) -> None:
+        """Check that the groups of a pairwise judge have several members."""
+        for domain in reward.tasks or [task.name for task in self.tasks]:
+            if (size := self.group_size(domain)) < 2:
+                raise ValueError(
+                    f"{field}.judge.pairwise needs groups of at least 2 members to compare, got "
+                    f"group_size {size} of {domain}"
                 )
 
     def _check_token_on_hosts(self, field: str, reward: RewardConfig) -> None:

@@ -752,6 +752,10 @@ RUBRIC_FILES = (".md", ".txt")
 """Ends of a rubric that is the path of a file."""
 
 
+UNIT_SCALE = (0.0, 1.0)
+"""Scale of a judge that names none, and of a share of wins."""
+
+
 class JudgeConfig(Section):
     """A model that grades trajectories, behind any endpoint with OpenAI's chat
     completions.
@@ -769,7 +773,12 @@ class JudgeConfig(Section):
         "judge is shown, too.",
     )
     scale: tuple[Finite, Finite] = Field(
-        (0.0, 1.0), description="Lowest and highest grade; the grade is the reward."
+        UNIT_SCALE, description="Lowest and highest grade; the grade is the reward."
+    )
+    pairwise: bool = Field(
+        False,
+        description="Compare members of a group with each other; the reward is a member's share "
+        "of wins.",
     )
     request: dict[str, Any] = Field(
         default_factory=dict,
@@ -792,6 +801,11 @@ class JudgeConfig(Section):
             raise ValueError(
                 f"rewards.judge.scale must have a lower end below the upper one, got "
                 f"{list(self.scale)}"
+            )
+        if self.pairwise and self.scale != UNIT_SCALE:
+            raise ValueError(
+                "rewards.judge.scale must be left out with pairwise, whose reward is a share of "
+                f"wins, got {list(self.scale)}"
             )
         return self
 
@@ -843,6 +857,11 @@ class RewardConfig(Section):
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
         return None if url is None else parse_url(url, field="rewards.url")
+
+    @property
+    def pairwise(self) -> bool:
+        """True if it compares members of a group with each other."""
+        return self.judge is not None and self.judge.pairwise
 
     @property
     def kind(self) -> Literal["function", "url", "judge"]:
