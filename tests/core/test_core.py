@@ -14,7 +14,7 @@ from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import Purpose, StopReason
 from tests.support.core import (
     ALLOCATION,
     MODES,
@@ -583,6 +583,31 @@ def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
     ]
     assert not any(command.reason == "stale" for command in cancels)
     assert max(world.core.state.counters.staleness) <= 1
+
+
+@pytest.mark.parametrize("mode", [*MODES, "decoupled"])
+def test_evaluations_continue_after_the_loss_of_the_controller(mode: str) -> None:
+    """Otherwise the test above would show nothing of them. Each of them, also the final
+    one, is complete, and none takes more episodes than it has.
+    """
+    world = World(config(mode, steps=3, eval={"every": 1, "episodes": 8}), seed=5)
+    world.start()
+    lost = 0
+    while world.finish is None:
+        world.step()
+        current = world.core.state.evaluations.current
+        if current is None or not (current.rewards and current.pending) or lost == 6:
+            continue
+        if world.core.state.checkpoints.newest == current.version:
+            done = sum(map(len, current.rewards.values()))
+            restart_controller(world)
+            suspended = world.core.state.evaluations.suspended
+            assert suspended is not None
+            assert sum(map(len, suspended.rewards.values())) == done
+            lost += 1
+    assert lost >= 2
+    assert world.records.continued[Purpose.EVAL] >= 2
+    assert world.evaluations[-1].final
 
 
 def test_a_user_may_stop_a_run_and_continue_it() -> None:

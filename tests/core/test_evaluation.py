@@ -292,6 +292,83 @@ def test_episodes_of_an_abandoned_evaluation_are_forgotten() -> None:
     assert run.state.evaluations.current is None
 
 
+@pytest.mark.parametrize(
+    ("final", "step", "published", "continues"),
+    [
+        (False, 4, 4, True),
+        (False, 3, 3, False),
+        (True, 4, 4, True),
+        (True, 4, 2, True),  # the best checkpoint is published later
+        (True, 3, 3, False),
+    ],
+)
+def test_a_suspended_evaluation_continues_if_its_version_comes_again(
+    final: bool, step: int, published: int, continues: bool
+) -> None:
+    run = evaluating(run={"steps": 4})
+    evaluation.begin(run, version=4, final=final)
+    evaluation.advance(run)
+    before = run.state.evaluations.current
+    assert before is not None
+    before.rewards["a"] = [1.0]
+    evaluation.suspend(run)
+    assert not before.started
+    run.state.trainer.step = step
+    evaluation.drop_if_not_resumed(run, published)
+    assert (run.state.evaluations.suspended is before) is continues
+    assert run.state.counters.watchdog.get("evaluation_lost", 0) == (not continues)
+    assert all(group_id in run.state.groups for group_id in before.pending) is continues
+
+
+@pytest.mark.parametrize(("version", "final", "same"), [(4, False, True), (5, False, False)])
+def test_an_evaluation_continues_the_suspended_one_of_its_weights(
+    version: int, final: bool, same: bool
+) -> None:
+    run = evaluating(eval={"every": 1, "episodes": 3})
+    evaluation.begin(run, version=4, final=False)
+    evaluation.advance(run)
+    before = run.state.evaluations.current
+    assert before is not None
+    evaluation.suspend(run)
+    run.state.publication.id, run.out = 9, []
+    evaluation.begin(run, version=version, final=final)
+    current = run.state.evaluations.current
+    assert current is not None
+    assert (current is before, current.publication_id) == (same, 9)
+    assert run.state.evaluations.suspended is None
+    for engine in run.state.engines.values():
+        engine.version = version
+    evaluation.advance(run)
+    assert len(drawn(run)) == (0 if same else 6), "episodes are drawn once"
+    assert len(run.state.groups) == 6
+
+
+def test_a_suspended_evaluation_of_other_episodes_starts_over() -> None:
+    """The run was resumed with another `eval.episodes`."""
+    run = evaluating(eval={"every": 1, "episodes": 3})
+    evaluation.begin(run, version=4, final=False)
+    before = run.state.evaluations.current
+    assert before is not None
+    before.to_draw.pop()  # as if the former configuration had one episode less
+    evaluation.suspend(run)
+    evaluation.begin(run, version=4, final=False)
+    current = run.state.evaluations.current
+    assert current is not None
+    assert (current is before, current.episodes) == (False, 6)
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("spare_final", [True, False])
+def test_only_a_final_evaluation_may_outlast_the_end_of_training(
+    final: bool, spare_final: bool
+) -> None:
+    run = evaluating()
+    evaluation.begin(run, version=4, final=final)
+    evaluation.suspend(run)
+    evaluation.abandon(run, spare_final=spare_final)
+    assert (run.state.evaluations.suspended is not None) is (final and spare_final)
+
+
 def test_lost_checkpoints_take_the_best_with_them() -> None:
     run = evaluating()
     evaluation.begin(run, version=4, final=False)

@@ -125,18 +125,67 @@ def test_attempts_of_lost_weights_are_not_kept(checkpoint: int | None, initiated
     assert members(run)[0].kept is None
 
 
-def test_attempts_of_evaluations_and_closing_ones_are_not_kept() -> None:
+def test_attempts_that_are_closing_are_not_kept() -> None:
     run = with_checkpoint(Stage.CLOSING, Stage.RUN)
-    group, (closing, running_on) = run.state.groups[GroupId("g9")], members(run)
+    closing, running_on = members(run)
     closing.closing = StopReason.STALE
-    lose_recorded(run, 0)
+    lose_recorded(run, 0, 1)
     assert closing.kept is None
-    group.purpose = Purpose.EVAL
-    continuation.keep(run, running_on)
-    assert running_on.kept is None
-    group.purpose = Purpose.TRAIN
-    continuation.keep(run, running_on)
     assert running_on.kept is not None
+
+
+@pytest.mark.parametrize("serving", [True, False])
+def test_a_service_loses_no_weights_with_its_controller(serving: bool) -> None:
+    run = with_checkpoint(Stage.RUN, checkpoint=3, initiated=2)
+    run.state.serving = serving
+    if serving:
+        run.state.groups[GroupId("g9")].purpose = Purpose.SERVE
+    lose_recorded(run, 0)
+    assert members(run)[0].kept == Kept(attempt=0, initiated=2, version=None if serving else 3)
+
+
+def test_what_is_kept_at_the_loss_of_a_worker_may_lose_its_end_with_the_trainer() -> None:
+    run = with_checkpoint(Stage.RUN, Stage.RUN, Stage.RUN, Stage.RUN)
+    early, late, silent, closing = members(run)
+    late.initiated, silent.output_tokens, closing.closing = 5, 0, StopReason.STALE
+    for one in (early, late, closing):
+        one.output_tokens = 7
+    for one in members(run):
+        continuation.keep_if_sampled(run, one)
+    kept = [one.kept for one in members(run)]
+    assert kept[0] == Kept(attempt=0, initiated=3, version=None)
+    assert kept[2:] == [None, None], "nothing was sampled, or it is not wanted"
+    continuation.restored(run, 4)
+    assert (early.kept, late.kept) == (Kept(attempt=0, initiated=3, version=4), None)
+
+
+def test_a_second_worker_may_be_lost_before_a_recorded_turn_is_repeated() -> None:
+    run = with_checkpoint(Stage.QUEUED)
+    (one,) = members(run)
+    one.kept = Kept(attempt=0, initiated=3, version=None)
+    run.state.trainer.step = run.state.publication.version = 3
+    continuation.take(run, one, 3)
+    one.attempt, one.initiated = 1, 3
+    continuation.keep_if_sampled(run, one)
+    assert one.kept == Kept(attempt=1, initiated=3, version=None)
+    one.kept = None
+    continuation.take(run, one, 3)
+    continuation.keep_if_sampled(run, one)
+    assert one.kept is None, "this attempt has started over"
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+def test_a_record_that_no_attempt_will_use_is_evicted(purpose: Purpose) -> None:
+    """A service's is evicted when its client has the result."""
+    run = with_checkpoint(Stage.QUEUED)
+    (one,) = members(run)
+    run.state.groups[GroupId("g9")].purpose = purpose
+    one.kept = Kept(attempt=0, initiated=3, version=3)
+    continuation.forget(run, one)
+    continuation.forget(run, one)
+    evicted = [command for command in run.out if isinstance(command, c.Evict)]
+    assert len(evicted) == (purpose is not Purpose.SERVE)
+    assert one.kept is None
 
 
 def test_a_second_loss_keeps_what_the_first_one_kept_unless_it_is_gone() -> None:

@@ -14,7 +14,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.hosts import HostSlot
-from rollweave.schema.work import BLAME_OF, Blame, StopReason, Task
+from rollweave.schema.work import BLAME_OF, Blame, Purpose, StopReason, Task
 from tests.support.core import MODES, config, restart_controller
 from tests.support.properties import examples
 from tests.support.random_world import World
@@ -323,6 +323,7 @@ def test_any_run_whose_workers_are_lost_ends_accounted_for(
     """
     run_config = config(
         mode,
+        eval={"every": 2},
         engines={"count": 2},
         weights={"relays": 2} if hosts else {},
         workers={"count": count},
@@ -359,9 +360,10 @@ def test_the_random_runs_do_move_workers_back() -> None:
 
 def test_the_random_runs_do_lose_workers() -> None:
     """Otherwise the test above would show nothing."""
-    world = World(config(steps=8, workers={"count": 2}), seed=1)
+    world = World(config(steps=8, eval={"every": 1}, workers={"count": 2}), seed=1)
     world.losing_workers = 0.02
     world.run()
+    assert world.records.continued.keys() == {Purpose.TRAIN, Purpose.EVAL}
     counters = world.core.state.counters
     assert counters.watchdog["worker_restarted"] > 2
     assert counters.stop_reasons[StopReason.WORKER_LOST] > 2

@@ -352,7 +352,7 @@ def test_a_call_that_fails_loses_no_record(tmp_path: Path, monkeypatch: pytest.M
 Step = tuple[str, int]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["tokens", "answer", "answer", "forget", "release", "lose"]),
+        st.sampled_from(["tokens", "answer", "answer", "forget", "release", "lose", "lose worker"]),
         st.integers(0, 5),
     ),
     max_size=60,
@@ -389,6 +389,9 @@ def test_the_log_has_what_a_dictionary_of_records_has(
             case "forget" if attempt is not None:
                 log.forget(*attempt[:2])
                 del present[attempt]
+            case "lose worker" if attempt is not None:
+                log.lose(*attempt[:2])
+                former[attempt] = present.pop(attempt)
             case "release":
                 log.release(trajectory(member))
                 former = {

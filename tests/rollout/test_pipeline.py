@@ -978,15 +978,44 @@ async def test_an_attempt_continues_with_the_recorded_turns(
         assert len(log.take(TRAJECTORY, 1)) == 3 + (not repeats)
 
 
-async def test_only_training_is_recorded_and_only_while_it_is_under_way(
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize("use", ["continue", "start over", "evict"])
+async def test_an_attempt_of_a_lost_worker_continues_with_the_recorded_turns(
+    store: TrajectoryStore, tmp_path: Path, purpose: Purpose, use: str
+) -> None:
+    """In the life in which it began; two workers may be lost, the second before the
+    attempt could begin there.
+    """
+    with TurnLog(tmp_path / "turns", segment_bytes=1) as log:
+        former = Harness(store, THREE, log=log)
+        former.init(purpose=purpose)
+        await rolled_out(former, 0, turns=2)
+        former.pipeline.lose_worker(former.port, "killed")
+        former.port.send(cancel())
+        await former.idle()
+        if use == "evict":
+            former.pipeline.evict(Evict(trajectory_ids=(TRAJECTORY,), reason="not_continued"))
+            assert not log.recorded
+            return
+        harness = Harness(store, THREE, log=log)
+        whole = Continuation(attempt=0, version=None) if use == "continue" else None
+        harness.port, worker = None, harness.port  # type: ignore[assignment]
+        harness.init(1, purpose=purpose, continues=whole)
+        lost = await harness.until(TrajectoryEnded)
+        assert lost.stop_reason is StopReason.WORKER_LOST
+        harness.port, harness.events = worker, []
+        again = Continuation(attempt=1, version=None) if use == "continue" else None
+        harness.init(2, purpose=purpose, continues=again)
+        await rolled_out(harness, 2, turns=3)
+        done = [event for event in harness.events if isinstance(event, TurnDone)]
+        assert [event.replayed for event in done] == [use == "continue"] * 2 + [False]
+        await harness.idle()
+
+
+async def test_turns_are_recorded_only_while_an_attempt_is_under_way(
     store: TrajectoryStore, tmp_path: Path
 ) -> None:
     with TurnLog(tmp_path / "turns", segment_bytes=1) as log:
-        for attempt, purpose in enumerate((Purpose.EVAL, Purpose.SERVE)):
-            harness = Harness(store, log=log)
-            harness.init(attempt, purpose=purpose)
-            await rolled_out(harness, attempt, turns=2)
-        assert not (tmp_path / "turns").exists()
         harness = Harness(store, log=log)
         await harness.play()
         assert len(list((tmp_path / "turns").iterdir())) == 2

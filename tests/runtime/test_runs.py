@@ -23,7 +23,7 @@ from rollweave.runtime import launch
 from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.events import TurnDone
+from rollweave.schema.events import GroupSubmitted
 from tests.support.fake_runs import (
     FAKES,
     ROOT,
@@ -38,7 +38,10 @@ from tests.support.fake_runs import (
     run,
     run_dir,
     trained,
+    turns_done,
+    until_turns_done,
 )
+from tests.support.variants import mostly_slow
 
 
 def test_a_run_writes_all_its_results(tmp_path: Path) -> None:
@@ -271,13 +274,7 @@ def test_rollouts_of_a_killed_controller_continue(tmp_path: Path, mode: str) -> 
     gate = tmp_path / "open"
     config = make_config(tmp_path, options={"wait": str(gate)}, rollout={"mode": mode})
     died = controller(config)
-    journal, answered = run_dir(config) / "journal.bin", 0
-    deadline = time.monotonic() + 60
-    while answered < 4 and time.monotonic() < deadline:
-        if journal.exists():
-            events = [event for _, event, _ in Replay(journal, config)]
-            answered = sum(isinstance(event, TurnDone) for event in events)
-        time.sleep(0.01)
+    until_turns_done(config, 4)
     died.kill()
     died.wait(60)
     gate.touch()
@@ -286,9 +283,42 @@ def test_rollouts_of_a_killed_controller_continue(tmp_path: Path, mode: str) -> 
     (resumed,) = lines(config, "resumed")
     assert resumed["recorded"] == summary.continued >= 4
     assert_trained_once(config)
-    turns = [event for _, event, _ in Replay(journal, config) if isinstance(event, TurnDone)]
-    assert sum(event.replayed for event in turns) >= 4
+    assert sum(event.replayed for event in turns_done(config)) >= 4
     assert not (run_dir(config) / "turns").exists()
+
+
+@pytest.mark.parametrize("mode", mostly_slow(["sync", "bounded", "decoupled"], {"bounded"}))
+def test_an_evaluation_of_a_killed_controller_continues(tmp_path: Path, mode: str) -> None:
+    """The controller dies while half of the episodes are scored, and the others wait
+    after a turn: none is drawn again, and no turn is sampled again.
+    """
+    gate = tmp_path / "open"
+    config = make_config(
+        tmp_path,
+        steps=1,
+        task={"env": "tests.support.game:HeldOut"},
+        options={"wait": str(gate)},
+        rollout={"mode": mode},
+        eval={"final_episodes": 4},
+    )
+    died = controller(config)
+    until_turns_done(config, 4, name="e")
+    while (evaluation := replay(config).core.state.evaluations.current) is None or (
+        sum(map(len, evaluation.rewards.values())) < 2
+    ):
+        time.sleep(0.01)
+    died.kill()
+    died.wait(60)
+    gate.touch()
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.continued) == ("", 1, 2)
+    assert [sum(line["episodes"].values()) for line in lines(config, "evaluation")] == [4]
+    repeated = [event for event in turns_done(config, name="e") if event.replayed]
+    assert (len(repeated), len({event.trajectory_id for event in repeated})) == (2, 2)
+    events = [event for _, event, _ in Replay(run_dir(config) / "journal.bin", config)]
+    assert not any(isinstance(event, GroupSubmitted) for event in events), "none is drawn again"
+    assert lines(config, "resumed")[0]["differing"] == 0
+    assert_no_processes(config)
 
 
 def test_a_finished_run_may_continue_with_more_steps(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from tests.support.fake_runs import (
     replay,
     run,
     run_dir,
+    turns_done,
+    until_turns_done,
 )
 
 LIMIT_S = 60.0
@@ -152,5 +154,29 @@ def test_a_lost_worker_costs_only_its_attempts(
     assert stored.count(StopReason.WORKER_LOST) >= 1
     assert gone(places(config, "reset") | set(struck))
     assert len(places(config, "reset")) == workers + 1
+    assert_trained_once(config)
+    assert replay(config).differing == 0
+
+
+def test_attempts_of_a_killed_worker_continue(tmp_path: Path) -> None:
+    """All attempts wait after a turn: the new worker samples none of these again."""
+    config = located(tmp_path / "run", workers=1, is_open=False)
+    where = Path(config.tasks[0].options["where"])
+
+    def strike() -> None:
+        until_turns_done(config, 4)
+        os.kill(min(places(config, "reset")), signal.SIGKILL)
+        (where / "open").touch()
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        summary = run(config)
+    finally:
+        thread.join()
+    assert (summary.error, summary.watchdog["worker_restarted"]) == ("", 1)
+    repeated = {event.trajectory_id for event in turns_done(config) if event.replayed}
+    assert len(repeated) == summary.continued >= 4
+    assert not (run_dir(config) / "turns").exists()
     assert_trained_once(config)
     assert replay(config).differing == 0

@@ -32,7 +32,7 @@ from rollweave.service.engine_access import EngineTokens
 from rollweave.service.jobs import Job, JobStore
 from rollweave.service.service import Service
 from tests.service.api import call, game, wait_until
-from tests.support.fake_runs import ROOT, run_dir
+from tests.support.fake_runs import ROOT, run_dir, turns_done, until_turns_done
 from tests.support.mounts import can_mount
 from tests.support.rollout_service import Program, Serving, service_config, serving
 
@@ -407,6 +407,25 @@ async def test_unrecorded_results_are_delivered_again_after_a_restart(
     with serving(config) as service:
         _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=30")
         assert (answer["state"], answer["members"][0]["stop_reason"]) == ("done", "cancelled")
+
+
+async def test_rollouts_of_a_killed_service_continue(tmp_path: Path) -> None:
+    """Their turns are not sampled again, and nothing is recorded once they are over."""
+    gate = tmp_path / "open"
+    config = service_config(tmp_path, options={"wait": str(gate)})
+    program = Program(config)
+    try:
+        await call(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
+        until_turns_done(config, 3)
+    finally:
+        program.kill()
+    gate.touch()
+    with serving(config) as service:
+        _, answer, _ = await call(service.address, "GET", "/v1/rollouts/x?wait=30")
+        assert [one["stop_reason"] for one in answer["members"]] == ["finished"] * 3
+        turns = turns_done(config)
+        assert sorted(one.turn for one in turns if one.replayed) == [0, 0, 0]
+    assert not (run_dir(config) / "turns").exists()
 
 
 async def test_a_stopped_service_restarts_from_a_compact_journal(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.policy.disaggregation import PrefillSite
 from rollweave.schema import commands as c
@@ -91,7 +92,15 @@ def restart_controller(world: World) -> None:
     world.with_memory.clear()
     world.releasing.clear()
     relays = world.begin_relays()
-    world.feed(e.WorldLost(engines=world.slots(), relays=relays, workers=world.worker_slots()))
+    recorded = world.records.recorded(continuable(world.core.state))
+    world.feed(
+        e.WorldLost(
+            engines=world.slots(),
+            relays=relays,
+            workers=world.worker_slots(),
+            recorded=recorded,
+        )
+    )
     if world.finish is None:
         for name in world.worker_epoch:
             world.join_worker(name)

@@ -21,6 +21,7 @@ from rollweave.runtime.launch import train
 from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import TurnDone
 from tests.support.echo_engine import process_state
 from tests.support.forking import Forked
 from tests.support.pipelines import TEMPLATE
@@ -143,6 +144,27 @@ def replay(config: RunConfig) -> Replay:
     replayed = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
     replayed.finish()
     return replayed
+
+
+def turns_done(config: RunConfig, *, name: str = "") -> list[TurnDone]:
+    """Return the finished turns in the journal, which another process may be writing,
+    of trajectories whose names begin with `name`.
+    """
+    journal = run_dir(config) / "journal.bin"
+    events = [event for _, event, _ in Replay(journal, config)] if journal.exists() else []
+    return [
+        event
+        for event in events
+        if isinstance(event, TurnDone) and event.trajectory_id.startswith(name)
+    ]
+
+
+def until_turns_done(config: RunConfig, number: int, *, name: str = "") -> None:
+    """Wait until this many trajectories have a finished turn."""
+    deadline = time.monotonic() + 60
+    while len({event.trajectory_id for event in turns_done(config, name=name)}) < number:
+        assert time.monotonic() < deadline, "no turns"
+        time.sleep(0.01)
 
 
 def write(config: RunConfig) -> Path:

@@ -11,7 +11,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollweave.envs.base import Episode, Observation, Options, Score, Split, Step, new_task
+from rollweave.envs.base import (
+    Episode,
+    Observation,
+    Options,
+    Score,
+    Split,
+    Step,
+    new_task,
+    payload_of,
+)
 from rollweave.schema.base import mix
 from rollweave.schema.work import Task
 
@@ -40,6 +49,20 @@ class Rewarded(Game):
     async def step(self, action: str) -> Step:
         step = await super().step(action)
         return Step(messages=step.messages, reward=step.reward, done=step.done)
+
+
+class HeldOut(Game):
+    """A game in which `wait` concerns every second task of an evaluation alone."""
+
+    def reset(self, task: Task) -> Observation:
+        if not payload_of(task)["waits"]:
+            self._wait = ""
+        return super().reset(task)
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        waits = split is not Split.TRAIN and index % 2 == 1
+        return new_task(seed=mix(seed, split, index), waits=waits)
 
 
 class NoTasks(Game):

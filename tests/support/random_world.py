@@ -19,7 +19,8 @@ from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.hosts import HostSlot, RankSlot
-from rollweave.schema.work import Limits, StopReason, Task
+from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from tests.support.turn_records import TurnRecords
 
 
 class World:
@@ -107,6 +108,7 @@ class World:
         self.lost_worlds = 0
         self.silent_engines: set[str] = set()  # engines that never answer turns
         self.stuck_trainer = False
+        self.records = TurnRecords()
         self.damaged_checkpoint = False  # a restarted trainer cannot read the newest checkpoint
 
     # Driving.
@@ -395,6 +397,7 @@ class World:
             case c.StartInit():
                 assert command.worker in (self.ready_workers or {""}), f"{command} to no worker"
                 self.initiated[command.trajectory_id] = command.initiated_version
+                self.records.begin(command)
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 if self.fails():
                     self.later(
@@ -433,6 +436,7 @@ class World:
                 else:
                     version = self.engine_version[command.engine_id]
                     self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=version))
+                    self.record(command)
                     self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
                     self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
             case c.AbortTurn():
@@ -450,7 +454,9 @@ class World:
             case c.RemoveWorker():
                 self.lost_worlds += 1
                 self.ready_workers.discard(command.worker_id)
-            case c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
+            case c.Evict():
+                self.records.evict(command, self.core.state)
+            case c.ResumeEngine() | c.Harvest() | c.FitPredictor():
                 pass
             case c.RerankTurn():
                 assert command.engine_id in self.engine_version
@@ -513,6 +519,10 @@ class World:
                         self.unanswered_turns.get(command.component, 0) + 1
                     )
             case c.RecordEvaluation():
+                sizes = self.config.eval
+                episodes = sizes.final_episodes if command.final else sizes.episodes
+                counted = sum(command.episodes.values()) + sum(command.failed.values())
+                assert counted == episodes * len(self.config.tasks), command
                 self.evaluations.append(command)
             case c.Finish():
                 self.finish = command
@@ -797,6 +807,7 @@ class World:
                 if command.from_checkpoint is not None:
                     self.numbers = self.checkpoints[command.from_checkpoint]
                 self.published[command.publication_id] = self.numbers
+                self.records.publish(command, self.numbers)
                 self.later(
                     e.WeightsPublished(
                         epoch=self.trainer_epoch,
@@ -845,6 +856,20 @@ class World:
                 self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
             case _:
                 raise AssertionError(f"nobody executes {command}")
+
+    def record(self, command: c.StartTurn) -> None:
+        """Record the turn under the weights of its engine; an episode of an evaluation
+        has those that are evaluated.
+        """
+        state = self.core.state
+        engine = state.engines[EngineId(command.engine_id)]
+        numbers = self.published.get(engine.publication_id, -1)
+        group_id = state.trajectories[command.trajectory_id].group_id
+        if state.groups[group_id].purpose is Purpose.EVAL:
+            current = state.evaluations.current
+            assert current is not None, f"{command} of no evaluation"
+            assert numbers == self.published[current.publication_id], command
+        self.records.sample(command, engine.version, numbers)
 
     def take(self, command: c.FetchWeights) -> None:
         """Release the versions that are not to be kept, and finish the fetch, or

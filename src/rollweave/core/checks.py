@@ -46,6 +46,7 @@ def check(run: Run) -> None:
     _check_fleet(run)
     _check_workers(run)
     _check_saving(run)
+    _check_evaluations(run)
     _check_attempts(run)
     accounts = account(run.state)
     assert accounts.balanced, f"unaccounted trajectories: {accounts}"
@@ -355,6 +356,14 @@ def _check_saving(run: Run) -> None:
     assert trainer.saving is None or trainer.saving <= run.state.checkpoints.newest_requested, (
         trainer
     )
+
+
+def _check_evaluations(run: Run) -> None:
+    evaluations = run.state.evaluations
+    assert evaluations.current is None or evaluations.suspended is None, evaluations
+    for evaluation in (evaluations.current, evaluations.suspended):
+        pending = evaluation.pending if evaluation is not None else ()
+        assert run.state.groups.keys() >= set(pending), evaluation
 
 
 def _check_attempts(run: Run) -> None:

@@ -1,15 +1,15 @@
-"""Attempts that continue after the loss of the controller: which of them, and from
-which tokens (docs/decisions/0007).
+"""Attempts that continue after the loss of their worker or of the controller: which of
+them, and from which tokens (docs/decisions/0007).
 
-Invariant: a trajectory has `kept` only between the loss of the controller and the
-launch of its next attempt.
+One rule holds for attempts of every purpose. Invariant: a trajectory has `kept` only
+between the loss of an attempt and the launch of its next one.
 """
 
 from rollweave.core.policy.continuation import may_continue, surviving_version
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Kept, Stage, State, Trajectory
+from rollweave.core.state import ALIVE, Kept, OnEngine, Stage, State, Trajectory
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import Continuation
+from rollweave.schema.commands import Continuation, Evict
 from rollweave.schema.work import Purpose
 
 
@@ -32,19 +32,43 @@ def continuable(state: State) -> list[tuple[TrajectoryId, int, str]]:
 
 def keep(run: Run, trajectory: Trajectory) -> None:
     """Keep the attempt, which was lost and is recorded, for the next one."""
-    version = surviving_version(run.state.checkpoints.newest, warms_up=run.config.warmup.steps > 0)
-    if trajectory.restored_to is not None:
-        version = min(version, trajectory.restored_to)
+    version = trajectory.restored_to
     trajectory.kept = None
-    group = run.state.groups[trajectory.group_id]
-    if group.purpose is Purpose.TRAIN and 0 <= trajectory.initiated <= version:
+    if trajectory.initiated >= 0 and (version is None or trajectory.initiated <= version):
         trajectory.kept = Kept(
             attempt=trajectory.attempt, initiated=trajectory.initiated, version=version
         )
 
 
-def forget_unrecorded(run: Run, recorded: set[TrajectoryId]) -> None:
-    """Forget what was kept at an earlier loss and is not on disk any longer."""
+def keep_if_sampled(run: Run, trajectory: Trajectory) -> None:
+    """Keep the attempt, whose worker was lost, if an engine has sampled tokens for it
+    or does so now, or if it continues another one. Call before its open turn is
+    released.
+    """
+    turn = trajectory.turn
+    samples = turn is not None and isinstance(turn.place, OnEngine)
+    has_tokens = samples or trajectory.output_tokens > 0 or trajectory.continues
+    if trajectory.closing is None and has_tokens:
+        keep(run, trajectory)
+
+
+def forget(run: Run, trajectory: Trajectory) -> None:
+    """No attempt follows: a record for it is not needed. A service's trajectory is
+    evicted once it is acknowledged.
+    """
+    if trajectory.kept is not None:
+        trajectory.kept = None
+        if run.state.groups[trajectory.group_id].purpose is not Purpose.SERVE:
+            run.emit(Evict(trajectory_ids=(trajectory.id,), reason="not_continued"))
+
+
+def controller_lost(run: Run, recorded: set[TrajectoryId]) -> None:
+    """Weights that the restored trainer will not have are lost, and so is what was kept
+    at an earlier loss and is not on disk any longer.
+    """
+    if not run.state.serving:
+        warms_up = run.config.warmup.steps > 0
+        restored(run, surviving_version(run.state.checkpoints.newest, warms_up=warms_up))
     for trajectory in run.state.trajectories.values():
         if trajectory.kept is not None and trajectory.id not in recorded:
             trajectory.kept = None
@@ -59,7 +83,7 @@ def restored(run: Run, step: int) -> None:
             before = trajectory.restored_to
             trajectory.restored_to = step if before is None else min(before, step)
         kept = trajectory.kept
-        if kept is not None and kept.version > step:
+        if kept is not None and (kept.version is None or kept.version > step):
             trajectory.kept = (
                 Kept(attempt=kept.attempt, initiated=kept.initiated, version=step)
                 if kept.initiated <= step
@@ -72,9 +96,15 @@ def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuati
     launched now under version `launch`, and the attempt that it continues.
     """
     kept, trajectory.kept, trajectory.restored_to = trajectory.kept, None, None
+    trajectory.continues = False
     if kept is None or not may_continue(
-        kept.initiated, launch=launch, next_version=run.next_version(), mode=run.mode
+        kept.initiated,
+        launch=launch,
+        next_version=run.next_version(),
+        mode=run.mode,
+        purpose=run.state.groups[trajectory.group_id].purpose,
     ):
         return launch, None
+    trajectory.continues = True
     run.state.counters.continued += 1
     return kept.initiated, Continuation(attempt=kept.attempt, version=kept.version)

@@ -107,7 +107,7 @@ def _end_of_training(run: Run) -> None:
 def _drain(run: Run) -> None:
     run.state.phase = Phase.DRAINING
     groups.drop_unfinished(run)
-    evaluation.abandon(run)
+    evaluation.abandon(run, spare_final=not _skips_final_eval(run))
 
 
 def _in_flight(run: Run) -> bool:
@@ -124,6 +124,7 @@ def _final_evaluation(run: Run) -> None:
     if state.trainer.status is TrainerStatus.PUBLISHING:
         return
     if _skips_final_eval(run) or state.evaluations.final_done:
+        evaluation.abandon(run)
         if not _in_flight(run):
             _finish(run)
     elif state.publication.id >= 0:

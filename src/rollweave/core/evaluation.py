@@ -4,6 +4,10 @@ weight version.
 While an evaluation has started, engines keep its version, and its episodes go first
 into the pools; training continues beside it. Periodic evaluations choose the best
 checkpoint and may end the run; the final one, on separate tasks, is the result.
+
+An evaluation that is under way when the controller is lost is suspended: it continues
+once its version is to be evaluated again, with the results that it has. If another
+version is to be, it is abandoned.
 """
 
 from collections.abc import Iterable
@@ -37,18 +41,27 @@ def is_due(run: Run, step: int) -> bool:
 
 
 def begin(run: Run, *, version: int, final: bool) -> None:
-    """Plan an evaluation; `advance` starts it once engines serve its version.
+    """Plan an evaluation, or continue the suspended one of these weights; `advance`
+    starts it once engines serve its version.
 
     If another one has not ended yet, that one continues instead.
     """
-    if run.state.evaluations.current is not None:
+    evaluations = run.state.evaluations
+    if evaluations.current is not None:
         return
     episodes = run.config.eval.final_episodes if final else run.config.eval.episodes
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
     saved = run.state.checkpoints.newest == version
     publication_id = run.state.publication.id
-    run.state.evaluations.current = Evaluation(
+    former = evaluations.suspended
+    same = former is not None and (former.version, former.final) == (version, final)
+    if former is not None and same and former.episodes == len(tasks):
+        evaluations.current, evaluations.suspended = former, None
+        former.publication_id, former.checkpointed = publication_id, saved
+        return
+    _drop_suspended(run)
+    evaluations.current = Evaluation(
         version=version,
         final=final,
         publication_id=publication_id,
@@ -148,9 +161,9 @@ def wants_members(run: Run, group: Group) -> bool:
 
 def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
     """Record the episode's reward, unless its evaluation was abandoned."""
-    evaluation = run.state.evaluations.current
+    evaluation = _take_pending(run, group)
     run.state.counters.eval_scored += 1
-    if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
+    if evaluation is not None:
         assert trajectory.reward is not None, "a scored trajectory has a reward"
         evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
         evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(
@@ -169,10 +182,21 @@ def abandon_episode(run: Run, group: Group) -> None:
     """Do without the episode: it is reported as failed, and counts neither as a success
     nor as a miss of the agent.
     """
-    evaluation = run.state.evaluations.current
-    if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
+    evaluation = _take_pending(run, group)
+    if evaluation is not None:
         evaluation.failed[group.name] = evaluation.failed.get(group.name, 0) + 1
     groups.forget(run, group)
+
+
+def _take_pending(run: Run, group: Group) -> Evaluation | None:
+    """Return the evaluation for which the episode is rolled out, which then does not
+    wait for it any longer; None if that was abandoned.
+    """
+    evaluations = run.state.evaluations
+    for evaluation in (evaluations.current, evaluations.suspended):
+        if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
+            return evaluation
+    return None
 
 
 def _conclude(run: Run, evaluation: Evaluation) -> None:
@@ -255,11 +279,54 @@ def reopen(run: Run) -> None:
     run.state.evaluations.target_step, run.state.evaluations.final_done = None, False
 
 
-def abandon(run: Run) -> None:
-    """Abandon the evaluation under way and cancel its episodes."""
+def suspend(run: Run) -> None:
+    """The controller was lost, and with it the engines' weights."""
+    evaluations = run.state.evaluations
+    if evaluations.current is not None:
+        evaluations.suspended, evaluations.current = evaluations.current, None
+        evaluations.suspended.started = False
+
+
+def drop_if_not_resumed(run: Run, published: int) -> None:
+    """Abandon a suspended evaluation whose turn will not come: the restored trainer has
+    published another version, or trains on, if it is the final one.
+    """
+    suspended = run.state.evaluations.suspended
+    if suspended is None:
+        return
+    trains_on = run.state.trainer.step < run.config.run.steps
+    if trains_on if suspended.final else suspended.version != published:
+        run.warn(
+            "evaluation",
+            f"of version {suspended.version} abandoned: the trainer continues from step "
+            f"{run.state.trainer.step}",
+            count="evaluation_lost",
+        )
+        _drop_suspended(run)
+
+
+def _drop_suspended(run: Run) -> None:
+    evaluations = run.state.evaluations
+    evaluation, evaluations.suspended = evaluations.suspended, None
+    if evaluation is not None:
+        _cancel_episodes(run, evaluation)
+
+
+def abandon(run: Run, *, spare_final: bool = False) -> None:
+    """Abandon the evaluation under way, or the suspended one, and cancel its episodes.
+    With `spare_final`, a suspended final one may still continue.
+    """
+    evaluations = run.state.evaluations
+    evaluation, evaluations.current = evaluations.current, None
+    if evaluation is not None:
+        _cancel_episodes(run, evaluation)
+    if evaluations.suspended is not None and not (spare_final and evaluations.suspended.final):
+        _drop_suspended(run)
+
+
+def _cancel_episodes(run: Run, evaluation: Evaluation) -> None:
     state = run.state
-    evaluation, state.evaluations.current = state.evaluations.current, None
-    for group_id in evaluation.pending if evaluation is not None else ():
+    for group_id in evaluation.pending:
         group = state.groups[group_id]
         if group.status is GroupStatus.DRAWING:
             groups.forget(run, group)

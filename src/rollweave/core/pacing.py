@@ -14,7 +14,7 @@ from rollweave.core.policy.redundancy import capacity, pool_room
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, GroupStatus, Trajectory
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
 
 
@@ -54,9 +54,6 @@ class SharedPacing:
 
     def takes_episodes(self, run: Run) -> bool:
         return True
-
-    def next_queued(self, run: Run) -> TrajectoryId | None:
-        return next(iter(run.state.pools.queued), None)
 
     def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
         assignment.assign_usable(run, trajectory, avoid)
@@ -163,15 +160,6 @@ class IndependentPacing:
 
     def takes_episodes(self, run: Run) -> bool:
         return version_affinity.engine_for(run, Purpose.EVAL) is not None
-
-    def next_queued(self, run: Run) -> TrajectoryId | None:
-        """Episodes of an evaluation wait for an engine with its weights."""
-        state = run.state
-        queued = (state.trajectories[trajectory_id] for trajectory_id in state.pools.queued)
-        return next(
-            (one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL),
-            None,
-        )
 
     def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
         assigned = trajectory.assigned_engine

@@ -52,8 +52,8 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     ending.reopen(run)
     if state.phase is Phase.FINISHED:
         return
+    evaluation.suspend(run)
     _replace_world(run, event, killed=killed)
-    evaluation.abandon(run)
     taken, state.trainer.batch = state.trainer.batch, []
     groups.return_to_buffer(run, taken, trained=False)
     state.trainer.parts_done = 0
@@ -119,7 +119,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     relays.start(run, event.relays)
     workers.start(run, event.workers)
     recorded = set(event.recorded)
-    continuation.forget_unrecorded(run, recorded)
+    continuation.controller_lost(run, recorded)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             trajectory.turn = trajectory.migration = None

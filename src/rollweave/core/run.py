@@ -61,9 +61,6 @@ class Pacing(Protocol):
     def takes_episodes(self, run: "Run") -> bool:
         """True if an engine takes episodes of the evaluation now."""
 
-    def next_queued(self, run: "Run") -> TrajectoryId | None:
-        """The next queued trajectory while no episode is to be launched."""
-
     def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
         """Assign the trajectory to another engine if it cannot keep its own."""
 

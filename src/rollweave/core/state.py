@@ -114,13 +114,14 @@ class Turn(msgspec.Struct, kw_only=True):
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that was lost with its controller, and whose turns are recorded: its
-    number, the version at its launch, and the newest version that is not lost.
+    """An attempt that was lost with its worker or its controller, and whose turns are
+    recorded: its number, the version at its launch, and the newest version that is not
+    lost; None if none is.
     """
 
     attempt: int
     initiated: int
-    version: int
+    version: int | None
 
 
 class Trajectory(msgspec.Struct):
@@ -169,6 +170,7 @@ class Trajectory(msgspec.Struct):
     launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
     kept: Kept | None = None  # the attempt that the next one may continue
+    continues: bool = False  # this attempt continues an earlier one
     life: str = ""  # the controller's life in which its last attempt was launched
     # earliest step to which the trainer was restored during the attempt
     restored_to: int | None = None
@@ -451,6 +453,12 @@ class Evaluation(msgspec.Struct):
     started: bool = False  # engines serve `version`
     checkpointed: bool = False  # a checkpoint holds `version`
 
+    @property
+    def episodes(self) -> int:
+        """The number of its episodes: to be drawn, under way, scored and failed."""
+        scored = sum(len(rewards) for rewards in self.rewards.values())
+        return len(self.to_draw) + len(self.pending) + scored + sum(self.failed.values())
+
 
 class Phase(enum.StrEnum):
     RUNNING = "running"
@@ -647,6 +655,8 @@ class Evaluations(msgspec.Struct):
     """
 
     current: Evaluation | None = None
+    # the one that was under way when the controller was lost, until it can continue
+    suspended: Evaluation | None = None
     newest_version: int = -1  # newest version that was evaluated
     best: Best | None = None
     # task domains whose environment has reported whether an episode succeeded

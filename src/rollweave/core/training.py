@@ -317,6 +317,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
         # it was restored from that checkpoint
         weights.mark_checkpointed(run, event.version, event.publication_id)
     evaluation.abandon_if_superseded(run, event.version)
+    evaluation.drop_if_not_resumed(run, event.version)
     _enter(run, TrainerStatus.IDLE)
     consolidation.run_now(run)
     if not run.training:

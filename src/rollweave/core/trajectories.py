@@ -63,6 +63,8 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
+        if event.stop_reason is StopReason.WORKER_LOST:
+            continuation.keep_if_sampled(run, trajectory)
         end_attempt(run, trajectory, event.stop_reason, failure=event.error)
 
 
@@ -162,7 +164,7 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 def finish(run: Run, trajectory: Trajectory) -> None:
     """End the trajectory: no other attempt follows."""
-    trajectory.kept = None
+    continuation.forget(run, trajectory)
     attempts.move(run, trajectory, Stage.ENDED)
 
 
@@ -231,19 +233,26 @@ def _count_inherent(run: Run, trajectory: Trajectory) -> None:
 
 
 def _first_to_start(run: Run) -> TrajectoryId | None:
-    """The next trajectory in the queue: an evaluation's, or any if a later step could
-    train on one that is launched now.
+    """The next trajectory in the queue: an evaluation's, or another one if a later step
+    could train on it. Episodes of an evaluation that has not started, or is suspended,
+    wait for engines with its weights.
     """
     state = run.state
     evaluating = state.evaluations.current is not None and state.evaluations.current.started
     if evaluating and not run.pacing.takes_episodes(run):
         evaluating = False  # no engine takes its episodes now; others need not wait for that
     for trajectory_id in state.pools.queued if evaluating else ():
-        if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
+        if _is_episode(run, trajectory_id):
             return trajectory_id
     if not state.serving and not run.admits_training():
         return None
-    return run.pacing.next_queued(run)
+    return next((one for one in state.pools.queued if not _is_episode(run, one)), None)
+
+
+def _is_episode(run: Run, trajectory_id: TrajectoryId) -> bool:
+    """True if the trajectory is an episode of an evaluation."""
+    group_id = run.state.trajectories[trajectory_id].group_id
+    return run.state.groups[group_id].purpose is Purpose.EVAL
 
 
 def start_evals(run: Run) -> None:

@@ -2,13 +2,14 @@
 §6.1).
 
 An attempt stays with one worker from its start until it is scored. The loss of a worker
-ends its attempts; the infrastructure is blamed, and they start again in any worker. The
-worker is restarted on its host or, if that host is lost or given up, on another one as
+ends its attempts; the infrastructure is blamed, and they start again in any worker,
+where they may continue with their recorded turns (`core/continuation`). The worker is
+restarted on its host or, if that host is lost or given up, on another one as
 soon as there is one. From there it moves to a host that joins once its attempts are
 over, one worker at a time. Without workers, attempts run in the controller.
 """
 
-from rollweave.core import attempts, bindings, trajectories
+from rollweave.core import attempts, bindings, continuation, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, Worker, WorkerStatus
 from rollweave.schema.commands import RemoveWorker, RestartWorker
@@ -108,6 +109,7 @@ def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> Non
     """
     for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
         run.state.last_failure = f"{StopReason.WORKER_LOST}: {error}"
+        continuation.keep_if_sampled(run, trajectory)
         attempts.release_turn(run, trajectory)
         if suspect and trajectory.stage in ALIVE:
             trajectories.suspect(run, trajectory)

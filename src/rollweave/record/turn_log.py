@@ -143,8 +143,8 @@ class TurnLog:
         self._ended = False
         self.damaged: list[str] = []
         """Descriptions of segments of which a part could not be read."""
-        self._former: dict[TrajectoryId, list[Attempt]] = {}
-        """The attempts of former lives that may be continued."""
+        self._lost: dict[TrajectoryId, list[Attempt]] = {}
+        """The attempts that may be continued: of former lives, and of lost workers."""
         self._unread = _numbers(directory)
         """The segments of former lives, before they are read."""
         self._segments: dict[int, _Segment] = {}
@@ -158,8 +158,8 @@ class TurnLog:
 
     @property
     def recorded(self) -> list[Attempt]:
-        """The attempts of former lives that have records, and may be continued."""
-        return [attempt for attempts in self._former.values() for attempt in attempts]
+        """The lost attempts that have records, and may be continued."""
+        return [attempt for attempts in self._lost.values() for attempt in attempts]
 
     def keep(self, attempts: Collection[Attempt]) -> None:
         """Forget the attempts of former lives, except these. The first call reads their
@@ -173,22 +173,31 @@ class TurnLog:
             if attempt not in wanted:
                 self._forget(attempt)
         former = [attempt for attempt in self._where if attempt[2] != self.life]
-        self._former = {}
-        for attempt in former:
-            self._former.setdefault(attempt[0], []).append(attempt)
+        lost = [attempt for attempt in self.recorded if attempt[2] == self.life]
+        self._lost = {}
+        for attempt in former + lost:
+            self._lost.setdefault(attempt[0], []).append(attempt)
         self._tidy()
 
-    def take(self, trajectory_id: TrajectoryId, number: int) -> list[TurnRecord]:
-        """Return the records of an attempt of a former life, which is continued. They
-        stay on disk until `release`.
+    def lose(self, trajectory_id: TrajectoryId, number: int) -> None:
+        """This attempt of this life is lost with its worker, and may be continued: its
+        records stay until `release`.
         """
-        attempts = self._former.get(trajectory_id, [])
-        former = next((attempt for attempt in attempts if attempt[1] == number), None)
-        if former is None:
+        attempt = (trajectory_id, number, self.life)
+        if attempt in self._where:
+            self._lost.setdefault(trajectory_id, []).append(attempt)
+
+    def take(self, trajectory_id: TrajectoryId, number: int) -> list[TurnRecord]:
+        """Return the records of a lost attempt, which is continued. They stay on disk
+        until `release`.
+        """
+        attempts = self._lost.get(trajectory_id, [])
+        lost = next((attempt for attempt in attempts if attempt[1] == number), None)
+        if lost is None:
             return []
         records = list[TurnRecord]()
-        for segment in self._where.get(former, ()):
-            for payload in self._payloads(segment, self._segments[segment].places[former]):
+        for segment in self._where.get(lost, ()):
+            for payload in self._payloads(segment, self._segments[segment].places[lost]):
                 if PREFIX.unpack_from(payload)[1] != len(records):
                     return records
                 try:
@@ -198,10 +207,10 @@ class TurnLog:
         return records
 
     def release(self, trajectory_id: TrajectoryId) -> None:
-        """Forget the trajectory's attempts of former lives: nothing can continue them
-        any longer.
+        """Forget the trajectory's lost attempts: nothing can continue them any
+        longer.
         """
-        for attempt in self._former.pop(trajectory_id, []):
+        for attempt in self._lost.pop(trajectory_id, []):
             self._forget(attempt)
 
     def append(self, record: TurnRecord) -> None:
@@ -237,7 +246,7 @@ class TurnLog:
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
         self._ended = True
-        self._segments, self._where, self._former = {}, {}, {}
+        self._segments, self._where, self._lost = {}, {}, {}
 
     def __enter__(self) -> Self:
         return self

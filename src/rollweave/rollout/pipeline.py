@@ -101,8 +101,8 @@ class Pipeline:
 
         `waiting_limit` is as in `rollout/worker.py`. With `keep_partial_turns`, the
         output of unfinished turns is kept for a `StartTurn` that resumes them, and the
-        progress of long turns is reported to the core. The turns of training attempts
-        are recorded in `log`, for a `StartInit` that continues one in another life.
+        progress of long turns is reported to the core. Turns are recorded in `log`, for
+        a `StartInit` that continues the attempt in another worker, or in another life.
         """
         self._worker, self._engine, self._store = worker, engine, store
         self._post, self._clock, self._spans = post, clock, spans
@@ -150,7 +150,7 @@ class Pipeline:
             spans=self._spans,
             answer=worker.send,
             progress=self._progress,
-            log=self._log if command.purpose is Purpose.TRAIN else None,
+            log=self._log,
             recorded=self._continue(command),
         )
         attempt = _Attempt(command=command, worker=worker, turns=turns)
@@ -176,6 +176,11 @@ class Pipeline:
         """The attempt needs no recorded turns any longer."""
         if self._log is not None:
             self._log.forget(*key)
+
+    def _lost(self, trajectory_id: TrajectoryId, attempt: int) -> None:
+        """The attempt is lost with its worker; another one may continue it."""
+        if self._log is not None:
+            self._log.lose(trajectory_id, attempt)
 
     def start_run(self, command: StartRun) -> None:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
@@ -234,6 +239,9 @@ class Pipeline:
 
     def evict(self, command: Evict) -> None:
         self._store.forget(command.trajectory_ids)
+        if self._log is not None:
+            for trajectory_id in command.trajectory_ids:
+                self._log.release(trajectory_id)
 
     # Reports of workers.
 
@@ -278,13 +286,16 @@ class Pipeline:
         for table in (self._attempts, self._rolled_out, self._evaluations):
             for attempt in [one for one in table.values() if one.worker is worker]:
                 del table[attempt.key]
-                self._is_over(attempt.key)
                 attempt.turns.close()
+                if attempt.cancelled is None:
+                    self._lost(*attempt.key)
+                else:
+                    self._is_over(attempt.key)
                 self._spans.episode_over(_lane(attempt.key))
                 if table is self._attempts:
                     self._append_loss(attempt.command, error)
                 else:
-                    self._score(attempt, _lost(attempt.command, error))
+                    self._score(attempt, _loss(attempt.command, error))
 
     def _ended(self, attempt: _Attempt, report: AttemptEnded) -> None:
         """Store the record, then post the event."""
@@ -315,7 +326,11 @@ class Pipeline:
         )
 
     def _lose(self, command: StartInit, error: str) -> None:
-        """End an attempt whose worker was lost before it could begin."""
+        """End an attempt whose worker was lost before it could begin. What it was to
+        continue is recorded as its own.
+        """
+        self._continue(command)
+        self._lost(command.trajectory_id, command.attempt)
         self._append_loss(command, error)
         self._post(
             TrajectoryEnded(
@@ -399,7 +414,7 @@ class Pipeline:
             self._store.forget((report.trajectory_id,))
 
 
-def _lost(command: StartInit, error: str) -> AttemptScored:
+def _loss(command: StartInit, error: str) -> AttemptScored:
     return AttemptScored(
         trajectory_id=command.trajectory_id,
         attempt=command.attempt,

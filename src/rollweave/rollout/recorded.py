@@ -1,5 +1,5 @@
-"""The recorded turns of an attempt that was lost with its controller, for the attempt
-that continues it.
+"""The recorded turns of an attempt that was lost with its worker or its controller, for
+the attempt that continues it.
 
 Invariants: a recorded turn is used only for the context for which it was sampled, and
 only with its first tokens up to the newest version that is not lost; after a turn with
@@ -41,9 +41,9 @@ class RecordedTurn:
 class RecordedTurns:
     """The usable turns of one attempt, by number."""
 
-    def __init__(self, records: Iterable[TurnRecord] = (), *, version: int = -1) -> None:
+    def __init__(self, records: Iterable[TurnRecord] = (), *, version: int | None = -1) -> None:
         """`records` are in the order in which they were written; `version` is the
-        newest one whose tokens may be used.
+        newest one whose tokens may be used; None if all may.
         """
         self._turns = _assembled(records)
         for number in sorted(self._turns):
@@ -134,8 +134,10 @@ def _assembled(records: Iterable[TurnRecord]) -> dict[int, RecordedTurn]:
     return turns
 
 
-def _up_to(turn: RecordedTurn, version: int) -> RecordedTurn:
+def _up_to(turn: RecordedTurn, version: int | None) -> RecordedTurn:
     """Cut the turn before its first token of a later version."""
+    if version is None:
+        return turn
     whole = turn.answer or turn.partial
     if whole is None or all(span.version <= version for span in whole.versions):
         return turn

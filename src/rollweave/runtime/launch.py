@@ -44,7 +44,15 @@ from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
 from rollweave.runtime.processes import Processes, Programs
 from rollweave.runtime.pump import RunClock
-from rollweave.runtime.recover import Beginning, lost, model_dir, recall, recover, settle
+from rollweave.runtime.recover import (
+    Beginning,
+    lost,
+    model_dir,
+    recall,
+    recover,
+    settle,
+    unrecorded,
+)
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.sinks import open_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
@@ -343,9 +351,7 @@ class _Start:
             service_waits=episodes.service_waits,
             turn_log=self._turn_log,
         )
-        self._turn_log.on_failure = lambda error: metrics.warned(
-            Warn(component="turns", message=f"{error}; a resumed run will sample them again")
-        )
+        self._turn_log.on_failure = lambda error: metrics.warned(unrecorded(error))
         return World(
             wiring,
             checkpoints=checkpoints,

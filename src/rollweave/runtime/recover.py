@@ -36,10 +36,9 @@ from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import differences, dumps, load, loads
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSlot, RunStarted, WorkerSlot, WorldLost
 from rollweave.schema.hosts import HostSlot, RankSlot
-from rollweave.schema.work import Purpose
 
 START_OVER = (
     "or start over on purpose: `rollweave train CONFIG --fresh` deletes the whole directory first"
@@ -148,7 +147,6 @@ def lost(beginning: Beginning) -> Lost:
     step = state.checkpoints.newest if state.checkpoints.newest is not None else 0
     in_flight = sum(
         trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED)
-        and state.groups[trajectory.group_id].purpose is Purpose.TRAIN
         for trajectory in state.trajectories.values()
     )
     return Lost(
@@ -193,6 +191,11 @@ def recall(beginning: Beginning, log: TurnLog) -> Beginning:
         recorded=tuple(trajectory_id for trajectory_id, _, _ in log.recorded),
         doubts=(*beginning.doubts, *doubts),
     )
+
+
+def unrecorded(error: DiskError) -> Warn:
+    """Return the warning that the turn log cannot be written."""
+    return Warn(component="turns", message=f"{error}; turns that are lost are sampled again")
 
 
 def settle(config: RunConfig, run: RunDir, beginning: Beginning) -> Beginning:

@@ -23,12 +23,12 @@ class DrawTask(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Continuation(Struct, frozen=True, kw_only=True):
-    """An earlier attempt, lost with its controller, whose recorded turns a new one
-    uses, as far as weights up to `version` sampled them.
+    """An earlier attempt, lost with its worker or its controller, whose recorded turns
+    a new one uses, as far as weights up to `version` sampled them; all, if it is None.
     """
 
     attempt: int
-    version: int
+    version: int | None
 
 
 class StartInit(TaggedStruct, frozen=True, kw_only=True):
@@ -150,8 +150,9 @@ class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Evict(TaggedStruct, frozen=True, kw_only=True):
-    """These scored trajectories will not be trained on again; the store may discard
-    their tokens. No answer is owed.
+    """Scored ones of these trajectories will not be trained on again, and no attempt
+    follows at the others: the store may discard their tokens, and the turn log their
+    records. No answer is owed.
     """
 
     trajectory_ids: tuple[TrajectoryId, ...]

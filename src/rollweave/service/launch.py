@@ -31,6 +31,7 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import SERVICE_LIMIT, Trace
+from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts.hosts import hosts_here
@@ -38,7 +39,7 @@ from rollweave.runtime.launch import machine_of, torn
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.processes import Processes, Programs
 from rollweave.runtime.pump import RunClock
-from rollweave.runtime.recover import Beginning, model_dir, recover, settle
+from rollweave.runtime.recover import Beginning, model_dir, recall, recover, settle, unrecorded
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.wiring import Wiring
@@ -187,7 +188,8 @@ class _Launch:
             if not run.config.exists():
                 run.write_config(config)
             store = stack.enter_context(TrajectoryStore(run.trajectories))
-            beginning = recover(config, run, store, serving=True)
+            turn_log = self._turn_log = stack.enter_context(TurnLog(run.turns))
+            beginning = recall(recover(config, run, store, serving=True), turn_log)
             if not run.identity.exists():
                 write_identity(run.identity, beginning.identity)
             clock = RunClock(beginning.at)
@@ -210,6 +212,7 @@ class _Launch:
                 store=store,
             )
             service.on_warning = observer.on_warning
+            turn_log.on_failure = lambda error: service.warned(unrecorded(error))
             for warning in torn(journal, store):
                 observer.on_warning(warning)
             self._source.threads.on_abandoned = lambda text: service.warned(
@@ -281,6 +284,7 @@ class _Launch:
             make_worker=processes.worker,
             rewards=episodes.rewards,
             service_waits=episodes.service_waits,
+            turn_log=self._turn_log,
         )
         return ServiceWorld(wiring, sink=service, open_predictor=processes.predictor())
 
@@ -292,7 +296,9 @@ class _Launch:
         machine = machine_of(self._config, relays=0, inproc=self._inproc)
         slots, _, _ = bind_all(self._config, slots, machine, trainer=False)
         workers, _ = bind_workers(self._config, machine, slots)
-        first = beginning.first(slots, hosts=machine, workers=workers, serving=True)
+        first = beginning.first(
+            slots, hosts=machine, workers=workers, serving=True, life=self._turn_log.life
+        )
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
         running = asyncio.create_task(world.run(first))

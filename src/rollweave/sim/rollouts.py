@@ -57,7 +57,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The turns of an attempt that was lost with its controller: its plan, the number
+    """The turns of an attempt that was lost with the controller: its plan, the number
     of its finished turns, the tokens of the next one that its engine had reported, and
     the newest version that sampled any.
     """
@@ -269,12 +269,14 @@ class Rollouts:
     def evict(self, command: c.Evict) -> None:
         for trajectory_id in command.trajectory_ids:
             self.scored.pop(trajectory_id, None)
+            for key in [key for key in self._recorded if key[0] == trajectory_id]:
+                del self._recorded[key]
 
     def forget_all(self) -> None:
         """Drop everything in flight, which is lost with the controller.
 
-        Scored trajectories stay in the store, and the turns of training attempts in the
-        turn log (`record/turn_log.py`). Call before the engines are dropped.
+        Scored trajectories stay in the store, and the turns of attempts in the turn log
+        (`record/turn_log.py`). Call before the engines are dropped.
         """
         reported = self._fleet.reported_tokens()
         for attempt in list(self._attempts.values()):
@@ -293,8 +295,6 @@ class Rollouts:
         """Keep what is known of the attempt's turns; of a turn that is being replayed,
         all that was recorded before.
         """
-        if attempt.start.purpose is not Purpose.TRAIN:
-            return
         turns = max(attempt.turn, attempt.replays)
         tokens = attempt.kept_tokens if attempt.turn == turns else 0
         if attempt.engine is not None:
@@ -315,7 +315,8 @@ class Rollouts:
         if command.continues is None:
             return None
         recorded = self._recorded.pop((command.trajectory_id, command.continues.attempt), None)
-        usable = recorded is not None and recorded.version <= command.continues.version
+        newest = command.continues.version
+        usable = recorded is not None and (newest is None or recorded.version <= newest)
         return recorded if usable else None
 
     # Unfinished turns.

@@ -9,6 +9,7 @@ import pytest
 from rollweave.core.policy.continuation import may_continue, surviving_version
 from rollweave.core.policy.modes import preset
 from rollweave.schema.config.sections import ModeName
+from rollweave.schema.work import Purpose
 
 
 @pytest.mark.parametrize(
@@ -32,11 +33,24 @@ def test_an_attempt_continues_within_the_window(name: ModeName) -> None:
         else:
             expected = initiated <= launch and trained_at - initiated <= windows[name]
         assert expected == may_continue(
-            initiated, launch=launch, next_version=trained_at, mode=mode
+            initiated, launch=launch, next_version=trained_at, mode=mode, purpose=Purpose.TRAIN
         ), (initiated, launch, trained_at)
+
+
+@pytest.mark.parametrize("name", ModeName)
+def test_only_training_bounds_the_staleness_of_what_continues(name: ModeName) -> None:
+    """An episode has the one version that is evaluated."""
+    mode = preset(name, alpha=1)
+    for initiated, launch in itertools.product(range(4), range(4)):
+        episode, rollout = (
+            may_continue(initiated, launch=launch, next_version=9, mode=mode, purpose=purpose)
+            for purpose in (Purpose.EVAL, Purpose.SERVE)
+        )
+        assert (episode, rollout) == (initiated == launch, True)
 
 
 def test_decoupled_without_a_maximum_age_needs_only_the_same_weights() -> None:
     mode = preset(ModeName.DECOUPLED, alpha=1)
-    assert may_continue(2, launch=2, next_version=99, mode=mode)
-    assert not may_continue(2, launch=3, next_version=3, mode=mode)
+    train = Purpose.TRAIN
+    assert may_continue(2, launch=2, next_version=99, mode=mode, purpose=train)
+    assert not may_continue(2, launch=3, next_version=3, mode=mode, purpose=train)
