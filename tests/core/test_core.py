@@ -14,6 +14,7 @@ from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
 from tests.support.core import (
     ALLOCATION,
@@ -555,6 +556,53 @@ def test_the_core_tracks_the_progress_of_open_turns() -> None:
     assert sampled(output_tokens=90) == 90
     world.feed(e.EngineLost(engine_id=start.engine_id, epoch=0, error="killed"))
     assert sampled() == 0  # no engine has KV of it
+
+
+def bounded_run(**rollout: Any) -> RunConfig:
+    """Return a run in which a complete batch waits for no checkpoint."""
+    return config(
+        "bounded",
+        steps=6,
+        rollout=rollout,
+        run={"checkpoint_every": 0},
+        eval={"final_episodes": 0},
+    )
+
+
+def updates_after_batches(world: World) -> list[bool]:
+    """Run to the end; for each suspension of an engine while groups are in flight,
+    whether the batch of the published version was complete.
+    """
+    waited = []
+    batch = -1
+    world.start()
+    while world.finish is None:
+        idle, before = not world.core.state.drawing.active, len(world.commands)
+        world.step()
+        new = [command for commands in world.commands[before:] for command in commands]
+        batch = max([batch, *(one.step for one in new if isinstance(one, c.TrainStep))])
+        if not idle and any(isinstance(command, c.SuspendEngine) for command in new):
+            waited.append(batch >= world.core.state.publication.version)
+    return waited
+
+
+@settings(max_examples=examples(20))
+@given(seed=st.integers(0, 2**16), alpha=st.integers(2, 4))
+def test_without_early_updates_engines_wait_for_the_next_batch(seed: int, alpha: int) -> None:
+    """RollArt §6.2: the batch of a version is complete before engines take it, and is
+    trained on while they roll out.
+    """
+    world = World(bounded_run(alpha=alpha, without=["early_updates"]), seed)
+    waits = updates_after_batches(world)
+    assert sorted(world.trained) == list(range(6))
+    assert all(0 <= step - initiated <= alpha for step, initiated in world.trained_versions)
+    assert waits
+    assert all(waits)
+
+
+def test_with_early_updates_engines_do_not_wait() -> None:
+    world = World(bounded_run(), seed=1)
+    assert not any(updates_after_batches(world))
 
 
 def test_expired_work_is_cancelled_at_once() -> None:

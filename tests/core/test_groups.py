@@ -96,6 +96,28 @@ def test_a_complete_group_is_buffered_and_its_surplus_stops() -> None:
     assert run.state.drawing.consecutive_failed == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [("sync", StopReason.SURPLUS), ("bounded", StopReason.STALE), ("partial", None)],
+)
+def test_what_no_open_step_accepts_ends_with_the_last_group_of_a_batch(
+    mode: str, reason: StopReason | None
+) -> None:
+    run = rolling_out(mode=mode)
+    slow = group_of(run, 1.0, Stage.RUN, name="slow", initiated=-1 if mode != "sync" else 0)
+    queued = group_of(run, Stage.QUEUED, Stage.QUEUED, name="queued")
+    for number in range(BATCH):
+        assert slow.status is GroupStatus.ACTIVE
+        groups.evaluate_group(run, group_of(run, 1.0, 0.0, name=f"g{number}"))
+    if reason is None:
+        assert (slow.status, stages(run, slow)[1]) == (GroupStatus.ACTIVE, Stage.RUN)
+    else:
+        assert run.state.trajectories[slow.members[1]].closing is reason
+        assert (slow.status, evicted(run)) == (GroupStatus.DROPPED, [(("slow.0",), reason)])
+    assert queued.status is GroupStatus.ACTIVE
+    assert list(run.state.buffer) == ["g0", "g1", "g2"]
+
+
 def test_a_group_of_too_few_is_dropped_with_its_scored_member() -> None:
     run = rolling_out()
     group = group_of(run, 1.0, Stage.ENDED)

@@ -494,6 +494,12 @@ def test_contradictory_settings_are_refused() -> None:
             "ablation.without must not have repack unless rollout.mode is decoupled, got mode sync",
         ),
         (
+            {},
+            {"ablation": {"without": ["early_updates"]}},
+            "ablation.without must not have early_updates unless rollout.mode is bounded, got mode "
+            "sync",
+        ),
+        (
             {"engine_batch": 2},
             {},
             "rollout.engine_batch must be left out unless rollout.mode is decoupled, got 2",

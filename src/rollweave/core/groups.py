@@ -18,6 +18,7 @@ from rollweave.core.policy.redundancy import (
     group_verdict,
     is_barren,
     is_spent,
+    trained_at,
 )
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
@@ -171,6 +172,7 @@ def _conclude(run: Run, group: Group, verdict: Verdict) -> None:
         _drop_expired_members(run, group)
         if group.id in run.state.buffer:
             make_room(run)
+            drop_surplus(run)
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
     _check_yield(run, verdict, scored=scored)
@@ -307,11 +309,37 @@ def drop_expired(run: Run) -> None:
     if state.drawing.swept_for_version == version:
         return
     state.drawing.swept_for_version = version
-    reason = StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
     for group_id in [*(state.drawing.active if run.mode.aborts else ()), *state.buffer]:
         group = state.groups.get(group_id)
         if group is not None:
-            _drop_stale(run, group, version, reason)
+            _drop_stale(run, group, version, _reason_for_age(run))
+
+
+def drop_surplus(run: Run) -> None:
+    """Drop what is in flight, and could only be trained on in steps whose batches are
+    complete (RollArt §6.3): spare groups, and those that younger ones have overtaken.
+
+    A mode that does not abort lets them end.
+    """
+    state = run.state
+    if not run.mode.aborts:
+        return
+    version = trained_at(
+        buffered=len(state.buffer),
+        taken=run.taken_groups(),
+        next_version=run.next_version(),
+        groups_per_step=run.config.rollout.groups_per_step,
+    )
+    if version == run.next_version():
+        return  # its batch is incomplete
+    for group_id in [*state.drawing.active]:
+        group = state.groups.get(group_id)
+        if group is not None and group.status is GroupStatus.ACTIVE:
+            _drop_stale(run, group, version, _reason_for_age(run))
+
+
+def _reason_for_age(run: Run) -> StopReason:
+    return StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
 
 
 def _drop_stale(run: Run, group: Group, version: int, reason: StopReason) -> None:

@@ -43,10 +43,8 @@ class SharedPacing:
             spare_groups=rollout.spare_groups,
             last_step=run.config.run.steps,
         )
-        # Of a streamed step, mini-batches that are trained already need no more groups.
-        if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
-            done = range(state.trainer.parts_done)
-            room -= sum(run.groups_in_minibatch(part) for part in done) + len(state.trainer.batch)
+        if room > 0:
+            room -= run.taken_groups()
         return room - len(state.drawing.active) - len(state.buffer)
 
     def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
@@ -84,7 +82,8 @@ class SharedPacing:
         held = evaluation.holds_weights(run)
         may_update = not held and update_now(
             run.mode,
-            batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step,
+            batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step
+            or run.next_version() > state.trainer.step,  # it is in training
             in_flight=len(state.drawing.active),
             too_old=not run.admits_training(),
         )

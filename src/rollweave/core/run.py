@@ -121,7 +121,12 @@ class Run:
         self.over: deque[AttemptOver] = deque()
         # queues in which this event may have made a turn possible
         self.dirty_queues: list[EngineId | None] = []
-        self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)
+        self.mode: Mode = preset(
+            config.rollout.mode,
+            config.rollout.alpha,
+            config.buffer.max_age,
+            early_updates="early_updates" not in config.ablation.without,
+        )
         self.scheduling: Scheduling = scheduling(config.rollout, config.ablation)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
@@ -187,6 +192,16 @@ class Run:
             >= self.minibatches_per_step
         )
         return trainer.step + step_is_full
+
+    def taken_groups(self) -> int:
+        """The number of groups that the batch of `next_version` already has, in
+        mini-batches of a streamed step.
+        """
+        trainer = self.state.trainer
+        if not self.mode.streamed or self.next_version() != trainer.step:
+            return 0
+        done = range(trainer.parts_done)
+        return sum(self.groups_in_minibatch(part) for part in done) + len(trainer.batch)
 
     @property
     def colocated(self) -> bool:

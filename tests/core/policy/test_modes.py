@@ -12,6 +12,8 @@ def test_the_presets_are_those_of_the_design() -> None:
     assert preset(ModeName.STREAM, 9) == Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
     assert preset(ModeName.PARTIAL, 9) == Mode(window=9, update=Update.AT_ONCE, aborts=False)
     assert preset(ModeName.BOUNDED, 9) == Mode(window=9, update=Update.AT_ONCE)
+    paper = preset(ModeName.BOUNDED, 9, early_updates=False)
+    assert paper == Mode(window=9, update=Update.ROLLED_OUT)
 
 
 @pytest.mark.parametrize(

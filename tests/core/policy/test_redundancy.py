@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.policy.redundancy import Verdict, capacity, group_verdict, pool_room
+from rollweave.core.policy.redundancy import (
+    Verdict,
+    capacity,
+    group_verdict,
+    pool_room,
+    trained_at,
+)
 from rollweave.core.policy.staleness import acceptable
 from tests.support.properties import examples
 
@@ -49,6 +55,28 @@ def test_capacity_admits_exactly_the_groups_that_can_still_be_trained_in_time(
         last_step=last,
     )
     assert spare == (fast + 2 if fast else 0)
+
+
+@settings(max_examples=examples(100))
+@given(
+    buffered=st.integers(0, 20),
+    batch=st.integers(1, 5),
+    taken=st.integers(0, 4),
+    following=st.integers(0, 8),
+)
+def test_a_group_is_trained_on_with_the_batch_that_it_completes_or_begins(
+    buffered: int, batch: int, taken: int, following: int
+) -> None:
+    """The slow reference: batches that are filled group by group, in their order."""
+    taken = min(taken, batch - 1)
+    batches = [[*range(taken)]]
+    for group in range(buffered + 1):
+        if len(batches[-1]) == batch:
+            batches.append([])
+        batches[-1].append(group)
+    assert following + len(batches) - 1 == trained_at(
+        buffered=buffered, taken=taken, next_version=following, groups_per_step=batch
+    )
 
 
 @settings(max_examples=examples(300))

@@ -35,7 +35,10 @@ CASES = [
         ],
         "rollout.predictor has no effect where no policy predicts lengths, got boosted",
     ),
-    (["rollout.spare_groups=1"], "rollout.spare_groups has no effect in mode bounded, got 1"),
+    (
+        ["rollout.mode=partial", "rollout.spare_groups=1"],
+        "rollout.spare_groups has no effect in mode partial, got 1",
+    ),
     (
         ["tasks.0.group_size=4", "rollout.group_size=6"],
         "rollout.group_size has no effect where each task domain has its own, got 6",
@@ -157,6 +160,7 @@ CASES = [
 USED = [
     ["rollout.mode=partial", "rollout.alpha=2"],
     ["rollout.mode=sync", "rollout.spare_groups=1"],
+    ["rollout.mode=bounded", "rollout.spare_groups=1"],
     ["ablation.policies=['longest_first']", "rollout.predictor=boosted"],
     ["ablation.policies=['pinned']", "rollout.scheduling=trajectory", "rollout.predictor=history"],
     ["algorithm.kl=0.1", "algorithm.kl_direction=forward"],
@@ -221,11 +225,11 @@ def test_changes_with_an_effect_are_accepted(overrides: list[str]) -> None:
 
 
 def test_several_changes_are_all_refused() -> None:
-    overrides = ["rollout.spare_groups=1", "algorithm.gamma=0.9", "warmup.batch=3"]
+    overrides = ["eval.stop_at=0.5", "algorithm.gamma=0.9", "warmup.batch=3"]
     random.Random(0).shuffle(overrides)
     assert sorted(line.split()[1] for line in refused(overrides)) == [
         "algorithm.gamma",
-        "rollout.spare_groups",
+        "eval.stop_at",
         "warmup.batch",
     ]
 

@@ -8,9 +8,10 @@ trained on aborted at once, or only rejected when it is done (`aborts`)? May a s
 mini-batches train as they complete (`streamed`)? Everything else (what is launched,
 what is certain to become too old, what a batch accepts) follows.
 
-RollArt §6.2 updates engines when the next batch is ready. Staleness is strict here
-(docs/decisions/0002), so that everything in flight would become too old while new
-weights wait for the batch; `bounded` therefore updates at once.
+RollArt §6.2 updates engines when the next batch is ready, and trains on it meanwhile.
+Staleness is strict here (docs/decisions/0002): with a window of 1, everything in flight
+would become too old while new weights wait for the batch. `bounded` therefore updates
+at once, or in the paper's order without `early_updates`.
 """
 
 import enum
@@ -27,7 +28,7 @@ class Update(enum.Enum):
 
     # interrupts turns in flight (AReaL); also sync, where nothing is in flight
     AT_ONCE = "at_once"
-    # when the next batch is complete, so that nothing is in flight (one-step)
+    # when the next batch is complete: RollArt, and one-step, where nothing is in flight
     ROLLED_OUT = "rolled_out"
     # each engine by itself, when its batch is done: no trajectory meets two versions
     # (Laminar §3)
@@ -48,11 +49,14 @@ class Mode(Struct, frozen=True, kw_only=True):
         return self.update is Update.INDEPENDENT
 
 
-def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
+def preset(
+    name: ModeName, alpha: int, max_age: int | None = None, *, early_updates: bool = True
+) -> Mode:
     """Return the mode called `name`.
 
     Windows are in steps: `alpha` of `partial` (η) and `bounded` (α), `max_age` of
-    `decoupled`.
+    `decoupled`. Without `early_updates`, engines of `bounded` wait for the next batch
+    (RollArt §6.2, where a trajectory is `alpha` − 1 versions behind the engines').
     """
     match name:
         case ModeName.SYNC:
@@ -64,7 +68,8 @@ def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
         case ModeName.PARTIAL:
             return Mode(window=alpha, update=Update.AT_ONCE, aborts=False)
         case ModeName.BOUNDED:
-            return Mode(window=alpha, update=Update.AT_ONCE)
+            update = Update.AT_ONCE if early_updates else Update.ROLLED_OUT
+            return Mode(window=alpha, update=update)
         case ModeName.DECOUPLED:
             return Mode(window=max_age, update=Update.INDEPENDENT, aborts=False)
 
@@ -73,6 +78,7 @@ def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) 
     """May engines take the newly published weights now? (Where each takes them alone,
     `core/version_affinity` decides.)
 
+    `batch_ready`: the batch that these weights train on is complete, or taken.
     `in_flight` counts training groups that are not complete yet. `too_old`: nothing
     launched under the engines' version could still be trained on, and the wait would
     never end.

@@ -65,6 +65,15 @@ def capacity(
     return steps_ahead * groups_per_step + spare_groups
 
 
+def trained_at(*, buffered: int, taken: int, next_version: int, groups_per_step: int) -> int:
+    """Return the version at which a group is trained on that completes now, behind
+    `buffered` others.
+
+    `taken` groups of the batch of `next_version` are with the trainer already.
+    """
+    return next_version + (taken + buffered) // groups_per_step
+
+
 def pool_room(
     *,
     free_capacity: int,

@@ -22,8 +22,8 @@ from rollweave.schema.config.sections import (
 WINDOWED = (ModeName.PARTIAL, ModeName.BOUNDED)
 """Modes in which `rollout.alpha` bounds staleness."""
 
-STEPWISE = (ModeName.SYNC, ModeName.ONE_STEP)
-"""Modes that launch groups for a step, of which some may be spare."""
+ABORTING = (ModeName.SYNC, ModeName.ONE_STEP, ModeName.BOUNDED)
+"""Modes in which groups may be spare: those that no step has a place for are ended."""
 
 Rule = Callable[[RunConfig], str | None]
 """Returns why a setting has no effect; None if it has one."""
@@ -88,7 +88,7 @@ RULES: dict[str, Rule] = {
         "where each task domain has its own",
     ),
     "rollout.predictor": _unless(_predicts, "where no policy predicts lengths"),
-    "rollout.spare_groups": _unless(lambda config: config.rollout.mode in STEPWISE, IN_MODE),
+    "rollout.spare_groups": _unless(lambda config: config.rollout.mode in ABORTING, IN_MODE),
     "sandbox.cache_dir": _has_images,
     "sandbox.cache_gb": _has_images,
     "sandbox.mirror": _has_images,

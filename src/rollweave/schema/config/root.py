@@ -604,6 +604,11 @@ class RunConfig(Section):
         engine. The buffer's settings have no effect in other modes.
         """
         rollout = self.rollout
+        if "early_updates" in self.ablation.without and rollout.mode is not ModeName.BOUNDED:
+            raise ValueError(
+                "ablation.without must not have early_updates unless rollout.mode is bounded, "
+                f"got mode {rollout.mode.value}"
+            )
         if rollout.mode is not ModeName.DECOUPLED:
             if self.buffer != BufferConfig():
                 raise ValueError(

@@ -312,7 +312,8 @@ class RolloutConfig(Section):
     group_size: PositiveInt = Field(8, description="Trajectories of one task in a group.")
     spare_groups: Count = Field(
         0,
-        description="Groups launched beyond the batch; the slowest are cancelled (sync, one_step).",
+        description="Groups launched beyond those that steps have a place for; the slowest are "
+        "cancelled (sync, one_step, bounded).",
     )
     spare_members: Count = Field(
         0, description="Members launched beyond group_size; the slowest are cancelled."
@@ -374,6 +375,7 @@ POLICIES = {
 Mechanism = Literal[
     "free_stepping",
     "reward_overlap",
+    "early_updates",
     "repack",
     "deltas",
     "staging",
@@ -401,9 +403,10 @@ class AblationConfig(Section):
         (),
         description="Mechanisms to do without: free_stepping (all environments wait for the "
         "slowest one before each turn), reward_overlap (rewards wait until the whole "
-        "batch is rolled out), repack (mode decoupled: the tail of an engine's batch "
-        "stays), deltas (relays send whole weights), staging (engines stop while they "
-        "receive new weights), prefix_cache (an engine forgets finished turns), "
+        "batch is rolled out), early_updates (mode bounded: engines take new weights when the "
+        "next batch is complete, as in RollArt §6.2), repack (mode decoupled: the tail of an "
+        "engine's batch stays), deltas (relays send whole weights), staging (engines stop while "
+        "they receive new weights), prefix_cache (an engine forgets finished turns), "
         "cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
     )
 

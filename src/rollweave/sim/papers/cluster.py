@@ -152,6 +152,15 @@ class Setup(Struct, frozen=True, kw_only=True):
             return Serverless()
         return Dedicated(self.judges) if self.judges else None
 
+    def in_rollarts_order(self, alpha: int = 1) -> "Setup":
+        """Return a copy in mode `bounded` whose engines are updated when a batch is
+        ready, as in RollArt §6.2.
+
+        There α bounds the distance to the engines' version, one less than ours to the
+        version that is trained.
+        """
+        return self.but(mode="bounded", alpha=alpha + 1, without=(*self.without, "early_updates"))
+
     def but(self, **changes: Any) -> "Setup":
         """Return a copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
