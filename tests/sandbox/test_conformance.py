@@ -274,6 +274,27 @@ async def test_closing_the_back_end_ends_its_sandboxes_and_refuses_starts() -> N
         await running
 
 
+@pytest.mark.parametrize("end", ["kill", "stop"])
+async def test_a_reply_of_a_sandbox_that_was_told_to_end_is_no_result(
+    backend: Backend, end: str
+) -> None:
+    """The end may reach a program before the server that reports its result."""
+    sandbox = await backend.start(SPEC)
+    supervisor = backend._launcher._process  # type: ignore[attr-defined]
+    supervisor.send_signal(signal.SIGSTOP)
+    try:
+        running = asyncio.create_task(sandbox.exec(["true"]))
+        await asyncio.sleep(0)  # the call is sent
+        ending = asyncio.create_task(sandbox.stop()) if end == "stop" else sandbox.kill()
+        await asyncio.wait(sandbox.channel._calls.values())
+    finally:
+        supervisor.send_signal(signal.SIGCONT)
+    with pytest.raises(SandboxLostError):
+        await running
+    if ending is not None:
+        await ending
+
+
 async def test_a_cancelled_start_leaves_no_process(backend: Backend) -> None:
     await (await backend.start(SPEC)).stop()
     for turns in range(0, 40, 4):

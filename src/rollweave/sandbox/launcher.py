@@ -56,6 +56,9 @@ ready.
 SUPERVISOR_GONE, CLOSED = "the supervisor of the sandboxes is gone", "closed"
 """Reasons for the end of all sandboxes of a launcher."""
 
+ENDINGS = frozenset({"stop", "kill"})
+"""Requests that end a sandbox."""
+
 
 class SandboxHandle:
     """A sandbox that was requested from the supervisor."""
@@ -71,6 +74,8 @@ class SandboxHandle:
         """True if that folder has the whole root, with no layers below it."""
         self.why = ""
         """Reason for its end, once it is gone."""
+        self.ending = False
+        """True once its owner has asked for its end; it may still live for a moment."""
         self.gone = asyncio.Event()
         self.staged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done = asyncio.Event()
@@ -202,6 +207,7 @@ class Launcher:
     def post(self, handle: SandboxHandle, what: str, **more: object) -> None:
         """Send the supervisor a request about a sandbox, unless the sandbox is gone."""
         if not handle.gone.is_set() and not self._lost:
+            handle.ending = handle.ending or what in ENDINGS
             message = json.dumps({"do": what, "id": handle.id, **more}).encode()
             with contextlib.suppress(RuntimeError):  # the thread was shut down
                 self._thread.submit(self._send_now, message, ())
@@ -329,6 +335,8 @@ class Launcher:
             self._gone(handle, why)
 
     async def _close_supervisor(self) -> None:
+        for handle in self._handles.values():
+            handle.ending = True
         self._socket.shutdown(socket.SHUT_WR)
         try:
             await asyncio.to_thread(self._process.wait, END_S)

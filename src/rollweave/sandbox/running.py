@@ -89,8 +89,11 @@ class RunningSandbox:
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
         try:
-            if not self._killed:  # a killed sandbox may still live for a moment
-                return await self._channel.call(action, body, timeout_s=timeout_s, **args)
+            if not self._handle.ending:
+                reply = await self._channel.call(action, body, timeout_s=timeout_s, **args)
+                # Programs may be killed before the server that reports their result.
+                if not self._handle.ending:
+                    return reply
         except FrameError as error:  # nothing was sent
             raise SandboxRefusedError(f"{action}: {error}") from error
         except SandboxLostError as error:
