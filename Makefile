@@ -78,7 +78,7 @@ format: .venv/ready-test
 	touch $@
 
 .venv/ready-cluster: .venv/ready-test
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray,serverless]"
 	touch $@
 
 # Its requirements conflict with ours. Without a GPU it must not find torchvision and the others.

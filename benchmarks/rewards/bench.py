@@ -1,6 +1,6 @@
 """Bench `rewards`: a slow reward in the controller, in rollout workers and behind a
-URL, beside a run without it; and a URL whose server is killed and started again in the
-middle of a run.
+URL, beside a run without it; a URL whose server is killed and started again in the
+middle of a run; and a function on Ray Serve, from its first call to its last instance.
 
 All runs train FrozenLake for a few steps. Each round makes every run once.
 """
@@ -19,6 +19,9 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.rewards.functions import SECONDS
+from benchmarks.rewards.serve import FULL as SERVE_FULL
+from benchmarks.rewards.serve import QUICK as SERVE_QUICK
+from benchmarks.rewards.serve import measure_serverless
 from benchmarks.runs import MeasuredRun, trained
 from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
@@ -54,10 +57,26 @@ QUICK = RewardsPlan(rounds=1, steps=4, reward_s=0.2, kill_at=20, away_s=1.0)
 
 
 def bench_rewards(*, quick: bool, progress: Callable[[str], None]) -> Result:
-    """Return `overhead_ms_…` and `rollout_s_…` of each kind of run, `lost_rewards` and
-    `repeated_calls`.
+    """Return `overhead_ms_…` and `rollout_s_…` of each kind of run, `lost_rewards`,
+    `repeated_calls`, and the figures of Ray Serve (`benchmarks/rewards/serve.py`).
     """
     plan = QUICK if quick else FULL
+    result = _bench_runs(plan, progress)
+    serve_plan = SERVE_QUICK if quick else SERVE_FULL
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        os.environ[SECONDS] = str(serve_plan.reward_s)
+        config = _config(Path(scratch), "serverless", plan, "")
+        figures, conditions = measure_serverless(serve_plan, config, progress)
+    lost = [result.figures["lost_rewards"], figures.pop("lost_serverless")]
+    figures["lost_rewards"] = sum(one for one in lost if isinstance(one, int))
+    return Result(
+        bench=result.bench,
+        figures={**result.figures, **figures},
+        conditions={**result.conditions, **conditions},
+    )
+
+
+def _bench_runs(plan: RewardsPlan, progress: Callable[[str], None]) -> Result:
     overheads: dict[str, list[float]] = {kind: [] for kind in KINDS[1:]}
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     os.environ[SECONDS] = str(plan.reward_s)
@@ -94,7 +113,7 @@ def conditions_of(plan: RewardsPlan) -> dict[str, str]:
     return {
         "lost_rewards": "trajectories that ended without a reward because that of the URL failed, "
         f"whose server was killed by SIGKILL at its request number {plan.kill_at} and started "
-        f"again {plan.away_s:g} s later; all of {plan.rounds} rounds",
+        f"again {plan.away_s:g} s later; all of {plan.rounds} rounds, and calls of Ray Serve",
         "repeated_calls": "requests in these runs that had the key of an earlier one",
         "overhead_ms": f"time of a reward less the {plan.reward_s:g} s that it waits; median over "
         "all of a run, and over the rounds. inline: a function on a thread of the controller; "
@@ -188,6 +207,7 @@ def _config(directory: Path, kind: str, plan: RewardsPlan, url: str) -> RunConfi
         "inline": {"function": "benchmarks.rewards.functions:slow", "run": "inline"},
         "workers": {"function": "benchmarks.rewards.functions:slow", "run": "workers"},
         "url": {"url": url, "run": "serverless"},
+        "serverless": {"function": "benchmarks.rewards.functions:slow", "run": "serverless"},
     }
     return RunConfig.model_validate(
         {

@@ -471,7 +471,6 @@ URL = {"name": "a", "url": "http://h:1/x"}
         ([URL | {"name": "env"}], {}, "rewards.name must not be env"),
         ([URL | {"tasks": ["scriptd"]}], {}, "rewards.0.tasks .* .did you mean scripted"),
         ([URL | {"run": "inline"}], {}, "run must be serverless with a url, got inline"),
-        ([{"name": "a", "function": "m:f", "run": "serverless"}], {}, "run must be inline or wor"),
         (
             [{"name": "a", "function": "m:f", "run": "workers"}],
             {},

@@ -15,6 +15,7 @@ EXTRAS = {
     "predict": ("sklearn", "threadpoolctl", "transformers"),
     "ray": ("ray",),
     "search": ("bm25s",),
+    "serverless": ("ray", "starlette"),
     "tools": ("jsonschema", "IPython"),
     "transformers": ("transformers",),
 }

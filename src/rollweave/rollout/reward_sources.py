@@ -162,8 +162,8 @@ class Dialect(Protocol):
     url: str
     path: str
 
-    def body(self, finished: Finished, key: str) -> dict[str, Any]:
-        """Return the request. Raises EpisodeStopError."""
+    def body(self, finished: Finished, key: str) -> object:
+        """Return the request, which is sent as JSON. Raises EpisodeStopError."""
 
     def read(self, answer: bytes) -> float:
         """Return the reward. Raises ResponseError."""
@@ -236,6 +236,30 @@ class UrlDialect:
         if not abs(reward) <= LARGEST_REWARD:
             raise ResponseError(f"a reward must be at most {LARGEST_REWARD:g}, got {reward:g}")
         return reward
+
+
+class RewardCall(Struct, frozen=True, kw_only=True):
+    """A request to a function that the run has deployed
+    (`runtime/hosts/reward_app`).
+    """
+
+    key: str
+    finished: Finished
+
+
+class DeployedDialect:
+    """Sends the attempt to a function that the run has deployed."""
+
+    path = ""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def body(self, finished: Finished, key: str) -> RewardCall:
+        return RewardCall(key=key, finished=finished)
+
+    def read(self, answer: bytes) -> float:
+        return parse(answer, _Answer).reward
 
 
 class JudgeDialect:
@@ -320,11 +344,18 @@ def last_line(answer: bytes) -> str:
 
 
 def source_of(
-    config: RewardConfig, *, run_id: str, threads: EnvThreads, clock: Callable[[], float]
+    config: RewardConfig,
+    *,
+    run_id: str,
+    threads: EnvThreads,
+    clock: Callable[[], float],
+    deployed: str | None = None,
 ) -> Source:
-    """Return what computes a reward. Raises ConfigError, whose text is the field and
-    the broken rule.
+    """Return what computes a reward; `deployed` is the URL of its function, if that is
+    deployed. Raises ConfigError, whose text is the field and the broken rule.
     """
+    if deployed is not None:
+        return ServiceReward(config, DeployedDialect(deployed), run_id=run_id, clock=clock)
     match config.kind:
         case "function":
             return FunctionReward(config, threads=threads)

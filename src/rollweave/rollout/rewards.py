@@ -8,6 +8,7 @@ a reason, and what was computed of the others.
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from rollweave.envs.boundary import LARGEST_REWARD
 from rollweave.envs.threads import EnvThreads
@@ -127,7 +128,8 @@ class DomainRewards:
 
 class Rewards:
     """The rewards of a run, in one of its processes. `run_id` tells its requests from
-    those of other runs, and `threads` are those of its environments.
+    those of other runs, and `threads` are those of its environments. `deployed` has the
+    URLs of the functions that the run has deployed, by the names of their rewards.
     """
 
     def __init__(
@@ -137,10 +139,13 @@ class Rewards:
         *,
         threads: EnvThreads,
         clock: Callable[[], float],
+        deployed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Raises ConfigError for a token or rubric that cannot be read."""
         self._sources: dict[str, Source] = {
-            one.name: source_of(one, run_id=run_id, threads=threads, clock=clock)
+            one.name: source_of(
+                one, run_id=run_id, threads=threads, clock=clock, deployed=deployed.get(one.name)
+            )
             for one in config.rewards
             if not one.pairwise
         }

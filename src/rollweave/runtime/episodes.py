@@ -7,7 +7,9 @@ are opened when the first attempt needs them, and closed by `close`.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -40,10 +42,13 @@ class Episodes:
         clock: RunClock,
         *,
         run_id: str,
+        deployed: Mapping[str, str] = MappingProxyType({}),
         images: Images | None = None,
     ) -> None:
         """`images` are those of this process; by default, of a run on this host
-        alone. Raises ConfigError for a reward whose function or token is missing.
+        alone. `deployed` is as in `rollout/rewards.py`.
+
+        Raises ConfigError for a reward whose function or token is missing.
         """
         self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
         self._images = images or Images(config.sandbox, clock=clock.now)
@@ -54,7 +59,9 @@ class Episodes:
         self._taught = {name for name in self._tasks if config.distills(name)}
         teacher = config.teacher
         self._teacher = None if teacher is None else Teacher(teacher, clock=clock.now)
-        self._rewards = Rewards(config, run_id, threads=source.threads, clock=clock.now)
+        self._rewards = Rewards(
+            config, run_id, threads=source.threads, clock=clock.now, deployed=deployed
+        )
 
     def make(self, command: StartInit) -> Driver:
         name = command.task.tag

@@ -35,6 +35,7 @@ from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.hosts.resources import gpus_for
+from rollweave.runtime.hosts.serverless import check_platform, deployed
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
@@ -93,6 +94,7 @@ def train(
             f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none"
         )
     check_installed(config)
+    check_platform(config)
     if inproc and config.cluster is not None:
         raise ConfigError("--inproc must be left out with [cluster], whose hosts run processes")
     apart = config.workers.count > 0
@@ -130,6 +132,8 @@ class _Start:
         self._config, self._run, self._source, self._declared = config, run, source, declared
         self._inproc, self._progress, self._programs = inproc, progress, programs
         self._digesting: asyncio.Task[None] | None = None
+        self._deployed: Mapping[str, str] = {}
+        """URLs of the functions of rewards that this life has deployed."""
 
     async def run(self) -> Summary:
         if not self._run.config.exists():
@@ -159,7 +163,13 @@ class _Start:
                 await cluster.gather()
                 if cluster.slots:
                     await self._must_fit(cluster.present())
-                return await self._run_on(cluster, store, beginning)
+                async with deployed(
+                    self._config,
+                    run_id=beginning.identity.id,
+                    log=self._run.logs / "serverless.log",
+                    on_status=self._progress.phase,
+                ) as self._deployed:
+                    return await self._run_on(cluster, store, beginning)
             finally:
                 await cluster.close()
                 tasks.cancel_all()
@@ -218,6 +228,7 @@ class _Start:
                 self._source,
                 clock,
                 run_id=beginning.identity.id,
+                deployed=self._deployed,
             )
             first = self._first(beginning, cluster)
             world = self._world(
@@ -332,6 +343,7 @@ class _Start:
             inproc=self._inproc,
             programs=self._programs,
             on_ready=functools.partial(self._on_ready, beginning.identity),
+            deployed=self._deployed,
         )
         wiring = Wiring(
             config=config,

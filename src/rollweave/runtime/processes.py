@@ -8,6 +8,7 @@ started by `runtime/links/relay.py`.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient
@@ -76,12 +77,14 @@ class Processes:
         programs: Programs,
         on_ready: Callable[[], None],
         version: int = -1,
+        deployed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`on_ready` is called whenever a trainer is ready.
+        """`on_ready` is called whenever a trainer is ready. `deployed` is as in
+        `rollout/rewards.py`.
 
         `version` is the version that engines report for the model's own weights.
         """
-        self._version = version
+        self._version, self._deployed = version, dict(deployed)
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._hosts = hosts
         self._programs, self._on_ready = programs, on_ready
@@ -194,6 +197,7 @@ class Processes:
         spec = WorkerSpec(
             id=worker_id,
             run_id=run_id(self._run.identity),
+            deployed=self._deployed,
             config=self._config.model_dump_json(),
             model_dir=str(self.model_dir),
             logs=str(self._run.logs / worker_id),

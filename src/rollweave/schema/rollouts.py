@@ -28,7 +28,8 @@ BEAT_S = 0.5
 class WorkerSpec(Struct, frozen=True, kw_only=True):
     """The specification of a worker process.
 
-    `config` is the run's configuration as JSON, and `run_id` its id. `logs` is the
+    `config` is the run's configuration as JSON, and `run_id` its id. `deployed` has the
+    URLs of the functions of rewards that the run has deployed. `logs` is the
     folder for the output of its environments' processes. `waiting_limit` bounds the
     attempts that are kept for an evaluation that may never come. The worker serves
     images to other hosts at `address`, as `host`, if that is given.
@@ -38,6 +39,7 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     host: str = ""
     address: str = ""
     run_id: str = ""
+    deployed: dict[str, str] = msgspec.field(default_factory=dict)
     config: str
     model_dir: str
     logs: str

@@ -116,6 +116,11 @@ def serve(
         )
     token_given = access.check()
     for number, reward in enumerate(config.rewards):
+        if reward.deployed:
+            raise ConfigError(
+                f"rewards.{number}.run must be inline or workers for a function of a service, got "
+                f"{reward.run} (give the URL of a deployment of your own)"
+            )
         if reward.pairwise:
             raise ConfigError(
                 f"rewards.{number}.judge.pairwise compares members of training groups, which a "

@@ -44,7 +44,13 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
     images = Images(config.sandbox, clock=clock.now, exchange=exchange)
     source = TaskSource(config, logs=Path(spec.logs))
     episodes = Episodes(
-        config, Path(spec.model_dir), source, clock, run_id=spec.run_id, images=images
+        config,
+        Path(spec.model_dir),
+        source,
+        clock,
+        run_id=spec.run_id,
+        deployed=spec.deployed,
+        images=images,
     )
 
     def warn(component: str, message: str) -> None:

@@ -5,8 +5,8 @@ Only Ray knows which nodes are free. A run with a limit on its hosts therefore a
 all nodes, serves on those that it gets first, and gives back the others.
 
 Ray starts and ends the agents; it carries none of the run's data. This module runs in a
-separate process, Ray's driver, and Ray ends all actors with it. Only this module
-imports Ray.
+separate process, Ray's driver, and Ray ends all actors with it. Only this module and
+`on_serve` import Ray.
 """
 
 import asyncio
@@ -101,14 +101,19 @@ def nodes_of(table: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
     return nodes
 
 
+def prepare_environment() -> None:
+    """Set the variables of Ray that the user has not set."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
 def connect(address: str) -> Any:
     """Connect to the Ray cluster at `address`, or to that of the node on this machine
     for "auto", and return the module `ray`.
 
     Raises ConfigError.
     """
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
+    prepare_environment()
     with from_extra("ray"):
         ray: Any = importlib.import_module("ray")
     try:
@@ -117,7 +122,7 @@ def connect(address: str) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
         ray.init(address=address, logging_level="warning")
     except Exception as error:  # Ray raises several, and its own
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(in_one_line(error)) from error
     return ray
 
 
@@ -270,7 +275,7 @@ class Agents:
 
     def _failed(self, node: Node, error: BaseException) -> None:
         """Report an error of this node's agent, but only once."""
-        ended = AgentEnded(host=node.name, error=_one_line(error))
+        ended = AgentEnded(host=node.name, error=in_one_line(error))
         if ended not in self._failures:
             self._failures.append(ended)
             self._report(ended)
@@ -290,7 +295,7 @@ class Agents:
         return bool(self._ray.wait([reference], timeout=0)[0])
 
 
-def _one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return the first line of an error that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -86,6 +86,18 @@ def of_run(config: RunConfig, images: Iterable[str] = ()) -> UserFiles:
     )
 
 
+def of_rewards(config: RunConfig) -> UserFiles:
+    """Return the modules of the functions that a run deploys."""
+    return UserFiles(
+        modules=tuple(
+            module
+            for number, reward in enumerate(config.rewards)
+            if reward.deployed and reward.function is not None
+            for module in _module(f"rewards.{number}.function", reward.function, reward.function)
+        )
+    )
+
+
 def of_worker(reference: str) -> UserFiles:
     """Return the module or script that a worker of a role needs."""
     path = reference.rpartition(":")[0]
@@ -170,9 +182,9 @@ def _references(section: str, task: TaskConfig) -> Iterator[tuple[str, str, str]
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the user's functions that compute rewards."""
+    """Yield the user's functions that compute rewards in rollout workers."""
     for number, reward in enumerate(config.rewards if config.workers.count else ()):
-        if reward.function is not None:
+        if reward.function is not None and not reward.deployed:
             yield f"rewards.{number}.function", reward.function, reward.function
 
 

@@ -19,6 +19,7 @@ from rollweave.rollout.budget import EpisodeStopError
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
+from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.preflight import examiner
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import (
@@ -303,9 +304,14 @@ def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Chec
 
 
 def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
-    """Ask each URL and judge for a reward. A run that is planned for other hosts asks
-    none.
+    """Check that functions can be deployed, and ask each URL and judge for a reward. A
+    run that is planned for other hosts asks none.
     """
+    try:
+        check_platform(config)
+    except ConfigError as error:
+        field, _, rule = str(error).partition(" ")
+        yield fail(field, rule)
     asked = [(n, one) for n, one in enumerate(config.rewards) if one.function is None]
     if elsewhere or not asked:
         return

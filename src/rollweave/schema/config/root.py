@@ -319,10 +319,16 @@ class RunConfig(Section):
                         f"{field}.tasks must be among the task domains {domains}, got "
                         f"{domain!r}{did_you_mean(domain, domains)}"
                     )
-            if reward.function is not None and reward.run not in (None, place):
+            if reward.function is not None and reward.run not in (None, place, "serverless"):
                 raise ValueError(
                     f"{field}.run must be {place} with {self.workers.count} rollout workers "
                     f"(workers.count), got {reward.run}"
+                )
+            launcher = self.cluster.launcher if self.cluster is not None else "local"
+            if reward.deployed and self.workers.count and launcher not in ("local", "ray"):
+                raise ValueError(
+                    f"{field}.run serverless needs cluster.launcher ray for a function that "
+                    f"rollout workers on other hosts call, got {launcher}"
                 )
             if reward.pairwise:
                 self._check_opponents(field, reward)

@@ -833,9 +833,10 @@ class RewardConfig(Section):
     )
     run: Literal["inline", "workers", "serverless"] | None = Field(
         None,
-        description="Declaration of where it is computed, which is checked: inline, by the "
-        "controller; workers, by rollout workers; serverless, behind its URL. If unset, a function "
-        "runs where the run evaluates its attempts.",
+        description="Where it is computed: inline, by the controller, or workers, by rollout "
+        "workers, which are declarations that are checked; serverless, behind its URL, or for a "
+        "function by Ray Serve, which the run deploys it on. If unset, a function runs where the "
+        "run evaluates its attempts.",
     )
     function: str | None = Field(
         None, description="The user's function, package.module:name (docs/REWARDS.md)."
@@ -860,6 +861,11 @@ class RewardConfig(Section):
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
         return None if url is None else parse_url(url, field="rewards.url")
+
+    @property
+    def deployed(self) -> bool:
+        """True if it is a function that the run deploys on Ray Serve."""
+        return self.run == "serverless" and self.function is not None
 
     @property
     def pairwise(self) -> bool:
@@ -892,9 +898,8 @@ class RewardConfig(Section):
             raise ValueError(f"{where}.{tokens[0]} must be left out with a function, got one")
         if len(tokens) > 1:
             raise ValueError(f"{where} must have one of token_env and token_file, got both")
-        if self.run is not None and (self.run == "serverless") is (self.function is not None):
-            rule = "inline or workers" if self.function is not None else "serverless"
-            raise ValueError(f"{where}.run must be {rule} with a {kinds[0]}, got {self.run}")
+        if self.run not in (None, "serverless") and self.function is None:
+            raise ValueError(f"{where}.run must be serverless with a {kinds[0]}, got {self.run}")
         return self
 
 

@@ -1,0 +1,119 @@
+"""The reward functions of a run that are declared as serverless: a child process
+deploys them on Ray Serve before the run begins, and removes them at its end.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+from rollweave.io.child import spawn
+from rollweave.io.extras import how_to_install, missing_from
+from rollweave.io.wire import decoder_of, encode
+from rollweave.runtime.hosts import user_files
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.serverless import (
+    DeployedFunction,
+    DeployFailed,
+    DeployFunctions,
+    FunctionsDeployed,
+    RemoveFunctions,
+    ServeReport,
+)
+
+DEPLOY_S = 180.0
+"""Maximum seconds to start Ray and Ray Serve, and to deploy."""
+
+REMOVE_S = 20.0
+"""Maximum seconds to remove the functions; then the process is killed."""
+
+
+def check_platform(config: RunConfig) -> None:
+    """Raise ConfigError if functions are to be deployed, and Ray Serve is not
+    installed.
+    """
+    for number, reward in enumerate(config.rewards):
+        if reward.deployed and missing_from("serverless"):
+            raise ConfigError(
+                f"rewards.{number}.run serverless of a function needs Ray Serve "
+                f"({how_to_install('serverless')}), got none"
+            )
+
+
+@contextlib.asynccontextmanager
+async def deployed(
+    config: RunConfig, *, run_id: str, log: Path, on_status: Callable[[str], None]
+) -> AsyncIterator[Mapping[str, str]]:
+    """Deploy the functions of a run for the time of the context, which gets the URL of
+    each by the name of its reward. `on_status` receives lines for the user, also if the
+    process that keeps the functions is lost.
+
+    Raises ConfigError.
+    """
+    functions = tuple(
+        DeployedFunction(reward=one.name, function=one.function, timeout_s=one.timeout_s)
+        for one in config.rewards
+        if one.deployed and one.function is not None
+    )
+    if not functions:
+        yield {}
+        return
+    check_platform(config)
+    on_status(f"deploying rewards on Ray Serve ({', '.join(one.reward for one in functions)})")
+    archive = user_files.pack(user_files.of_rewards(config), ())
+    cluster = config.cluster if config.cluster and config.cluster.launcher == "ray" else None
+    command = DeployFunctions(
+        address=None if cluster is None else cluster.ray,
+        run_id=run_id,
+        secret=secrets.token_urlsafe(16),
+        functions=functions,
+        archive=archive,
+        digest=hashlib.sha256(archive).digest(),
+        # agents reserve all CPUs of the nodes that they are on
+        cpus=0.0 if cluster is not None and cluster.hosts is None else 1.0,
+    )
+    answered: asyncio.Future[FunctionsDeployed | DeployFailed] = (
+        asyncio.get_running_loop().create_future()
+    )
+    decode, closing = decoder_of(ServeReport), False
+
+    def on_frame(payload: bytes) -> None:
+        if not answered.done():
+            answered.set_result(decode(payload))
+
+    def on_gone(reason: str) -> None:
+        if not answered.done():
+            answered.set_result(DeployFailed(error=reason))
+        elif not closing:
+            on_status(f"serverless rewards: the connection to Ray is lost: {reason}")
+
+    process = spawn(
+        name="serverless",
+        module="rollweave.runtime.entrypoints.serverless",
+        log=log,
+        env={},
+        on_frame=on_frame,
+        on_gone=on_gone,
+    )
+    try:
+        process.send(encode(command))
+        try:
+            async with asyncio.timeout(DEPLOY_S):
+                report = await answered
+        except TimeoutError:
+            report = DeployFailed(error=f"no answer in {DEPLOY_S:g} s")
+        if isinstance(report, DeployFailed):
+            names = ", ".join(one.reward for one in functions)
+            raise ConfigError(f"rewards {names} must be deployed on Ray Serve: {report.error}")
+        yield report.urls
+    finally:
+        closing = True
+        process.send(encode(RemoveFunctions()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REMOVE_S):
+                await process.gone()
+        process.kill()
+        await process.gone()

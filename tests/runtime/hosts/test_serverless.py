@@ -1,0 +1,137 @@
+"""Reward functions that a run deploys on Ray Serve."""
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollweave.record.store import TrajectoryReader
+from rollweave.rollout.reward_sources import Finished, RewardCall
+from rollweave.runtime.hosts.reward_app import UNPROCESSABLE, RewardApp
+from rollweave.schema.base import TaskId, TrajectoryId
+from rollweave.schema.chat import Message
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.serverless import DeployedFunction
+from rollweave.schema.work import StopReason, Task
+from tests.support.real_runs import GROUPS, MEMBERS, lake, living, run_dir, summary
+
+RAY_S = 500.0
+"""Maximum seconds of a run that starts Ray and Ray Serve, which takes a minute on a
+busy machine.
+"""
+
+calls: list[str] = []
+
+
+def counted(conversation: Sequence[Message], task: Task, reward: float) -> float:
+    """Return the length of the conversation, and note the call."""
+    calls.append(task.id)
+    return float(len(conversation))
+
+
+def broken(conversation: Sequence[Message], task: Task, reward: float) -> float:
+    """Fail."""
+    raise KeyError("no such word")
+
+
+def place(conversation: Sequence[Message], task: Task, reward: float) -> float:
+    """Return the process that computes it."""
+    return float(os.getpid())
+
+
+def call(key: str) -> bytes:
+    finished = Finished(
+        trajectory_id=TrajectoryId("g0.0"),
+        attempt=0,
+        task=Task(id=TaskId("t"), env="frozenlake", seed=1, tag="lake"),
+        conversation=(Message(role="user", content="?"), Message(role="assistant", content="!")),
+        reward=0.5,
+        success=None,
+        stop_reason=StopReason.FINISHED,
+    )
+    return msgspec.json.encode(RewardCall(key=key, finished=finished))
+
+
+def app(function: str) -> RewardApp:
+    deployed = DeployedFunction(reward="r", function=f"{__name__}:{function}", timeout_s=5.0)
+    return RewardApp(deployed, b"", b"")
+
+
+async def test_a_key_is_computed_once() -> None:
+    calls.clear()
+    instance = app("counted")
+    answers = await asyncio.gather(*(instance.answer(call(key)) for key in ("a", "a", "b")))
+    assert [(status, msgspec.json.decode(body)) for status, body in answers] == [
+        (200, {"reward": 2.0})
+    ] * 3
+    assert await instance.answer(call("a")) == answers[0]
+    assert calls == ["t", "t"]
+
+
+async def test_a_failure_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = app("broken")
+    status, body = await instance.answer(call("a"))
+    assert (status, b"KeyError: 'no such word'" in body) == (UNPROCESSABLE, True)
+    assert (await instance.answer(b'{"key": 1}'))[0] == 400
+    monkeypatch.setattr("rollweave.runtime.hosts.reward_app.PAYLOAD_BYTES", 10)
+    assert (await instance.answer(call("b")))[0] == 413
+
+
+def deployed_run(directory: Path, function: str, **sections: Any) -> RunConfig:
+    reward = {"name": "r", "weight": 0.0, "run": "serverless", "timeout_s": 100.0}
+    return lake(
+        directory,
+        rewards=[{**reward, "function": f"{__name__}:{function}"}],
+        eval={"every": 0, "final_episodes": 2},
+        **sections,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        (
+            {"workers": {"count": 1}, "cluster": {"address": "10.0.0.1:1", "hosts": 1}},
+            r"rewards\.0\.run serverless needs cluster\.launcher ray",
+        ),
+    ],
+)
+def test_workers_that_cannot_reach_the_function_are_refused(
+    tmp_path: Path, rewards: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        deployed_run(tmp_path, "place", **rewards)
+
+
+def test_a_missing_ray_serve_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollweave.runtime.hosts import serverless
+    from rollweave.schema.errors import ConfigError
+
+    monkeypatch.setattr(serverless, "missing_from", lambda extra: [extra])
+    with pytest.raises(ConfigError, match=r"rewards\.0\.run serverless .* needs Ray Serve \(pip"):
+        serverless.check_platform(deployed_run(tmp_path, "place"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None or importlib.util.find_spec("starlette") is None,
+    reason="Ray Serve is not installed",
+)
+def test_a_run_computes_rewards_on_ray_serve(tmp_path: Path) -> None:
+    config = deployed_run(tmp_path, "place", workers={"count": 1})
+    with living(config) as life:
+        assert life.process.wait(RAY_S) == 0, life.output
+        assert not life.children()
+        ours = life.process.pid
+    assert summary(config)["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
+    entries = TrajectoryReader(run_dir(config) / "trajectories").entries
+    places = {entry.score.rewards["r"] for entry in entries if entry.score is not None}
+    assert places
+    assert ours not in places
+    assert not [place for place in places if Path(f"/proc/{int(place)}").exists()]
