@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rollweave.rollout.gateway.sessions import SessionLimits
     from rollweave.runtime.roles.cluster import Cluster
     from rollweave.runtime.roles.role import WorkerResources
-    from rollweave.runtime.roles.worker import Worker, hw_mapping, register
+    from rollweave.runtime.roles.worker import Worker, hw_mapping, register, register_serverless
     from rollweave.sandbox.base import SandboxSpec
     from rollweave.sandbox.tools import Bash, IPython
     from rollweave.schema.base import mix
@@ -123,6 +123,7 @@ __all__ = [
     "payload_of",
     "refused_field",
     "register",
+    "register_serverless",
     "row_of",
     "serve_gateway",
     "start_engine",
@@ -155,7 +156,7 @@ _NAMES_OF = {
     "record.summary": ("Summary",),
     "runtime.roles.cluster": ("Cluster",),
     "runtime.roles.role": ("WorkerResources",),
-    "runtime.roles.worker": ("Worker", "hw_mapping", "register"),
+    "runtime.roles.worker": ("Worker", "hw_mapping", "register", "register_serverless"),
     "sandbox.base": ("SandboxSpec",),
     "sandbox.tools": ("Bash", "IPython"),
     "schema.base": ("mix",),

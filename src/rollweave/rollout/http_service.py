@@ -158,15 +158,15 @@ class HttpService:
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
         """Send one request to `path`, which follows the URL, and return the body of the
-        answer. `body` is sent as JSON unless it is None.
+        answer. `body` is sent as it is if it is bytes, and as JSON unless it is None.
 
         Raises RetryableError, or ResponseError if another request would not help.
         """
-        data = None if body is None else as_json(body)
+        data = body if body is None or isinstance(body, bytes) else as_json(body)
         size, limit = len(data or b""), self._payload_bytes
         if limit is not None and size > limit:
             raise RefusedError(f"a request must have at most {limit} bytes, got {size}")
-        typed = {} if data is None else {"Content-Type": "application/json"}
+        typed = {} if body is data else {"Content-Type": "application/json"}
         try:
             async with self._open_session().request(
                 method,

@@ -1,38 +1,49 @@
-"""Messages between a run and the process that deploys its reward functions on Ray Serve
-(`runtime/hosts/on_serve.py`), and the request to such a function.
+"""Messages between a run, or the program of a role, and the process that deploys its
+functions on Ray Serve (`runtime/hosts/on_serve.py`).
 """
 
-from rollweave.schema.base import Struct, TaggedStruct
+from rollweave.schema.base import TaggedStruct
+from rollweave.schema.roles import Arguments
 
 
-class DeployedFunction(Struct, frozen=True, kw_only=True):
-    """The user's function of one reward."""
+class DeployedFunction(TaggedStruct, frozen=True, kw_only=True):
+    """The user's function of the reward `name`."""
 
-    reward: str
+    name: str
     function: str
     timeout_s: float
+
+
+class DeployedRole(TaggedStruct, frozen=True, kw_only=True):
+    """The class of a role, whose serverless methods are executed by any instance. It
+    is constructed with `arguments`, and called with `CallMethod`.
+    """
+
+    name: str
+    reference: str
+    arguments: Arguments
 
 
 class DeployFunctions(TaggedStruct, frozen=True, kw_only=True):
     """Deploy functions on the Ray cluster at `address`, or on one of this machine
     alone. Answered by `FunctionsDeployed` or `DeployFailed`.
 
-    `run_id` distinguishes the run's applications, and `secret` is part of their URLs.
-    `archive` has the user's modules (`runtime/hosts/user_files`), with its `digest`.
-    Each instance reserves `cpus`.
+    `owner` distinguishes the applications of runs and programs, and `secret` is part of
+    their URLs. `archive` has the user's modules (`runtime/hosts/user_files`), with its
+    `digest`. Each instance reserves `cpus`.
     """
 
     address: str | None
-    run_id: str
+    owner: str
     secret: str
-    functions: tuple[DeployedFunction, ...]
+    functions: tuple[DeployedFunction | DeployedRole, ...]
     archive: bytes
     digest: bytes
     cpus: float
 
 
 class FunctionsDeployed(TaggedStruct, frozen=True, kw_only=True):
-    """The URL of each reward's function."""
+    """The URL of each function, by its name."""
 
     urls: dict[str, str]
 

@@ -58,7 +58,7 @@ def call(key: str) -> bytes:
 
 
 def app(function: str) -> RewardApp:
-    deployed = DeployedFunction(reward="r", function=f"{__name__}:{function}", timeout_s=5.0)
+    deployed = DeployedFunction(name="r", function=f"{__name__}:{function}", timeout_s=5.0)
     return RewardApp(deployed, b"", b"")
 
 

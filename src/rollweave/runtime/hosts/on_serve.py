@@ -1,4 +1,5 @@
-"""Reward functions as applications of Ray Serve that scale to zero (RollArt §5.3).
+"""Functions as applications of Ray Serve that scale to zero (RollArt §5.3): those of
+rewards, and the serverless methods of roles.
 
 This module runs in a separate process, Ray's driver, which removes the applications at
 the end of the run. If it is killed, they stay on a cluster of the user's, without
@@ -12,8 +13,9 @@ from rollweave.io.extras import from_extra
 from rollweave.io.sockets import bound_socket
 from rollweave.runtime.hosts.on_ray import connect, in_one_line, prepare_environment
 from rollweave.runtime.hosts.reward_app import RewardApp
+from rollweave.runtime.roles.app import RoleApp
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.serverless import DeployedFunction, DeployFunctions
+from rollweave.schema.serverless import DeployedFunction, DeployedRole, DeployFunctions
 
 IDLE_S = 30.0
 """Seconds without requests after which an instance ends, also the last one."""
@@ -46,7 +48,7 @@ class Functions:
         """Deploy all functions, and return their URLs. Raises ConfigError."""
         try:
             base = self._start_proxy()
-            return {one.reward: base + self._deploy(one) for one in self._command.functions}
+            return {one.name: base + self._deploy(one) for one in self._command.functions}
         except Exception as error:  # Ray raises several, and its own
             raise ConfigError(in_one_line(error)) from error
 
@@ -64,14 +66,14 @@ class Functions:
         client = importlib.import_module("ray.serve.context")._get_global_client()
         return f"http://{address}:{client.http_config.port}"
 
-    def _deploy(self, function: DeployedFunction) -> str:
+    def _deploy(self, function: DeployedFunction | DeployedRole) -> str:
         """Deploy one function, and return the path of its URL."""
         command = self._command
         cpus = int(self._ray.cluster_resources().get("CPU", 1))
         deployment = self._serve.deployment(
-            RewardApp,
-            name=function.reward,
-            max_ongoing_requests=1,  # one reward at a time, as on other platforms
+            RewardApp if isinstance(function, DeployedFunction) else RoleApp,
+            name=function.name,
+            max_ongoing_requests=1,  # one call at a time, as on other platforms
             ray_actor_options={"num_cpus": command.cpus},
             autoscaling_config={
                 "min_replicas": 0,
@@ -84,8 +86,8 @@ class Functions:
                 "look_back_period_s": 2 * PERIOD_S,
             },
         )
-        name = f"rollweave-{command.run_id}-{function.reward}"
-        path = f"/{command.secret}/{function.reward}"
+        name = f"rollweave-{command.owner}-{function.name}"
+        path = f"/{command.secret}/{function.name}"
         self._serve.run(
             deployment.bind(function, command.archive, command.digest),
             name=name,

@@ -1,12 +1,12 @@
-"""The reward functions of a run that are declared as serverless: a child process
-deploys them on Ray Serve before the run begins, and removes them at its end.
+"""Serverless functions of a run or a role: a child process deploys them on Ray Serve
+before they are called, and removes them in the end.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.io.child import spawn
@@ -14,9 +14,11 @@ from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import user_files
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ClusterConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serverless import (
     DeployedFunction,
+    DeployedRole,
     DeployFailed,
     DeployFunctions,
     FunctionsDeployed,
@@ -48,13 +50,10 @@ async def deployed(
     config: RunConfig, *, run_id: str, log: Path, on_status: Callable[[str], None]
 ) -> AsyncIterator[Mapping[str, str]]:
     """Deploy the functions of a run for the time of the context, which gets the URL of
-    each by the name of its reward. `on_status` receives lines for the user, also if the
-    process that keeps the functions is lost.
-
-    Raises ConfigError.
+    each by the name of its reward. Like `on_ray_serve`. Raises ConfigError.
     """
     functions = tuple(
-        DeployedFunction(reward=one.name, function=one.function, timeout_s=one.timeout_s)
+        DeployedFunction(name=one.name, function=one.function, timeout_s=one.timeout_s)
         for one in config.rewards
         if one.deployed and one.function is not None
     )
@@ -62,18 +61,47 @@ async def deployed(
         yield {}
         return
     check_platform(config)
-    on_status(f"deploying rewards on Ray Serve ({', '.join(one.reward for one in functions)})")
-    archive = user_files.pack(user_files.of_rewards(config), ())
-    cluster = config.cluster if config.cluster and config.cluster.launcher == "ray" else None
+    async with on_ray_serve(
+        functions,
+        cluster=config.cluster,
+        files=user_files.of_rewards(config),
+        owner=run_id,
+        log=log,
+        on_status=on_status,
+    ) as urls:
+        yield urls
+
+
+@contextlib.asynccontextmanager
+async def on_ray_serve(
+    functions: Sequence[DeployedFunction | DeployedRole],
+    *,
+    cluster: ClusterConfig | None,
+    files: user_files.UserFiles,
+    owner: str,
+    log: Path,
+    on_status: Callable[[str], None],
+) -> AsyncIterator[Mapping[str, str]]:
+    """Deploy functions for the time of the context, which gets their URLs by their
+    names: on the Ray cluster of `cluster`, if it is one, else on this machine.
+    `on_status` receives lines for the user, also if the process that keeps the
+    functions is lost.
+
+    Raises ConfigError.
+    """
+    names = ", ".join(one.name for one in functions)
+    on_status(f"deploying {names} on Ray Serve")
+    archive = user_files.pack(files, ())
+    ray = cluster if cluster is not None and cluster.launcher == "ray" else None
     command = DeployFunctions(
-        address=None if cluster is None else cluster.ray,
-        run_id=run_id,
+        address=None if ray is None else ray.ray,
+        owner=owner,
         secret=secrets.token_urlsafe(16),
-        functions=functions,
+        functions=tuple(functions),
         archive=archive,
         digest=hashlib.sha256(archive).digest(),
         # agents reserve all CPUs of the nodes that they are on
-        cpus=0.0 if cluster is not None and cluster.hosts is None else 1.0,
+        cpus=0.0 if ray is not None and ray.hosts is None else 1.0,
     )
     answered: asyncio.Future[FunctionsDeployed | DeployFailed] = (
         asyncio.get_running_loop().create_future()
@@ -88,7 +116,7 @@ async def deployed(
         if not answered.done():
             answered.set_result(DeployFailed(error=reason))
         elif not closing:
-            on_status(f"serverless rewards: the connection to Ray is lost: {reason}")
+            on_status(f"{names}: the connection to Ray is lost: {reason}")
 
     process = spawn(
         name="serverless",
@@ -106,8 +134,7 @@ async def deployed(
         except TimeoutError:
             report = DeployFailed(error=f"no answer in {DEPLOY_S:g} s")
         if isinstance(report, DeployFailed):
-            names = ", ".join(one.reward for one in functions)
-            raise ConfigError(f"rewards {names} must be deployed on Ray Serve: {report.error}")
+            raise ConfigError(f"{names} must be deployed on Ray Serve: {report.error}")
         yield report.urls
     finally:
         closing = True

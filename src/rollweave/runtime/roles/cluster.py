@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import __main__
+from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.loop_thread import LoopThread
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.roles.role import Role, RoleSpec, WorkerResources
@@ -170,6 +171,16 @@ def _declarations(worker: type[Worker]) -> dict[str, Declaration]:
             raise ConfigError(f"{method} must not be async: its worker has no event loop")
         if declaration.affinity and declaration.called == "execute_each":
             raise ConfigError(f"{method} must not have both hw_mapping and mode execute_each")
+        if declaration.serverless and (declaration.affinity or declaration.mode):
+            raise ConfigError(
+                f"{method} must not have register_serverless and another declaration: it is "
+                "executed by no worker"
+            )
+        if declaration.serverless and missing_from("serverless"):
+            raise ConfigError(
+                f"{method} needs Ray Serve for register_serverless "
+                f"({how_to_install('serverless')}), got none"
+            )
     return declared
 
 

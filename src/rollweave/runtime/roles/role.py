@@ -3,8 +3,10 @@ and calls them in the mode that each method declares (RollArt §5.1, §5.2).
 """
 
 import asyncio
+import contextlib
 import os
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -15,8 +17,10 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.cluster import GatheredHosts, slot_of
 from rollweave.runtime.hosts.hosts import Host
 from rollweave.runtime.hosts.resources import resources as resources_here
+from rollweave.runtime.hosts.serverless import on_ray_serve
 from rollweave.runtime.hosts.user_files import of_worker
 from rollweave.runtime.roles.group import WorkerGroup, WorkerPlace
+from rollweave.runtime.roles.serverless import ServerlessMethods
 from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, declarations
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.waiting import name_long_waits
@@ -25,6 +29,7 @@ from rollweave.schema.config.sections import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import HostSlot, Resources
 from rollweave.schema.roles import Arguments
+from rollweave.schema.serverless import DeployedRole
 
 MODULE = "rollweave.runtime.entrypoints.role"
 
@@ -79,6 +84,7 @@ class Role:
         self._stopped = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._group: WorkerGroup | None = None
+        self._functions: ServerlessMethods | None = None
         self._hardware: list[str] = []
         """The hardware of each rank."""
 
@@ -112,6 +118,11 @@ class Role:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method in its mode. Raises like `WorkerGroup.call`, and TypeError."""
         declaration, workers = self._declarations[method], self._workers
+        within_s = declaration.timeout_s or self._spec.timeout_s
+        if declaration.serverless:
+            return await self._serverless.call(
+                method, workers.encode(method, *args, **kwargs), within_s=within_s
+            )
         ranks = list(range(workers.world_size))
         if declaration.affinity:
             tag = workers.argument(method, TAG, args, kwargs)
@@ -130,9 +141,31 @@ class Role:
                 arguments = {rank: workers.encode(method, *args, **kwargs)}
             case "execute_first":
                 arguments = {ranks[0]: workers.encode(method, *args, **kwargs)}
-        within_s = declaration.timeout_s or self._spec.timeout_s
         results = await workers.call(method, arguments, within_s=within_s)
         return results if declaration.called in ("execute_all", "execute_each") else results[0]
+
+    async def _deploy(self, stack: contextlib.AsyncExitStack) -> None:
+        """Deploy the class for its serverless methods, if it has any."""
+        if not any(one.serverless for one in self._declarations.values()):
+            return
+        spec = self._spec
+        role = DeployedRole(name=spec.name, reference=spec.reference, arguments=spec.arguments)
+        context = on_ray_serve(
+            (role,),
+            cluster=self._cluster,
+            files=of_worker(spec.reference),
+            owner=uuid.uuid4().hex,
+            log=self.run.logs / "serverless.log",
+            on_status=_print_status,
+        )
+        urls = await stack.enter_async_context(context)
+        self._functions = ServerlessMethods(spec.name, self._worker, urls[spec.name])
+        stack.push_async_callback(self._functions.close)
+
+    @property
+    def _serverless(self) -> ServerlessMethods:
+        assert self._functions is not None, "it is open, and has serverless methods"
+        return self._functions
 
     def _suited(self, declaration: Declaration, tag: object) -> list[int]:
         """Return the ranks with the hardware of a domain, or all if none has it."""
@@ -143,7 +176,7 @@ class Role:
 
     async def _run(self, opened: "asyncio.Future[None]") -> None:
         """Keep the hosts and the workers until `close`."""
-        async with Tasks() as tasks:
+        async with Tasks() as tasks, contextlib.AsyncExitStack() as stack:
             hosts = GatheredHosts(
                 self._cluster,
                 self._pools,
@@ -154,6 +187,7 @@ class Role:
             )
             try:
                 await hosts.gather()
+                await self._deploy(stack)
                 workers = self._started(hosts)
                 clock = asyncio.get_running_loop().time
                 tasks.spawn(

@@ -69,7 +69,7 @@ class _WorkerProcess:
             return msgspec.Raw(encode(None))
 
         self._answer(CONSTRUCTION, construct)
-        calls = _Calls(made[0]) if made else None
+        calls = Calls(made[0]) if made else None
         while isinstance(command := self._commands.get(), CallMethod):
             if calls is not None:  # without a worker, the parent ends this process
                 self._call(calls, command)
@@ -94,7 +94,7 @@ class _WorkerProcess:
         else:
             self._commands.put(command)
 
-    def _call(self, calls: "_Calls", command: CallMethod) -> None:
+    def _call(self, calls: "Calls", command: CallMethod) -> None:
         def execute() -> None:
             self._answer(command.call, lambda: calls.execute(command))
 
@@ -105,20 +105,24 @@ class _WorkerProcess:
 
     def _answer(self, call: int, execute: Callable[[], msgspec.Raw]) -> None:
         """Answer a call with its result, or with the exception that it raises."""
-        try:
-            answer: Returned | Raised = Returned(call=call, value=execute())
-        except Exception as error:
-            traceback.print_exc()
-            answer = Raised(
-                call=call,
-                kinds=tuple(kind.__name__ for kind in type(error).__mro__[:-1]),
-                text=text_of(error),
-                place=_place(error),
-            )
-        self._parent.send(encode(answer))
+        self._parent.send(encode(answer_to(call, execute)))
 
 
-class _Calls:
+def answer_to(call: int, execute: Callable[[], msgspec.Raw]) -> Returned | Raised:
+    """Execute a call, and return its result, or the exception that it raises."""
+    try:
+        return Returned(call=call, value=execute())
+    except Exception as error:
+        traceback.print_exc()
+        return Raised(
+            call=call,
+            kinds=tuple(kind.__name__ for kind in type(error).__mro__[:-1]),
+            text=text_of(error),
+            place=_place(error),
+        )
+
+
+class Calls:
     """The registered methods of a worker."""
 
     def __init__(self, worker: Worker) -> None:

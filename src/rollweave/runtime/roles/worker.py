@@ -38,6 +38,7 @@ class Declaration:
     timeout_s: float | None = None
     beside: bool = False
     affinity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    serverless: bool = False
 
     @property
     def called(self) -> Mode:
@@ -70,6 +71,25 @@ def register(
 
     def declare(method: F) -> F:
         return _declared(method, mode=mode, timeout_s=timeout_s, beside=beside)
+
+    return declare
+
+
+def register_serverless(*, timeout_s: float | None = None) -> Callable[[F], F]:
+    """Make a worker's method callable from the controller, and have it executed on Ray
+    Serve in place of the workers (RollArt §5.2).
+
+    There are as many instances of the class there as there are calls at once, and none
+    without calls. Any of them executes a call, so the method must not depend on what
+    others have left in the object. The result is that of the method. A call takes at
+    most `timeout_s` seconds, by default as many as the `Cluster` allows, with the
+    start of an instance.
+    """
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+
+    def declare(method: F) -> F:
+        return _declared(method, serverless=True, timeout_s=timeout_s)
 
     return declare
 

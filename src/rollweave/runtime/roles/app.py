@@ -1,0 +1,50 @@
+"""An instance of a role on Ray Serve: it executes serverless methods of the class, one
+call after the other, as a worker of its own (RollArt §5.2, Listing 1).
+"""
+
+import asyncio
+import os
+from typing import Any
+
+import msgspec
+
+from rollweave.io.wire import encode
+from rollweave.runtime.hosts.answers import KEY, Answer, Answers, unpacked
+from rollweave.runtime.roles.loading import load
+from rollweave.runtime.roles.serving import Calls, answer_to, constructor_codec
+from rollweave.schema.roles import CallMethod
+from rollweave.schema.serverless import DeployedRole
+
+
+class RoleApp:
+    """Executes the methods of one role."""
+
+    def __init__(self, role: DeployedRole, archive: bytes, digest: bytes) -> None:
+        """Construct the worker. Raises HostError, ConfigError, and what the
+        constructor raises.
+        """
+        os.chdir(unpacked(archive, digest))  # a script is named by its path from there
+        kind = load(role.reference)
+        args, kwargs = constructor_codec(kind).decode(role.arguments)
+        self._calls, self._answers = Calls(kind(*args, **kwargs)), Answers()
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer a request of Starlette."""
+        from starlette.responses import Response
+
+        status, body = await self.answer(request.headers[KEY], await request.body())
+        return Response(body, status_code=status, media_type="application/octet-stream")
+
+    async def answer(self, key: str, body: bytes) -> Answer:
+        """Return the answer to a `CallMethod`: `Returned` or `Raised`."""
+        try:
+            command = msgspec.msgpack.decode(body, type=CallMethod)
+        except msgspec.DecodeError as error:
+            return 400, str(error).encode()
+        return await self._answers.of(key, lambda: self._execute(command))
+
+    async def _execute(self, command: CallMethod) -> Answer:
+        answer = await asyncio.to_thread(
+            answer_to, command.call, lambda: self._calls.execute(command)
+        )
+        return 200, encode(answer)
