@@ -5,6 +5,7 @@ records.
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollweave.record.store import Ended, Scored, TrajectoryReader, TrajectoryStore
@@ -14,6 +15,7 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import (
     BLAME_OF,
+    Meeting,
     Purpose,
     Segment,
     SegmentKind,
@@ -24,6 +26,7 @@ from rollweave.schema.work import (
     Unscored,
 )
 from tests.support.commands import invoke
+from tests.support.judge_thread import serving
 
 FUNCTION = "tests.cli.test_rescore:judged"
 
@@ -147,6 +150,43 @@ def test_missing_rewards_are_asked_for_again(run: Path, monkeypatch: pytest.Monk
     code, text, _ = invoke("rescore", str(run))
     assert (code, text.strip()) == (1, "0 of 1 missing rewards were computed and written")
     assert rewards(run)["g0.0/1"] == 6.0
+
+
+def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -> None:
+    with serving() as judge:
+        asked = {"url": judge.url, "model": "m", "rubric": "Be fair.", "pairwise": True}
+        config = RunConfig.model_validate(
+            {
+                "run": {"name": "r", "dir": "elsewhere"},
+                "model": {"scratch": {}},
+                "tasks": [{"env": "frozenlake"}],
+                "rewards": [{"name": "duel", "weight": 2.0, "judge": asked}],
+            }
+        )
+        directory = tmp_path / "r"
+        directory.mkdir()
+        (directory / "config.toml").write_text(dumps(config))
+        score = failed("g0.0", 0, "a longer answer")
+        assert score.unscored is not None
+        meetings = tuple(
+            Meeting(
+                reward="duel",
+                opponent=TrajectoryId(name),
+                attempt=0,
+                conversation=(Message(role="user", content="?"),),
+                points=points,
+            )
+            for name, points in (("g0.1", None), ("g0.2", None), ("g0.3", 0.0))
+        )
+        unscored = msgspec.structs.replace(score.unscored, missing=("duel",), meetings=meetings)
+        score = msgspec.structs.replace(score, rewards={"env": 1.0}, unscored=unscored)
+        with TrajectoryStore(directory / "trajectories") as store:
+            store.append(ended("g0.0", 0))
+            store.score(score)
+        code, text, _ = invoke("rescore", str(directory))
+        assert (code, text.strip()) == (0, "1 of 1 missing rewards were computed and written")
+        assert rewards(directory) == {"g0.0/0": pytest.approx(1.0 + 2.0 * 2 / 3)}
+        assert len(judge.answers) == 4, "in both orders, and not where the points are known"
 
 
 def test_a_run_without_rewards_is_refused(run: Path) -> None:

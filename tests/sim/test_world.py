@@ -13,6 +13,7 @@ from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.report.page import write_report
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
 from rollweave.sim.world import World, costs_of, workloads_of
@@ -43,6 +44,16 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     assert sum(outcome.idle("engines").values()) == pytest.approx(1.0)
     assert sum(outcome.idle("trainer").values()) == pytest.approx(1.0)
     assert len(outcome.step_s) == 3
+
+
+@pytest.mark.parametrize("mode", ["bounded", "decoupled"])
+def test_groups_are_compared_in_no_time(mode: str, tmp_path: Path) -> None:
+    judge = {"url": "http://judge/v1", "model": "m", "rubric": "x", "pairwise": True}
+    plain = config(tmp_path, mode=mode)
+    rewarded = {**plain.model_dump(mode="json"), "rewards": [{"name": "duel", "judge": judge}]}
+    compared = simulate(RunConfig.model_validate(rewarded))
+    assert (compared.summary.error, compared.summary.account.balanced) == ("", True)
+    assert compared.summary.account.trained == simulate(plain).summary.account.trained
 
 
 def test_decoupled_engines_run_the_longest_trajectories_first(tmp_path: Path) -> None:
