@@ -38,6 +38,9 @@ def test_no_architecture_differs_from_transformers() -> None:
     result = bench_models(quick=True)
     assert result.figures["architectures"] == 4
     assert result.figures["mismatches"] == 0
+    share = result.figures["compared_min"]
+    assert isinstance(share, float)
+    assert share > 0.99
     assert result.figures["engine_reloads"] == 2
     assert not result.broken
 

@@ -58,13 +58,15 @@ def lose_nothing_with_lost_servers(
         eval={"every": 0},
     )
     with living(config) as life:
-        life.until(serving(2), "two updates of both engines")
+        core = life.until(serving(2), "two updates of both engines")
+        # on a busy machine a server may have needed two starts
+        restarted = core.state.counters.watchdog.get("engine_restarted", 0) + 2
         killed, stopped = servers(life)
         os.kill(killed[0], signal.SIGKILL)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)  # its next update never ends
         life.until(
-            lambda core: core.state.counters.watchdog.get("engine_restarted") == 2,
+            lambda core: core.state.counters.watchdog.get("engine_restarted") == restarted,
             "the loss of both servers",
         )
         gate.touch()
@@ -73,7 +75,7 @@ def lose_nothing_with_lost_servers(
     lineage = Lineage()
     lineage.take(config)
     lineage.check(STEPS)
-    assert result["watchdog"]["engine_restarted"] == 2
+    assert result["watchdog"]["engine_restarted"] == restarted
     reasons = " ".join(line["message"] for line in lines(config, "warning"))
     assert f"{name} ended: signal SIGKILL" in reasons or "broke off" in reasons
     assert f"{name} did not answer" in reasons or f"{name}: does not answer" in reasons
