@@ -1,6 +1,7 @@
 """Methods of a role that Ray Serve executes in place of its workers."""
 
 import importlib.util
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -34,6 +35,10 @@ class Judge(Worker):
     @register()
     def words(self) -> str:
         return self.word
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("rollweave-function-*"))
 
 
 @pytest.fixture
@@ -117,9 +122,11 @@ def test_wrong_declarations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     reason="Ray Serve is not installed",
 )
 def test_ray_serve_executes_the_methods(tmp_path: Path) -> None:
+    before = folders()
     with Cluster(Judge, arguments={"word": "blue"}, directory=tmp_path) as judges:
         assert judges.words() == ["blue"]
         assert judges.score(("a blue sky", "red")) == (1.0, 0.0)
         with pytest.raises(WorkerError, match="answers must not be empty"):
             judges.score(("",))
         assert judges.words() == ["blue"], "the workers live on"
+    assert folders() <= before, "an instance removes its modules"

@@ -6,6 +6,7 @@ first is answered or not.
 """
 
 import asyncio
+import shutil
 import sys
 import tempfile
 from collections import OrderedDict
@@ -25,14 +26,18 @@ Answer = tuple[int, bytes]
 """Status and body."""
 
 
-def unpacked(archive: bytes, digest: bytes) -> Path:
-    """Unpack the user's modules, make them importable, and return their folder. Raises
-    HostError.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="rollweave-function-"))
-    unpack(archive, digest, folder)
-    sys.path.insert(0, str(folder))
-    return folder
+class UserModules:
+    """The user's modules in a folder of the instance, which can import them."""
+
+    def __init__(self, archive: bytes, digest: bytes) -> None:
+        """Unpack them. Raises HostError."""
+        self.folder = Path(tempfile.mkdtemp(prefix="rollweave-function-"))
+        unpack(archive, digest, self.folder)
+        sys.path.insert(0, str(self.folder))
+
+    def remove(self) -> None:
+        """Remove the folder: the instance ends."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Answers:

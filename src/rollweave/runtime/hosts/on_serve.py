@@ -97,9 +97,11 @@ class Functions:
         return path
 
     def remove(self) -> None:
-        """Remove the functions, and disconnect; a Ray of this machine alone ends."""
+        """Remove the functions once their instances have ended, and disconnect; a Ray
+        of this machine alone ends.
+        """
         for name in self._names:
-            self._serve.delete(name, _blocking=False)
+            self._serve.delete(name)
         self._ray.shutdown()
 
 

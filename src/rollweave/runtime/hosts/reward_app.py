@@ -12,7 +12,7 @@ import msgspec
 from rollweave.envs.threads import EnvThreads
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.reward_sources import PAYLOAD_BYTES, FunctionReward, RewardCall
-from rollweave.runtime.hosts.answers import Answer, Answers, unpacked
+from rollweave.runtime.hosts.answers import Answer, Answers, UserModules
 from rollweave.schema.config.sections import RewardConfig
 from rollweave.schema.packing import as_json
 from rollweave.schema.serverless import DeployedFunction
@@ -26,12 +26,16 @@ class RewardApp:
 
     def __init__(self, deployed: DeployedFunction, archive: bytes, digest: bytes) -> None:
         """Unpack the user's modules. Raises HostError."""
-        unpacked(archive, digest)
+        self._modules = UserModules(archive, digest)
         config = RewardConfig(
             name=deployed.name, function=deployed.function, timeout_s=deployed.timeout_s
         )
         self._function = FunctionReward(config, threads=EnvThreads())
         self._answers = Answers()
+
+    def __del__(self) -> None:
+        """Remove the modules. Ray Serve calls this before it ends an instance."""
+        self._modules.remove()
 
     async def __call__(self, request: Any) -> Any:
         """Answer a request of Starlette."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rollweave.io.wire import encode
-from rollweave.runtime.hosts.answers import KEY, Answer, Answers, unpacked
+from rollweave.runtime.hosts.answers import KEY, Answer, Answers, UserModules
 from rollweave.runtime.roles.loading import load
 from rollweave.runtime.roles.serving import Calls, answer_to, constructor_codec
 from rollweave.schema.roles import CallMethod
@@ -23,10 +23,15 @@ class RoleApp:
         """Construct the worker. Raises HostError, ConfigError, and what the
         constructor raises.
         """
-        os.chdir(unpacked(archive, digest))  # a script is named by its path from there
+        self._modules = UserModules(archive, digest)
+        os.chdir(self._modules.folder)  # a script is named by its path from there
         kind = load(role.reference)
         args, kwargs = constructor_codec(kind).decode(role.arguments)
         self._calls, self._answers = Calls(kind(*args, **kwargs)), Answers()
+
+    def __del__(self) -> None:
+        """Remove the modules. Ray Serve calls this before it ends an instance."""
+        self._modules.remove()
 
     async def __call__(self, request: Any) -> Any:
         """Answer a request of Starlette."""
