@@ -87,12 +87,12 @@ node-1    relay               -                            -       46.2 GiB
 
 
 def test_on_two_nodes_in_turn_the_larger_need_counts() -> None:
-    """The larger need is that of an engine with the CUDA context of a rank: 54.2 + 0.6
-    GiB.
+    """The larger need is that of an engine with the CUDA context of a rank, and with
+    its weights when it is restarted: 54.2 + 0.6 + 1.9 GiB.
     """
     text = shown(80, run=IN_TURN, hosts=IN_TURN_HOSTS)
     assert text.strip().startswith(TURNS.strip())
-    assert text.count("GPUs 0–7  H100 80GB HBM3  54.8 GiB of 79.6 GiB") == 2
+    assert text.count("GPUs 0–7  H100 80GB HBM3  56.7 GiB of 79.6 GiB") == 2
     assert "take turns: the larger of their needs counts" in " ".join(text.split())
 
 

@@ -108,7 +108,7 @@ def _parts(layout: Layout) -> Table:
                     table.add_row(
                         escape(_named(alike)),
                         "GPU" if on_device else "host",
-                        human_bytes(sum(part.nbytes for part in parts)),
+                        human_bytes(sum(part.nbytes for part in parts if not part.at_restart)),
                         _Items([f"{part.what} {human_bytes(part.nbytes)}" for part in parts]),
                     )
     return table

@@ -319,12 +319,65 @@ env = "nim"
                 if (user.on_gpu and part.on_device) == (memory.device is not None):
                     always += part.nbytes * (not part.in_turn)
                     if part.in_turn:
-                        expected[user.kind] += part.nbytes
+                        expected["engine" if part.at_restart else user.kind] += part.nbytes
         assert memory.needed == always + max(expected.values())
         if memory.device is not None and memory.users:
             assert (memory.host, memory.device.index) in [("a", 0), ("a", 1), ("b", 0)]
             assert sorted(user.kind for user in memory.users) == ["engine", "trainer rank"]
             assert min(expected.values()) > 0
+
+
+@pytest.mark.parametrize(("ranks", "gib"), [(1, 0), (2, 0), (2, 1)])
+def test_restarted_ranks_have_their_weights_beside_the_engines(ranks: int, gib: int) -> None:
+    """One rank loads its weights in the host's memory; shards are made on the device.
+    `gib`: memory of the GPU less than what the engine and the shard need together.
+    """
+    text = '[run]\nname = "r"\n[model.scratch]\n[[tasks]]\nenv = "nim"\n'
+    overrides = [
+        "rollout.mode=sync",
+        "model.device=cuda",
+        "trainer.colocated=true",
+        "engines.kv_tokens=2097152",
+        f"trainer.ranks={ranks}",
+        f"engines.count={ranks}",
+    ]
+    run = loads(text, overrides)
+    layout, _ = laid_out(run, {"a": host(ranks)})
+    rank, engine = (
+        next(one for one in layout.processes if one.kind == kind)
+        for kind in ("trainer rank", "engine")
+    )
+    weights = next(part.nbytes for part in rank.parts if part.what == "weights")
+    restart = sum(part.nbytes for part in rank.parts if part.at_restart)
+    assert restart == (weights if ranks > 1 else 0)
+    cuda = sum(part.nbytes for part in rank.parts if part.on_device and not part.in_turn)
+    needed = engine.device_bytes + cuda + restart
+    assert layout.memories[0].needed == needed
+    _, problems = laid_out(run, {"a": host(ranks, gib=needed / GIB - gib * weights / GIB / 2)})
+    assert len(problems) == (gib > 0)
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("fallback", ["[]", '["train"]'])
+def test_engines_and_ranks_that_share_no_host_do_not_take_turns(gpus: int, fallback: str) -> None:
+    overrides = [
+        f"model.device={'cuda' if gpus else 'cpu'}",
+        "trainer.ranks=1",
+        "engines.count=2",
+        "rollout.mode=sync",
+        f"pools.roll.fallback={fallback}",
+    ]
+    hosts = {"a": host(gpus, T=2), "b": host(gpus, R=2)}
+    _, apart = laid_out(config(*overrides), hosts)
+    assert apart == []
+    _, problems = laid_out(config(*overrides, "trainer.colocated=true"), hosts)
+    assert problems == [
+        "trainer.pool: must be of hosts that have engines, since both take turns on the same "
+        "devices (trainer.colocated), got ranks on a and engines on b"
+    ]
+    both = {"a": host(gpus, T=2), "b": host(gpus, T=2, R=2)}
+    _, problems = laid_out(config(*overrides, "trainer.colocated=true", "trainer.pool=roll"), both)
+    assert problems == []
 
 
 def test_a_slot_with_a_rank_has_no_worker() -> None:

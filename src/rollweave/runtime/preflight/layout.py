@@ -2,6 +2,7 @@
 that they need on each GPU and each host.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -80,8 +81,12 @@ class Process(Struct, frozen=True, kw_only=True):
 
     @property
     def device_bytes(self) -> int:
-        """The memory that it needs on each of its GPUs."""
-        parts = [part.nbytes for part in self.parts if self.on_gpu and part.on_device]
+        """The memory that it needs on each of its GPUs; a restart needs no more."""
+        parts = [
+            part.nbytes
+            for part in self.parts
+            if self.on_gpu and part.on_device and not part.at_restart
+        ]
         return sum(parts) // max(1, len(self.devices))
 
     @property
@@ -106,16 +111,20 @@ class Memory(Struct, frozen=True, kw_only=True):
         larger need counts.
         """
         turns = self._turns()
-        steady = sum(self.need_of(user) for user in self.users) - sum(turns.values())
-        return steady + max(turns.values(), default=0)
+        return turns.pop("", 0) + max(turns.values(), default=0)
 
     def _turns(self) -> dict[str, int]:
-        """Return what the processes of each kind need here in turn."""
+        """Return what is needed here at all times (""), and beside it in the turn of
+        the processes of each kind.
+        """
         turns: dict[str, int] = {}
         for user in self.users:
-            nbytes = sum(part.nbytes for part in self._parts_of(user) if part.in_turn)
-            share = nbytes // (1 if self.device is None else max(1, len(user.devices)))
-            turns[user.kind] = turns.get(user.kind, 0) + share
+            devices = 1 if self.device is None else max(1, len(user.devices))
+            sizes = Counter[str]()
+            for part in self._parts_of(user):
+                sizes[_turn_of(user, part)] += part.nbytes
+            for turn, nbytes in sizes.items():
+                turns[turn] = turns.get(turn, 0) + nbytes // devices
         return turns
 
     def _parts_of(self, process: Process) -> Iterator[Part]:
@@ -135,16 +144,24 @@ class Memory(Struct, frozen=True, kw_only=True):
     def largest(self) -> tuple[Process, Part]:
         """Return the part that needs the most memory, and a process that has it."""
         turns = self._turns()
-        most = max(turns, key=lambda kind: turns[kind])
+        turns.pop("", None)
+        most = max(turns, key=lambda kind: turns[kind], default="")
         sizes: dict[tuple[str, str], int] = {}
         examples: dict[tuple[str, str], tuple[Process, Part]] = {}
         for process in self.users:
             for part in self._parts_of(process):
-                if not part.in_turn or process.kind == most:
+                if _turn_of(process, part) in ("", most):
                     key = process.kind, part.what
                     sizes[key] = sizes.get(key, 0) + part.nbytes
                     examples.setdefault(key, (process, part))
         return examples[max(sizes, key=lambda key: sizes[key])]
+
+
+def _turn_of(process: Process, part: Part) -> str:
+    """Return the kind of processes in whose turn a part is needed; "" for all times."""
+    if part.at_restart:
+        return ENGINE
+    return process.kind if part.in_turn else ""
 
 
 class Layout(Struct, frozen=True, kw_only=True):
@@ -299,13 +316,36 @@ def check_layout(
 
 
 def check_fit(config: RunConfig, layout: Layout) -> Iterator[Check]:
-    """Refuse ranks that share a GPU, and processes that need too much memory."""
+    """Refuse ranks that share a GPU, engines and ranks that are to take turns and share
+    no host, and processes that need too much memory.
+    """
     ranks = [process for process in layout.processes if process.kind == RANK]
     places = [(rank.host, rank.devices) for rank in ranks if rank.devices]
     if problem := crowded(config, places):
         yield fail("trainer.ranks", problem)
+    elif problem := _apart(config, layout):
+        yield fail("trainer.pool", problem)
     else:
         yield from _check_memory(config, layout.memories)
+
+
+def _apart(config: RunConfig, layout: Layout) -> str:
+    """Return the rule that is broken if engines and ranks are to take turns, and no
+    host has both; "" otherwise.
+    """
+    if config.cluster is None or not config.trainer.colocated:
+        return ""
+    hosts = {
+        kind: dict.fromkeys(one.host for one in layout.processes if one.kind == kind)
+        for kind in (RANK, ENGINE)
+    }
+    if not all(hosts.values()) or hosts[RANK].keys() & hosts[ENGINE].keys():
+        return ""
+    return (
+        "must be of hosts that have engines, since both take turns on the same devices "
+        f"(trainer.colocated), got ranks on {', '.join(hosts[RANK])} and engines on "
+        f"{', '.join(hosts[ENGINE])}"
+    )
 
 
 class _Plan:

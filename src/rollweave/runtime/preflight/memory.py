@@ -68,13 +68,15 @@ class Part(Struct, frozen=True, kw_only=True):
 
     `setting` is the key that changes it most directly. If `in_turn`, the memory of a
     rank is given back while the engines have the devices, and that of an engine while
-    the ranks have them (colocated runs).
+    the ranks have them (colocated runs). If `at_restart`, a rank that is restarted
+    needs it for a moment while the engines have the devices.
     """
 
     what: str
     nbytes: int
     on_device: bool = True
     in_turn: bool = False
+    at_restart: bool = False
     setting: str
 
 
@@ -175,6 +177,16 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
         parts.append(_versions(config, shape))
     if trainer.colocated:
         parts = list(_rank_in_turn(parts, on_gpu=on_gpu))
+        if on_gpu and trainer.ranks > 1:  # shards are made on the device, and leave it
+            parts.append(
+                Part(
+                    what="weights of a restart",
+                    nbytes=model + shard * config.has_critic,
+                    in_turn=True,
+                    at_restart=True,
+                    setting="trainer.ranks",
+                )
+            )
     return [*parts, *_process(config, setting="trainer.ranks")]
 
 
