@@ -28,7 +28,6 @@ from benchmarks.engine.profile import (
     spinning,
 )
 from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, shares
-from benchmarks.sim.measured_trainer import MeasuredTrainer, Timings, read_timings
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file
 from rollweave.record.journal import RunJournal
@@ -40,6 +39,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
 from rollweave.sim.hosts import NO_POOL
+from rollweave.sim.measured import MeasuredTrainer, Timings, read_timings
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.workload import Plan, Recorded, Workload, read_run

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.sim.fidelity import simulate_again
-from benchmarks.sim.measured_trainer import read_timings
 from rollweave.schema.config.loading import load
+from rollweave.sim.measured import read_timings
 from rollweave.sim.profile import Profile, Sample
 from rollweave.sim.workload import read_run
 from tests.support.scripted_simulation import Scripted

@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from rollweave.cli.main import app
 from rollweave.schema.config.loading import loads
 from rollweave.sim.run import simulate
+from tests.support.recorded_runs import recorded_run
 
 CONFIG = """
 [run]
@@ -53,6 +54,10 @@ def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
     advice = answer(result)
     assert advice["gpus"] == {"h100": {"gpu": "h100", "gpus": 8, "price": 2.0}}
     best = advice["best"]
+    for way in advice["apart"]:
+        assert [group["phase"] for group in way["engines"]] == ["prefill", "decode"]
+        assert way["step_s"] > 0
+    assert not advice["apart"] or "prefill and decode apart" in result.stdout
     assert 1 <= len(best) <= 5
     assert "sync" in {one["mode"] for one in best}
     seconds = [one["step_s"] for one in best]
@@ -122,3 +127,25 @@ def test_a_question_needs_a_configuration_or_its_options() -> None:
     result = CliRunner().invoke(app, ["advise", "--gpus", "8"])
     assert result.exit_code == 2
     assert "CONFIG must be given, or else" in result.stderr
+
+
+def test_a_run_is_advised_by_its_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave.cli.advise_run.cores", lambda: 2)
+    monkeypatch.setattr("rollweave.cli.advise_run.gpus", lambda: ())
+    path = recorded_run(tmp_path / "run")
+    result = CliRunner().invoke(app, ["advise", str(path), "--json"])
+    advice = answer(result)
+    assert advice["cores"] == 2
+    own = [one for one in advice["best"] if one["this_run"]]
+    assert [(one["mode"], one["engines"]) for one in own] == [("bounded", 1)]
+    assert own[0]["step_s"] == pytest.approx(advice["measured_step_s"], rel=0.25)
+    assert {one["engines"] for one in advice["best"]} == {1, 2}
+    assert "share 2 cores" in result.stdout
+    assert "were measured" in result.stdout
+
+
+def test_a_run_takes_no_other_options(tmp_path: Path) -> None:
+    (tmp_path / "journal.bin").touch()
+    result = CliRunner().invoke(app, ["advise", str(tmp_path), "--gpus", "8"])
+    assert result.exit_code == 2
+    assert "--json must be the only option beside RUN" in result.stderr

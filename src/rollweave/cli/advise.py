@@ -277,6 +277,10 @@ def figures(question: Question, advice: Advice) -> dict[str, Any]:
         },
         "best": [_row(question, advice, one) for one in advice.best],
         "saved_if_halved": advice.gains,
+        "apart": [
+            {"engines": _engines(one), "step_s": prediction.step_s}
+            for one, prediction in advice.apart.items()
+        ],
         "considered": advice.considered,
         "simulated": advice.simulated,
         "left_out": advice.left_out,
@@ -293,10 +297,7 @@ def _row(question: Question, advice: Advice, one: Candidate) -> dict[str, Any]:
         "colocated": one.split.colocated,
         "trainer_gpus": one.split.trainer,
         "trainer_pool": one.split.pool or None,
-        "engines": [
-            {"pool": group.pool or None, "count": group.count, "degree": group.degree}
-            for group in one.split.engines
-        ],
+        "engines": _engines(one),
         "step_s": prediction.step_s,
         "step_s_range": [prediction.fastest_s, prediction.slowest_s],
         "tokens_per_s": prediction.tokens_per_s,
@@ -308,6 +309,18 @@ def _row(question: Question, advice: Advice, one: Candidate) -> dict[str, Any]:
         "trainer_time": prediction.trainer,
         "limit": limit(prediction),
     }
+
+
+def _engines(one: Candidate) -> list[dict[str, Any]]:
+    return [
+        {
+            "pool": group.pool or None,
+            "count": group.count,
+            "degree": group.degree,
+            "phase": group.phase,
+        }
+        for group in one.split.engines
+    ]
 
 
 def show(question: Question, advice: Advice) -> None:
@@ -357,13 +370,16 @@ def mode_text(one: Candidate) -> str:
 
 
 def _engines_text(group: EngineGroup) -> str:
-    return f"{group.count} x {group.degree} {group.pool}".strip()
+    phase = "" if group.phase == "both" else group.phase
+    return " ".join(filter(None, (f"{group.count} x {group.degree}", group.pool, phase)))
 
 
 def layout_text(one: Candidate) -> str:
     engines = " and ".join(
         f"{group.count} engine{'s' * (group.count > 1)} of {group.degree} "
-        f"GPU{'s' * (group.degree > 1)}" + (f" ({group.pool})" if group.pool else "")
+        f"GPU{'s' * (group.degree > 1)}"
+        + (f" ({group.pool})" if group.pool else "")
+        + (f" for {group.phase}" if group.phase != "both" else "")
         for group in one.split.engines
     )
     if one.split.colocated:
@@ -398,6 +414,7 @@ def explanation(question: Question, advice: Advice) -> list[str]:
         f"It trains on trajectories that are {top.staleness:.2f} steps old on average (at most "
         f"{top.stalest}); {top.dropped:.0%} of those started are not trained on.",
         *_alternatives(advice),
+        *_apart(advice),
         _certainty(advice),
         *(f"Left out: {line}." for line in advice.left_out),
         "Learning is not simulated: a step on older data may teach less, so modes must also be "
@@ -440,6 +457,20 @@ def _alternatives(advice: Advice) -> list[str]:
     return text
 
 
+def _apart(advice: Advice) -> list[str]:
+    """Compare the fastest with its own engines divided between prefill and decode."""
+    if not advice.apart or advice.whole is None:
+        return []
+    one = fastest_first(advice.apart)[0]
+    prompts = sum(each.count for each in one.split.engines if each.phase == "prefill")
+    engines = sum(each.count for each in one.split.engines)
+    ratio = advice.apart[one].step_s / advice.others[advice.whole].step_s
+    return [
+        f"With prefill and decode apart, the best of {len(advice.apart)} ratios ({prompts} of "
+        f"{engines} engines compute prompts for the others) takes {ratio:.2f} times as long."
+    ]
+
+
 def _certainty(advice: Advice) -> str:
     top = advice.predictions[advice.best[0]]
     near = [
@@ -467,6 +498,7 @@ def lines(question: Question, one: Candidate) -> list[str]:
     for group in split.engines:
         text += ["", "[[engines]]" if several else "[engines]"]
         text += [f"count = {group.count}", f"degree = {group.degree}"]
+        text += [f'phase = "{group.phase}"'] if group.phase != "both" else []
         text += [f'pool = "{group.pool}"'] if group.pool else []
     text += ["", "[trainer]", f"ranks = {split.trainer}"]
     text += ["colocated = true"] if split.colocated else []

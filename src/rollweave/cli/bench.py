@@ -36,6 +36,7 @@ BENCHES = {
     "trl": "trl.bench:bench_trl",
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
+    "advice": "sim.advice:bench_advice",
     "faults": "sim.faults:bench_faults",
     "affinity": "affinity.bench:bench_affinity",
     "placement": "placement.bench:bench_placement",
@@ -68,6 +69,7 @@ SEEDED = (
     "vllm",
     "trl",
     "fidelity",
+    "advice",
     "faults",
 )
 """Names of benchmarks that repeat a run with several seeds."""

@@ -240,7 +240,9 @@ def simulate(
 def advise(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG]", help="A TOML file as for `simulate`."),
+        typer.Argument(
+            metavar="[CONFIG | RUN]", help="A TOML file as for `simulate`, or a run's directory."
+        ),
     ] = None,
     overrides: Overrides = None,
     gpus: Annotated[
@@ -264,10 +266,12 @@ def advise(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Search modes and splits of GPUs by simulation, and print the best five."""
+    """Search modes and splits of GPUs by simulation, and print the best five; of a run,
+    its modes and numbers of engines, by measured times.
+    """
     with errors_reported():
         from rollweave.cli.advise import Asked
-        from rollweave.cli.advise import advise as work
+        from rollweave.cli.advise_run import answer as work
 
         asked = Asked(
             gpus=gpus or (),

@@ -10,12 +10,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from rollweave.core.policy.ratio import (
     DEGREES,
     Candidate,
     Pacing,
     Prediction,
     candidates,
+    divided,
     fastest,
     fastest_first,
     listed,
@@ -106,7 +109,9 @@ class Advice:
     `left_out` says what was not considered, and why. `gains` are the shares of a step
     of the best candidate that are saved if a part takes half its time. `others` are the
     predictions of earlier rounds, which are less certain, and `failed` why a candidate
-    has none. `considered` and `simulated` count candidates.
+    has none. `apart` are predictions of the candidate `whole`, the best otherwise, if
+    some of its engines compute prompts for the others. `considered` and `simulated`
+    count candidates.
     """
 
     best: list[Candidate]
@@ -117,6 +122,8 @@ class Advice:
     considered: int
     simulated: int
     failed: dict[Candidate, str] = field(default_factory=dict)
+    apart: dict[Candidate, Prediction] = field(default_factory=dict)
+    whole: Candidate | None = None
 
 
 def pacings_of(base: RunConfig) -> list[Pacing]:
@@ -155,12 +162,21 @@ def advise(
     seeds = rounds.simulate_seeds(finalists, longer)
     progress(f"{len(finalists)} of them with {SEEDS} seeds")
     best = fastest_first(seeds)
+    whole = best[0]
+    apart = rounds.apart(whole)
+    faster = [one for one in fastest_first(apart) if apart[one].step_s < longer[whole].step_s]
+    if faster:
+        progress(f"{len(faster)} of them faster with prefill and decode apart")
+        seeds |= rounds.simulate_seeds(faster[:1], apart)
+        best = listed(seeds, LISTED)
     return Advice(
         best=best,
         predictions=seeds,
         others={**brief, **longer},
         left_out=left_out,
-        gains=rounds.gains(best[0], longer[best[0]]),
+        gains=rounds.gains(best[0], {**longer, **apart}[best[0]]),
+        apart=apart,
+        whole=whole,
         considered=len(everything),
         simulated=len(first),
         failed=rounds.failed,
@@ -196,6 +212,13 @@ class _Rounds:
             if not isinstance(result, str):
                 predictions_of[one].append(result)
         return {one: together(predictions) for one, predictions in predictions_of.items()}
+
+    def apart(self, best: Candidate) -> dict[Candidate, Prediction]:
+        """Return the predictions of a candidate some of whose engines compute prompts
+        for the others, by how many do.
+        """
+        splits = divided(best.split)
+        return self.simulate([structs.replace(best, split=split) for split in splits], LONG)
 
     def gains(self, best: Candidate, before: Prediction) -> dict[str, float]:
         """Return the share of a step that is saved if a part takes half its time, from
@@ -322,6 +345,7 @@ def arranged(question: Question, candidate: Candidate) -> RunConfig:
                 update={
                     "count": group.count,
                     "degree": group.degree,
+                    "phase": group.phase,
                     "pool": None if alone else group.pool,
                     "address": (),
                     "token_env": None,

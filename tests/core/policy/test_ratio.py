@@ -18,6 +18,7 @@ from rollweave.core.policy.ratio import (
     Prediction,
     Split,
     candidates,
+    divided,
     limit,
     listed,
     screened,
@@ -217,3 +218,26 @@ def test_the_limit_is_the_part_with_the_most_time(
 ) -> None:
     figures = prediction(1.0, engines=engines, trainer=trainer, kv_used=kv_used)
     assert limit(figures) == cause
+
+
+@settings(max_examples=examples(50))
+@given(count=st.integers(1, 40))
+def test_engines_of_one_pool_are_divided_by_shares(count: int) -> None:
+    whole = Split(pool="", trainer=1, engines=(EngineGroup(pool="", count=count, degree=2),))
+    ways = divided(whole)
+    prompts = {max(1, round(share * count)) for share in (0.25, 0.5, 0.75)}
+    assert {way.engines[0].count for way in ways} == {one for one in prompts if one < count}
+    for way in ways:
+        assert [group.phase for group in way.engines] == ["prefill", "decode"]
+        assert sum(group.gpus for group in way.engines) == whole.gpus_of("") - 1
+        assert (way.trainer, way.pool) == (1, "")
+
+
+def test_engines_of_two_pools_are_divided_by_pool() -> None:
+    groups = tuple(EngineGroup(pool=pool, count=2, degree=1) for pool in ("h20", "h800"))
+    ways = divided(Split(pool="h800", trainer=1, engines=groups))
+    assert [[group.phase for group in way.engines] for way in ways] == [
+        ["prefill", "decode"],
+        ["decode", "prefill"],
+    ]
+    assert divided(Split(pool="", trainer=4, engines=groups[:1], colocated=True)) == []

@@ -15,8 +15,10 @@ candidate is chosen twice.
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
+from msgspec import structs
+
 from rollweave.schema.base import Struct
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.sections import EnginePhase, ModeName
 
 MACHINE = 8
 """Number of GPUs of a machine: more GPUs than these train on whole machines."""
@@ -26,6 +28,11 @@ DEGREES = (1, 2, 4, 8)
 
 TRAINERS = (1, 2, 4, 6, 8)
 """Numbers of GPUs of a machine that train together."""
+
+PREFILL_SHARES = (0.25, 0.5, 0.75)
+"""Shares of a pool's engines that compute prompts for the others: RollArt Table 5 has
+one to three of four nodes.
+"""
 
 MOST_SPLITS = 5
 """Maximum number of ways to divide a pool's GPUs that are compared, spread evenly over
@@ -52,11 +59,12 @@ class Pacing(Struct, frozen=True, kw_only=True, order=True):
 
 
 class EngineGroup(Struct, frozen=True, kw_only=True, order=True):
-    """Equal engines of `degree` GPUs each in a pool."""
+    """Equal engines of `degree` GPUs each in a pool, for both parts of turns or one."""
 
     pool: str
     count: int
     degree: int
+    phase: EnginePhase = "both"
 
     @property
     def gpus(self) -> int:
@@ -159,6 +167,39 @@ def _fitting(degree: int, degrees: Sequence[int], gpus: int) -> int:
     """
     possible = [one for one in degrees if gpus >= one and gpus % one == 0]
     return min(possible, key=lambda one: (abs(one - degree), one), default=0)
+
+
+def divided(split: Split) -> list[Split]:
+    """Return the ways in which some engines of a split compute prompts for the others
+    (RollArt §6.3): a share of the engines of one pool, or those of one pool of several.
+    Engines in turn with the trainer are not divided.
+    """
+    if split.colocated:
+        return []
+    if len(split.engines) > 1:
+        return [
+            structs.replace(
+                split,
+                engines=tuple(
+                    structs.replace(group, phase="prefill" if group == prefill else "decode")
+                    for group in split.engines
+                ),
+            )
+            for prefill in split.engines
+        ]
+    (group,) = split.engines
+    counts = sorted({max(1, round(share * group.count)) for share in PREFILL_SHARES})
+    return [
+        structs.replace(
+            split,
+            engines=(
+                structs.replace(group, count=count, phase="prefill"),
+                structs.replace(group, count=group.count - count, phase="decode"),
+            ),
+        )
+        for count in counts
+        if count < group.count
+    ]
 
 
 def trainer_counts(gpus: int, least: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""Timings of a recorded run, read from its journal: its pace, and its trainer's times
-as costs for a simulation.
+"""Timings of a recorded run, read from its journal: its pace, its engines' turns, and
+its trainer's times, as costs for a simulation.
 
 Times are the controller's: from the event on which it issued a command to the event
 that answers it, including the wait for a busy controller. Journals of both worlds are
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from rollweave.core.policy.profile import Worked
+from rollweave.core.policy.turn_times import KEPT_OF_DOMAINS, TurnTime, TurnTimes, fit
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
@@ -19,6 +21,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.sim.cost import sum_of_line
 
 
 class Timings(msgspec.Struct, kw_only=True):
@@ -27,7 +30,8 @@ class Timings(msgspec.Struct, kw_only=True):
 
     `ready_at` is the time at which the first engine had its first weights, `ended_at`
     the end of the last step; `tokens` were sampled in between. `prepared` is from each
-    attempt's start of RUN to its first turn.
+    attempt's start of RUN to its first turn. `turns` are the newest turns of each batch
+    size, and `worked` what all of them took.
     """
 
     ready_at: float | None = None
@@ -42,6 +46,8 @@ class Timings(msgspec.Struct, kw_only=True):
     saved: list[float] = []
     copied: list[float] = []
     prepared: list[float] = []
+    turns: TurnTimes = msgspec.field(default_factory=TurnTimes)
+    worked: Worked = msgspec.field(default_factory=Worked)
 
     @property
     def wall_s(self) -> float:
@@ -66,11 +72,32 @@ def read_timings(journal: Path, config: RunConfig) -> Timings:
     return reader.timings
 
 
+class _Engine:
+    """The turns of an engine, and their integrals over time: seconds of turns, and of
+    the tokens of their contexts. It serves since `since`.
+    """
+
+    def __init__(self) -> None:
+        self.at = self.since = self.turn_s = self.context_s = 0.0
+        self.prompt_tokens = 0
+        # turn → context, start, and the integrals then
+        self.turns: dict[TrajectoryId, tuple[int, float, float, float, int]] = {}
+
+    def charge(self, now: float) -> None:
+        """Add the time since the last call. Call before turns change."""
+        self.turn_s += (now - self.at) * len(self.turns)
+        self.context_s += (now - self.at) * sum(turn[0] for turn in self.turns.values())
+        self.at = now
+
+
 class _Reader:
     """Keeps the time of each request until its answer arrives."""
 
     def __init__(self) -> None:
         self.timings = Timings()
+        self._engines: dict[EngineId, _Engine] = {}
+        self._contexts: dict[TrajectoryId, int] = {}
+        self._engine_of: dict[TrajectoryId, EngineId] = {}
         self._tokens = 0
         self._lengths: dict[TrajectoryId, int] = {}
         self._training: tuple[float, int] = (0.0, 0)
@@ -95,8 +122,63 @@ class _Reader:
                 self._loading[command.engine_id] = now
             case c.StartRun():
                 self._preparing[command.trajectory_id] = now
+            case c.StartTurn() if not command.prefill:
+                self._begin(now, command.trajectory_id, command.engine_id)
+            case c.AbortTurn() | c.CancelTrajectory():
+                self._leave(now, command.trajectory_id)
+            case c.ResumeEngine():
+                self._engine(command.engine_id).since = now
             case _:
                 pass
+
+    def _engine(self, name: EngineId) -> _Engine:
+        return self._engines.setdefault(name, _Engine())
+
+    def _begin(self, now: float, name: TrajectoryId, engine_id: EngineId) -> None:
+        self._leave(now, name)
+        engine = self._engine(engine_id)
+        engine.charge(now)
+        context = self._contexts.get(name, 0)
+        engine.turns[name] = context, now, engine.turn_s, engine.context_s, engine.prompt_tokens
+        self._engine_of[name] = engine_id
+
+    def _leave(self, now: float, name: TrajectoryId) -> None:
+        """Forget a turn that did not end by itself."""
+        engine_id = self._engine_of.pop(name, None)
+        if engine_id is not None:
+            engine = self._engine(engine_id)
+            engine.charge(now)
+            engine.turns.pop(name, None)
+
+    def _learn(self, now: float, event: e.TurnDone) -> None:
+        """Keep the turn's time, as `core/costs.learn_turn` does. Left out are turns
+        during which the engine loaded weights.
+        """
+        engine_id = self._engine_of.get(event.trajectory_id)
+        if engine_id is None or event.replayed:
+            return
+        engine = self._engine(engine_id)
+        engine.charge(now)
+        began = engine.turns.get(event.trajectory_id)
+        self._leave(now, event.trajectory_id)
+        if began is None:
+            return  # it began before the engine was lost
+        context, since, turn_s, context_s, prompts = began
+        computed = max(0, context - event.cached_tokens)
+        engine.prompt_tokens += computed
+        elapsed, turn_s = now - since, engine.turn_s - turn_s
+        if since < engine.since or min(elapsed - event.queue_s, turn_s) <= 0:
+            return
+        time = TurnTime(
+            seconds=elapsed - event.queue_s,
+            output_tokens=max(1, event.output_tokens),
+            prompt_tokens=engine.prompt_tokens - prompts,
+            batch=max(1.0, turn_s / elapsed),
+            # contexts grow during turns, which are half done on average
+            context=(engine.context_s - context_s) / turn_s + event.output_tokens / 2,
+        )
+        self.timings.turns.add(time, most=KEPT_OF_DOMAINS)
+        self.timings.worked.add(time, prompt=computed, context=time.context)
 
     def on_event(self, now: float, event: e.Event) -> None:
         timings = self.timings
@@ -105,8 +187,14 @@ class _Reader:
                 since = self._preparing.pop(event.trajectory_id, None)
                 if since is not None:
                     timings.prepared.append(now - since)
+                self._contexts[event.trajectory_id] = event.context_tokens
             case e.TurnDone():
                 self._tokens += event.output_tokens
+                self._learn(now, event)
+            case e.TurnFailed() | e.TurnWithdrawn():
+                self._leave(now, event.trajectory_id)
+            case e.EngineLost():
+                self._engines.pop(event.engine_id, None)
             case e.TrajectoryEnded():
                 self._lengths[event.trajectory_id] = event.tokens
             case e.StepTrained():
@@ -211,3 +299,38 @@ class MeasuredTrainer:
     def saved_s(self, *, engines: int) -> float:
         """Use the time of writing: reading was seldom recorded."""
         return engines * self._save_s
+
+
+class MeasuredEngine:
+    """An engine whose steps cost what the turns of a recorded run took, waits for the
+    controller and for cores included.
+    """
+
+    def __init__(self, timings: Timings, *, kv_tokens: int) -> None:
+        """Raises ConfigError where the run has finished no turn."""
+        if not timings.turns.count:
+            raise ConfigError("a recorded engine must have finished a turn, but has finished none")
+        self.prices = timings.worked.scaled(fit(timings.turns.turns)).prices
+        self.kv_tokens = kv_tokens
+
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
+        """See `EngineCosts`. The price of a prompt token includes attention."""
+        del prefill_context
+        prices = self.prices
+        return (
+            prices.fixed_s
+            + prefill_tokens * prices.prompt_s
+            + decode * prices.sequence_s
+            + decode_context * prices.context_s
+        )
+
+    def move_s(self, tokens: int) -> float:
+        """See `EngineCosts`. Assumed is the time of computing the tokens again."""
+        return tokens * self.prices.prompt_s
+
+    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
+        """See `EngineCosts`."""
+        first = self.prices.step_s(decode, decode_context / decode if decode else 0.0)
+        return sum_of_line((first, decode * self.prices.context_s), 0, steps)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sim.measured_trainer import MeasuredTrainer, Timings, fit_line, read_timings
 from rollweave.record.journal import RunJournal
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.sim.measured import MeasuredTrainer, Timings, fit_line, read_timings
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
 from tests.support.core import config as core_config

@@ -1,0 +1,95 @@
+"""What a run measured predicts it in other modes and with other numbers of engines."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rollweave.core.policy.ratio import Candidate
+from rollweave.record.rundir import RunDir
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.measured import MeasuredEngine, read_timings
+from rollweave.sim.rerun import (
+    LENGTH,
+    Recording,
+    Shares,
+    candidates,
+    change,
+    itself,
+    predict,
+    read_recording,
+    rearranged,
+)
+from rollweave.sim.trial import try_out
+from tests.support.recorded_runs import COSTS, recorded_run, recorded_settings
+from tests.support.simulation import Linear
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded_run(tmp_path_factory.mktemp("recorded"))
+
+
+def test_an_engine_is_measured_by_its_turns(path: Path) -> None:
+    timings = read_timings(path / "journal.bin", recorded_settings())
+    engine, real = MeasuredEngine(timings, kv_tokens=99), Linear(1 << 20)
+    assert engine.kv_tokens == 99
+    for decode in (4, 8):  # such as the run had
+        amounts = {"decode": decode, "decode_context": decode * 2000, "steps": 20}
+        assert engine.decode_s(**amounts) == pytest.approx(real.decode_s(**amounts), rel=0.2)
+
+
+def choice(recording: Recording, mode: str, count: int) -> Candidate:
+    return next(
+        one
+        for one in candidates(recording)
+        if (one.pacing.mode.value, one.split.engines[0].count) == (mode, count)
+        and one.pacing.alpha <= 1
+    )
+
+
+@pytest.mark.parametrize(("mode", "count"), [("sync", 1), ("bounded", 2), ("sync", 4)])
+def test_predictions_hold_against_the_costs_that_the_run_had(
+    path: Path, mode: str, count: int
+) -> None:
+    """The reference: the candidate with the costs of the recorded run themselves."""
+    recording = read_recording(path, cores=4)
+    chosen = choice(recording, mode, count)
+    truth, _ = try_out(rearranged(recording, chosen), LENGTH, work=recording.work, costs=COSTS)
+    alone = dataclasses.replace(recording, cores=None)
+    assert predict(alone, chosen).step_s == pytest.approx(truth.step_s, rel=0.25)
+
+
+def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
+    recording = read_recording(path, cores=2)
+    own = itself(recording)
+    assert own in candidates(recording)
+    assert recording.step_s is not None
+    assert predict(recording, own).step_s == pytest.approx(recording.step_s, rel=0.25)
+
+
+def test_engines_on_one_core_gain_nothing_from_another_one(path: Path) -> None:
+    def gain(cores: int) -> float:
+        recording = dataclasses.replace(read_recording(path, cores=16), cores=cores)
+        one, two = (choice(read_recording(path, cores=16), "bounded", count) for count in (1, 2))
+        return predict(recording, one).step_s / predict(recording, two).step_s
+
+    assert gain(16) > gain(1)
+    assert gain(1) < 1.1
+
+
+def test_a_change_of_the_fleet_changes_what_processes_lose() -> None:
+    busy = Shares(engine=1.0, trainer=1.0)
+    same = change(busy, 2, busy, 2, cores=2)
+    assert (same.engines, same.trainer, same.environment) == pytest.approx((1.0, 1.0, 1.0))
+    more = change(busy, 1, busy, 3, cores=2)  # from 2 and 3 processes to 4 and 5
+    assert (more.engines, more.trainer, more.environment) == pytest.approx((2.0, 2.0, 5 / 3))
+
+
+def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    text = RunDir(path).config.read_text().replace("colocated = false", "colocated = true")
+    RunDir(tmp_path).config.write_text(text.replace('mode = "bounded"', 'mode = "sync"'))
+    with pytest.raises(ConfigError, match=r"must have trainer\.colocated false"):
+        read_recording(tmp_path, cores=2)
