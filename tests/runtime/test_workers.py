@@ -164,9 +164,11 @@ def test_attempts_of_a_killed_worker_continue(tmp_path: Path) -> None:
     where = Path(config.tasks[0].options["where"])
 
     def strike() -> None:
-        until_turns_done(config, 4)
-        os.kill(min(places(config, "reset")), signal.SIGKILL)
-        (where / "open").touch()
+        try:
+            until_turns_done(config, 4)
+            os.kill(min(places(config, "reset")), signal.SIGKILL)
+        finally:
+            (where / "open").touch()
 
     thread = threading.Thread(target=strike)
     thread.start()

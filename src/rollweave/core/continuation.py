@@ -53,8 +53,8 @@ def keep_if_sampled(run: Run, trajectory: Trajectory) -> None:
 
 
 def forget(run: Run, trajectory: Trajectory) -> None:
-    """No attempt follows: a record for it is not needed. A service's trajectory is
-    evicted once it is acknowledged.
+    """Forget the kept attempt of a trajectory, because no attempt follows. A service's
+    trajectory is evicted once it is acknowledged.
     """
     if trajectory.kept is not None:
         trajectory.kept = None
@@ -63,8 +63,8 @@ def forget(run: Run, trajectory: Trajectory) -> None:
 
 
 def controller_lost(run: Run, recorded: set[TrajectoryId]) -> None:
-    """Weights that the restored trainer will not have are lost, and so is what was kept
-    at an earlier loss and is not on disk any longer.
+    """Drop kept attempts after the loss of the controller: those with weights that the
+    restored trainer will not have, and those whose records are no longer on disk.
     """
     if not run.state.serving:
         warms_up = run.config.warmup.steps > 0

@@ -55,12 +55,13 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     saved = run.state.checkpoints.newest == version
     publication_id = run.state.publication.id
     former = evaluations.suspended
-    same = former is not None and (former.version, former.final) == (version, final)
-    if former is not None and same and former.episodes == len(tasks):
-        evaluations.current, evaluations.suspended = former, None
-        former.publication_id, former.checkpointed = publication_id, saved
-        return
-    _drop_suspended(run)
+    if former is not None:
+        wanted = version, final, len(tasks)
+        if (former.version, former.final, former.episodes) == wanted:
+            evaluations.current, evaluations.suspended = former, None
+            former.publication_id, former.checkpointed = publication_id, saved
+            return
+        _give_up_suspended(run, f"{len(tasks)} episodes of version {version} are wanted instead")
     evaluations.current = Evaluation(
         version=version,
         final=final,
@@ -280,7 +281,9 @@ def reopen(run: Run) -> None:
 
 
 def suspend(run: Run) -> None:
-    """The controller was lost, and with it the engines' weights."""
+    """Suspend the current evaluation: the engines' weights were lost with the
+    controller.
+    """
     evaluations = run.state.evaluations
     if evaluations.current is not None:
         evaluations.suspended, evaluations.current = evaluations.current, None
@@ -296,13 +299,18 @@ def drop_if_not_resumed(run: Run, published: int) -> None:
         return
     trains_on = run.state.trainer.step < run.config.run.steps
     if trains_on if suspended.final else suspended.version != published:
-        run.warn(
-            "evaluation",
-            f"of version {suspended.version} abandoned: the trainer continues from step "
-            f"{run.state.trainer.step}",
-            count="evaluation_lost",
-        )
-        _drop_suspended(run)
+        _give_up_suspended(run, f"the trainer continues from step {run.state.trainer.step}")
+
+
+def _give_up_suspended(run: Run, why: str) -> None:
+    suspended = run.state.evaluations.suspended
+    assert suspended is not None, "the caller has seen one"
+    run.warn(
+        "evaluation",
+        f"of version {suspended.version} abandoned: {why}",
+        count="evaluation_lost",
+    )
+    _drop_suspended(run)
 
 
 def _drop_suspended(run: Run) -> None:

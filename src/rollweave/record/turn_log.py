@@ -180,8 +180,8 @@ class TurnLog:
         self._tidy()
 
     def lose(self, trajectory_id: TrajectoryId, number: int) -> None:
-        """This attempt of this life is lost with its worker, and may be continued: its
-        records stay until `release`.
+        """Mark an attempt of this life as lost with its worker, and keep its records
+        until `release`, since it may be continued.
         """
         attempt = (trajectory_id, number, self.life)
         if attempt in self._where:

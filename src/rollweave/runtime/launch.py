@@ -168,6 +168,7 @@ class _Start:
                     run_id=beginning.identity.id,
                     log=self._run.logs / "serverless.log",
                     on_status=self._progress.phase,
+                    on_lost=lambda line: self._show(Warn(component="rewards", message=line)),
                 ) as self._deployed:
                     return await self._run_on(cluster, store, beginning)
             finally:

@@ -150,8 +150,8 @@ class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Evict(TaggedStruct, frozen=True, kw_only=True):
-    """Scored ones of these trajectories will not be trained on again, and no attempt
-    follows at the others: the store may discard their tokens, and the turn log their
+    """The scored trajectories among these will not be trained on again, and the others
+    will not be tried again: the store may discard their tokens, and the turn log their
     records. No answer is owed.
     """
 

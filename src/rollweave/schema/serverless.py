@@ -49,7 +49,7 @@ class FunctionsDeployed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class DeployFailed(TaggedStruct, frozen=True, kw_only=True):
-    """Nothing is deployed."""
+    """The functions could not be deployed; none of them is left on the cluster."""
 
     error: str
 

@@ -1,6 +1,7 @@
 """Reward functions that a run deploys on Ray Serve."""
 
 import asyncio
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from rollweave.record.store import TrajectoryReader
 from rollweave.rollout.reward_sources import Finished, RewardCall
+from rollweave.runtime.hosts.answers import Answers
 from rollweave.runtime.hosts.reward_app import UNPROCESSABLE, RewardApp
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message
@@ -80,6 +82,32 @@ async def test_a_failure_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await instance.answer(b'{"key": 1}'))[0] == 400
     monkeypatch.setattr("rollweave.runtime.hosts.reward_app.PAYLOAD_BYTES", 10)
     assert (await instance.answer(call("b")))[0] == 413
+
+
+async def test_answers_are_bounded_by_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest ones are forgotten, except those that are still being computed."""
+    monkeypatch.setattr("rollweave.runtime.hosts.answers.REMEMBERED_BYTES", 10)
+    answers, computed, slow = Answers(), list[str](), asyncio.Event()
+
+    async def compute(key: str) -> tuple[int, bytes]:
+        computed.append(key)
+        if key == "slow":
+            await slow.wait()
+        return 200, b"four"
+
+    waiting = asyncio.create_task(answers.of("slow", lambda: compute("slow")))
+    await asyncio.sleep(0)
+    for key in ("a", "b", "c", "c", "b", "a"):
+        await answers.of(key, functools.partial(compute, key))
+    assert computed == ["slow", "a", "b", "c", "a"]
+    again = asyncio.create_task(answers.of("slow", lambda: compute("slow")))
+    slow.set()
+    assert await waiting == await again == (200, b"four")
+    monkeypatch.setattr("rollweave.runtime.hosts.answers.REMEMBERED", 1)
+    await answers.of("d", lambda: compute("d"))
+    await answers.of("d", lambda: compute("d"))
+    await answers.of("slow", lambda: compute("slow"))
+    assert computed == ["slow", "a", "b", "c", "a", "d", "slow"]
 
 
 def deployed_run(directory: Path, function: str, **sections: Any) -> RunConfig:

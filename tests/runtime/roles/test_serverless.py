@@ -1,7 +1,9 @@
 """Methods of a role that Ray Serve executes in place of its workers."""
 
+import asyncio
 import importlib.util
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,12 +11,14 @@ import pytest
 from aiohttp import web
 
 from rollweave import Cluster, ConfigError, Worker, WorkerError, register, register_serverless
+from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.answers import KEY
 from rollweave.runtime.roles import cluster
 from rollweave.runtime.roles.app import RoleApp
 from rollweave.runtime.roles.serverless import UNAVAILABLE, ServerlessMethods
 from rollweave.runtime.roles.serving import constructor_codec, method_codec
 from rollweave.runtime.roles.worker import hw_mapping
+from rollweave.schema.roles import CallMethod, Returned
 from rollweave.schema.serverless import DeployedRole
 
 
@@ -85,15 +89,40 @@ async def test_a_call_that_nothing_answers_is_a_failure_in_time() -> None:
 
 async def test_a_repeated_request_is_executed_once(platform: tuple[RoleApp, str]) -> None:
     instance, _ = platform
-    from rollweave.io.wire import encode
-    from rollweave.schema.roles import CallMethod
-
     arguments = method_codec(Judge, "score").encode((("blue",),), {})
     body = encode(CallMethod(call=1, method="score", arguments=arguments))
     first = await instance.answer("a", body)
     assert await instance.answer("a", body) == first
     assert instance._calls._worker.calls == 1  # type: ignore[attr-defined]
     assert (await instance.answer("b", b"\xc1"))[0] == 400
+
+
+class Meeting(Worker):
+    """Notices whether two calls are executed at once."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2)
+
+    @register_serverless()
+    def meet(self) -> bool:
+        try:
+            self.both.wait(0.2)
+        except threading.BrokenBarrierError:
+            self.both.reset()
+            return False
+        return True
+
+
+async def test_an_instance_executes_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if Ray Serve sends another one, as after a client has given up."""
+    monkeypatch.setattr("os.chdir", lambda _: None)
+    arguments = constructor_codec(Meeting).encode((), {})
+    role = DeployedRole(name="m", reference=f"{__name__}:Meeting", arguments=arguments)
+    instance, codec = RoleApp(role, b"", b""), method_codec(Meeting, "meet")
+    body = encode(CallMethod(call=1, method="meet", arguments=codec.encode((), {})))
+    answers = await asyncio.gather(*(instance.answer(key, body) for key in ("a", "b")))
+    decoded = [decoder_of(Returned)(answer) for _, answer in answers]
+    assert [codec.decode_result(one.value) for one in decoded] == [False, False]
 
 
 class Both(Worker):

@@ -23,10 +23,13 @@ def serve(parent: Parent) -> None:
     frames = parent.queue()
     command = decode(frames.get())
     assert isinstance(command, DeployFunctions), "it comes first"
+    functions = None
     try:
         functions = Functions(command)
         urls = functions.deploy()
     except ConfigError as error:
+        if functions is not None:
+            functions.remove()
         parent.send(encode(DeployFailed(error=str(error))))
         return
     parent.send(encode(FunctionsDeployed(urls=urls)))

@@ -47,7 +47,12 @@ def check_platform(config: RunConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def deployed(
-    config: RunConfig, *, run_id: str, log: Path, on_status: Callable[[str], None]
+    config: RunConfig,
+    *,
+    run_id: str,
+    log: Path,
+    on_status: Callable[[str], None],
+    on_lost: Callable[[str], None],
 ) -> AsyncIterator[Mapping[str, str]]:
     """Deploy the functions of a run for the time of the context, which gets the URL of
     each by the name of its reward. Like `on_ray_serve`. Raises ConfigError.
@@ -68,6 +73,7 @@ async def deployed(
         owner=run_id,
         log=log,
         on_status=on_status,
+        on_lost=on_lost,
     ) as urls:
         yield urls
 
@@ -81,11 +87,12 @@ async def on_ray_serve(
     owner: str,
     log: Path,
     on_status: Callable[[str], None],
+    on_lost: Callable[[str], None],
 ) -> AsyncIterator[Mapping[str, str]]:
     """Deploy functions for the time of the context, which gets their URLs by their
     names: on the Ray cluster of `cluster`, if it is one, else on this machine.
-    `on_status` receives lines for the user, also if the process that keeps the
-    functions is lost.
+    `on_status` receives a line about what is under way, `on_lost` one if the process
+    that keeps the functions is lost.
 
     Raises ConfigError.
     """
@@ -116,7 +123,7 @@ async def on_ray_serve(
         if not answered.done():
             answered.set_result(DeployFailed(error=reason))
         elif not closing:
-            on_status(f"{names}: the connection to Ray is lost: {reason}")
+            on_lost(f"{names}: the connection to Ray is lost: {reason}")
 
     process = spawn(
         name="serverless",

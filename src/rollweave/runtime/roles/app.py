@@ -28,6 +28,8 @@ class RoleApp:
         kind = load(role.reference)
         args, kwargs = constructor_codec(kind).decode(role.arguments)
         self._calls, self._answers = Calls(kind(*args, **kwargs)), Answers()
+        # Once a client has given up on a call, Ray Serve sends the next one.
+        self._one_at_a_time = asyncio.Lock()
 
     def __del__(self) -> None:
         """Remove the modules. Ray Serve calls this before it ends an instance."""
@@ -49,7 +51,8 @@ class RoleApp:
         return await self._answers.of(key, lambda: self._execute(command))
 
     async def _execute(self, command: CallMethod) -> Answer:
-        answer = await asyncio.to_thread(
-            answer_to, command.call, lambda: self._calls.execute(command)
-        )
+        async with self._one_at_a_time:
+            answer = await asyncio.to_thread(
+                answer_to, command.call, lambda: self._calls.execute(command)
+            )
         return 200, encode(answer)

@@ -157,6 +157,7 @@ class Role:
             owner=uuid.uuid4().hex,
             log=self.run.logs / "serverless.log",
             on_status=_print_status,
+            on_lost=_print_status,
         )
         urls = await stack.enter_async_context(context)
         self._functions = ServerlessMethods(spec.name, self._worker, urls[spec.name])
