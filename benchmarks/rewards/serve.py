@@ -82,7 +82,9 @@ async def _measure(
 ) -> dict[str, Figure]:
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         log = Path(scratch) / "serverless.log"
-        async with deployed(config, run_id="bench", log=log, on_status=progress) as urls:
+        async with deployed(
+            config, run_id="bench", log=log, on_status=progress, on_lost=progress
+        ) as urls:
             reward, loop = config.rewards[0], asyncio.get_running_loop()
             threads = EnvThreads()
             source = source_of(
