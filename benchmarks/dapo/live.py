@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from benchmarks.contract import Figure
 from benchmarks.runs import trained
 from rollweave.core.policy.dapo import DapoRule
-from rollweave.core.policy.redundancy import Verdict, group_verdict
+from rollweave.core.policy.redundancy import GroupDecision, decide_group
 from rollweave.io.http.access import Access
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
@@ -109,10 +109,10 @@ def _rounds(size: int) -> Variant:
 def _is_informative(status: RolloutStatus) -> bool:
     results = [member.result for member in status.members if member.result is not None]
     rewards = [result.reward for result in results if result.reward is not None]
-    verdict = group_verdict(
+    decision = decide_group(
         rewards, pending=0, group_size=MEMBERS, min_members=2, dynamic_sampling=True
     )
-    return verdict is Verdict.COMPLETE
+    return decision is GroupDecision.COMPLETE
 
 
 def _policy(staleness: int) -> Variant:

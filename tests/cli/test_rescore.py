@@ -15,7 +15,7 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import (
     BLAME_OF,
-    Meeting,
+    Comparison,
     Purpose,
     Segment,
     SegmentKind,
@@ -168,8 +168,8 @@ def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -
         (directory / "config.toml").write_text(dumps(config))
         score = failed("g0.0", 0, "a longer answer")
         assert score.unscored is not None
-        meetings = tuple(
-            Meeting(
+        comparisons = tuple(
+            Comparison(
                 reward="duel",
                 opponent=TrajectoryId(name),
                 attempt=0,
@@ -178,7 +178,9 @@ def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -
             )
             for name, points in (("g0.1", None), ("g0.2", None), ("g0.3", 0.0))
         )
-        unscored = msgspec.structs.replace(score.unscored, missing=("duel",), meetings=meetings)
+        unscored = msgspec.structs.replace(
+            score.unscored, missing=("duel",), comparisons=comparisons
+        )
         score = msgspec.structs.replace(score, rewards={"env": 1.0}, unscored=unscored)
         with TrajectoryStore(directory / "trajectories") as store:
             store.append(ended("g0.0", 0))
@@ -187,6 +189,19 @@ def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -
         assert (code, text.strip()) == (0, "1 of 1 missing rewards were computed and written")
         assert rewards(directory) == {"g0.0/0": pytest.approx(1.0 + 2.0 * 2 / 3)}
         assert len(judge.answers) == 4, "in both orders, and not where the points are known"
+
+
+def test_a_member_that_was_never_compared_gets_no_reward_without_its_share(run: Path) -> None:
+    duel = """
+[[rewards]]
+name = "duel"
+judge = { url = "http://127.0.0.1:9/v1", model = "m", rubric = "x", pairwise = true }
+"""
+    (run / "config.toml").write_text((run / "config.toml").read_text() + duel)
+    code, text, errors = invoke("rescore", str(run))
+    assert (code, text.strip()) == (1, "0 of 2 missing rewards were computed and written")
+    assert "reward duel: the attempt was never compared with its group" in " ".join(errors)
+    assert rewards(run)["g0.0/1"] is None
 
 
 def test_a_run_without_rewards_is_refused(run: Path) -> None:

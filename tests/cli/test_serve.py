@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from rollweave.cli.main import app
 from rollweave.cli.serve import serve, service_of_run
 from rollweave.runtime.serving import ServiceWorld
-from rollweave.schema.config.loading import dumps
+from rollweave.schema.config.loading import dumps, load, loads
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from tests.support.rollout_service import service_config
 from tests.support.synthetic_run import config_of
@@ -35,6 +36,30 @@ def test_the_service_directory_is_beside_the_runs(tmp_path: Path) -> None:
 
 def test_run_name_overrides_the_name_of_the_service(tmp_path: Path) -> None:
     assert service_of_run(trained(tmp_path), ["run.name=second"]).run.name == "second"
+
+
+def test_a_service_of_a_run_without_its_pairwise_judges_can_be_resumed(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    file = Path(run) / "config.toml"
+    config = load(file)
+    judge = {"url": "http://h:1/v1", "model": "m", "rubric": "x"}
+    first, *others = config.tasks
+    sections = {
+        "tasks": [
+            {**first.model_dump(exclude_unset=True), "env_weight": 0.5},
+            *({**one.model_dump(exclude_unset=True), "env_weight": 0.5} for one in others),
+        ],
+        "rewards": [
+            {"name": "duel", "judge": {**judge, "pairwise": True}},
+            {"name": "grade", "tasks": [others[0].name], "judge": judge},
+        ],
+    }
+    changed = RunConfig.model_validate({**config.model_dump(exclude_unset=True), **sections})
+    file.write_text(dumps(changed))
+    service = service_of_run(run, [])
+    assert [reward.name for reward in service.rewards] == ["grade"]
+    assert [task.env_weight for task in service.tasks] == [1.0, 0.5]
+    assert loads(dumps(service)) == service
 
 
 def test_reports_a_missing_run() -> None:

@@ -10,8 +10,14 @@ from rollweave.core.watchdog import GRACE_S
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import GroupId, TrajectoryId
-from rollweave.schema.work import StopReason
-from tests.support.core import MODES, config, run_with_lost_controllers, until
+from rollweave.schema.work import Purpose, StopReason
+from tests.support.core import (
+    MODES,
+    config,
+    restart_controller,
+    run_with_lost_controllers,
+    until,
+)
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -25,6 +31,10 @@ JUDGE = {
 
 def compared_config(mode: str = "bounded", **rollout: Any) -> Any:
     return config(mode, rewards=[JUDGE], rollout={"group_size": 3, **rollout})
+
+
+def trained_groups(world: World) -> set[str]:
+    return {name.partition(".")[0] for names in world.trained.values() for name in names}
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -41,16 +51,17 @@ def test_runs_with_comparisons_end_and_balance(
     world = World(compared_config(mode), seed, failure=failure, hang=hang)
     run_with_lost_controllers(world, kills)
     if not failure and not hang and not kills:
-        asked = {
-            command.group_id
-            for commands in world.commands
-            for command in commands
-            if isinstance(command, c.CompareGroup)
+        commands = [command for commands in world.commands for command in commands]
+        asked = {one.group_id for one in commands if isinstance(one, c.CompareGroup)}
+        judged = {
+            one.group_id
+            for one in commands
+            if isinstance(one, c.DrawTask) and one.name == "a" and one.purpose is Purpose.TRAIN
         }
-        trained = {group for groups in world.trained.values() for group in groups}
-        assert asked, "groups of domain a were compared"
-        state = world.core.state
-        assert trained or state.error
+        trained = trained_groups(world)
+        assert trained & judged, "groups of domain a were trained on"
+        assert trained & judged <= asked <= judged, "all of these were compared, and no others"
+        assert world.core.state.error == ""
 
 
 class Comparing:
@@ -139,3 +150,36 @@ def test_a_comparison_without_an_answer_is_given_up_and_named() -> None:
     )
     assert core.state.counters.dropped[StopReason.REWARD_HANG] == 3
     core.check()
+
+
+def test_a_wait_for_the_groups_before_it_is_no_hang() -> None:
+    comparing = Comparing(group_size=16)  # 96 requests, of which 64 are asked at once
+    since = comparing.group.since
+    commands = comparing.core.handle(since + 60.0 + GRACE_S, e.TimerFired())
+    assert not [one for one in commands if isinstance(one, c.CancelComparison)]
+    commands = comparing.core.handle(since + 60.1 + GRACE_S, e.TimerFired())
+    assert c.CancelComparison(group_id=comparing.command.group_id) in commands
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(seed=st.integers(0, 2**16), mode=st.sampled_from(MODES), dynamic=st.booleans())
+def test_groups_end_without_comparison_once_their_judge_is_removed(
+    seed: int, mode: str, dynamic: bool
+) -> None:
+    world = World(compared_config(mode, dynamic_sampling=dynamic), seed)
+    world.start()
+    command = until(world, c.CompareGroup)
+    assert isinstance(command, c.CompareGroup)
+    seen = len(world.commands)
+    world.config = config(mode, rollout={"group_size": 3, "dynamic_sampling": dynamic})
+    restart_controller(world)
+    group = world.core.state.groups.get(command.group_id)
+    assert group is None or group.status is not GroupStatus.COMPARING
+    while world.finish is None:
+        world.step()
+    assert world.core.account().balanced
+    later = [one for commands in world.commands[seen:] for one in commands]
+    assert not [one for one in later if isinstance(one, c.CompareGroup | c.CancelComparison)]
+    if not dynamic:
+        assert world.core.state.error == ""
+        assert command.group_id in trained_groups(world), "its members were not rolled out in vain"

@@ -99,6 +99,25 @@ def test_a_failed_score_replaces_the_stop_reason(tmp_path: Path) -> None:
         assert store.scored_attempt(TrajectoryId("g0.0")) is None
 
 
+def test_scores_that_are_replaced_together_are_all_there_or_none(tmp_path: Path) -> None:
+    names = [TrajectoryId(f"g0.{member}") for member in range(3)]
+    with TrajectoryStore(tmp_path) as store:
+        for name in names:
+            store.append(ended(name))
+            store.score(scored(name))
+        size = store._file.size
+        store.rescore([scored(name, reward=0.5) for name in names])
+    (path,) = tmp_path.glob("*.bin")
+    whole = path.read_bytes()
+    assert len(whole) > size
+    for end in (len(whole), len(whole) - 1, (size + len(whole)) // 2, size + 1):
+        path.write_bytes(whole[:end])
+        with TrajectoryStore(tmp_path) as store:
+            rewards = {trajectory.reward for trajectory in store.get(names)}
+            assert rewards == ({0.5} if end == len(whole) else {1.0})
+        assert {TrajectoryReader(tmp_path).load(one).reward for one in store.find(names)} == rewards
+
+
 def test_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
     with TrajectoryStore(tmp_path) as store:
         store.append(ended("g0.0", tokens=(1, 2)))

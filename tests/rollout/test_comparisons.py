@@ -14,8 +14,10 @@ import pytest
 from rollweave.core.policy.comparison import pairs
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import Ended, Scored, TrajectoryStore
+from rollweave.rollout import http_service
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.comparisons import Comparisons, shares_again
+from rollweave.rollout.comparisons import Comparisons, repeat_comparisons
+from rollweave.rollout.http_service import HttpService
 from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_check import check_reward
 from rollweave.rollout.reward_sources import Finished, finished_attempt
@@ -78,6 +80,39 @@ def longest(body: dict[str, Any]) -> dict[str, Any]:
 def reward(server: FakeServer, **settings: Any) -> dict[str, Any]:
     judge = {"url": f"{server.url}/v1", "model": "m", "rubric": "Be fair.", "pairwise": True}
     return {"name": "duel", "weight": 2.0, "timeout_s": 5.0, "judge": judge, **settings}
+
+
+async def test_a_wait_for_other_calls_does_not_count_as_time_of_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float | None] = []
+    monkeypatch.setattr(http_service, "SERVICE_CALLS", 1)
+    monkeypatch.setattr(
+        http_service.asyncio,  # type: ignore[attr-defined]
+        "timeout",
+        lambda limit, start=asyncio.timeout: limits.append(limit) or start(limit),
+    )
+    service = HttpService(
+        "judge", "http://h", answer="grade", token="", timeout_s=20.0, clock=lambda: 1.0
+    )
+    arrived, gate = asyncio.Event(), asyncio.Event()
+
+    async def ask() -> str:
+        arrived.set()
+        await gate.wait()
+        return "fine"
+
+    async with asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(service.call(ask)) for _ in range(2)]
+        async with asyncio.timeout(30):
+            await arrived.wait()
+        wait = service.wait()
+        assert wait is not None
+        assert wait.what == "2 trajectories wait", "both have a name"
+        assert limits.count(20.0) == 1, "that of the other call has not begun"
+        gate.set()
+    assert [call.result() for call in calls] == ["fine", "fine"]
+    assert limits.count(20.0) == 2
 
 
 def unscored(answer: str) -> Unscored:
@@ -282,25 +317,25 @@ async def test_a_member_that_is_not_judged_has_no_reward_and_is_asked_about_agai
         assert (score.reward, score.stop_reason) == (None, StopReason.REWARD_UNAVAILABLE)
         kept = score.unscored
         assert kept is not None
-        assert [(one.opponent, one.points) for one in kept.meetings] == [
+        assert [(one.opponent, one.points) for one in kept.comparisons] == [
             ("g0.0", None),
             ("g0.2", None),
         ]
         domain, again = group.rewards.of("frozenlake"), finished("?", "g0.1")
         assert domain is not None
         with pytest.raises(EpisodeStopError, match="Verdict: A"):
-            await shares_again(domain, again, kept.meetings)
+            await repeat_comparisons(domain, again, kept.comparisons)
         server.answer = lambda _: longest(server.requests[-1])
         server.headers.clear()
-        assert await shares_again(domain, again, kept.meetings) == {"duel": 0.0}
+        assert await repeat_comparisons(domain, again, kept.comparisons) == {"duel": 0.0}
         assert {headers["Idempotency-Key"] for headers in server.headers} == {
             f"run/{one}/0/{two}/0/duel"
             for pair in (("g0.0", "g0.1"), ("g0.1", "g0.2"))
             for one, two in (pair, pair[::-1])
         }
-        changed = msgspec.structs.replace(kept.meetings[0], reward="other")
+        changed = msgspec.structs.replace(kept.comparisons[0], reward="other")
         with pytest.raises(MissingRewardsError, match="no pairwise judge other any longer"):
-            await shares_again(domain, again, [changed])
+            await repeat_comparisons(domain, again, [changed])
 
 
 async def test_a_cancelled_comparison_asks_no_more(
@@ -314,7 +349,22 @@ async def test_a_cancelled_comparison_asks_no_more(
         with pytest.raises(asyncio.CancelledError):
             await group.tasks[0]
         assert not group.answered.done()
+        assert group.spans == ["g0 over"], "its lane in the trace is free again"
         server.gate.set()
+
+
+async def test_a_group_that_a_lost_controller_compared_is_not_asked_about_again(
+    server: FakeServer, store: TrajectoryStore
+) -> None:
+    server.answer = failing_about(server, "?")
+    async with Group(server, store, "aaa", "?", "aa") as group:
+        event = await group.compared()
+        scores = group.scores()
+        group.answered = asyncio.get_running_loop().create_future()
+        server.requests.clear()
+        assert await group.compared() == event
+        assert server.requests == []
+        assert group.scores() == scores, "rescore can still ask about the one that failed"
 
 
 # The configuration.

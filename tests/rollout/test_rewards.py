@@ -436,6 +436,32 @@ async def test_a_reward_that_fails_keeps_what_it_is_computed_from(
     await harness.idle()
 
 
+async def test_a_reward_that_fails_before_the_comparison_leaves_both_missing(
+    store: TrajectoryStore, server: FakeServer, domain_rewards: Domain
+) -> None:
+    server.answer = lambda _: web.Response(status=400, text="no")
+    duel = {"url": f"{server.url}/v1", "model": "m", "rubric": "x", "pairwise": True}
+    config = run_config(
+        {"name": "b", "url": f"{server.url}/score"}, {"name": "duel", "judge": duel}
+    )
+    domain = domain_rewards(config)
+    harness = Harness(store, rewards=domain)
+    await harness.play()
+    harness.eval()
+    await harness.until(RewardFailed)
+    score = store.score_of(TrajectoryId(TRAJECTORY))
+    assert score is not None
+    assert score.unscored is not None
+    assert score.unscored.missing == ("b", "duel")
+    server.answer = lambda _: {"reward": 2}
+    server.requests.clear()
+    with pytest.raises(MissingRewardsError, match="duel: the attempt was never compared"):
+        await domain.compute(finished(), compared=True)
+    assert server.requests == []
+    assert (await domain.compute(finished())).reward == 2.5, "an evaluation compares nothing"
+    await harness.idle()
+
+
 async def test_an_attempt_that_waits_for_a_reward_is_cancelled(
     store: TrajectoryStore, server: FakeServer, domain_rewards: Domain
 ) -> None:

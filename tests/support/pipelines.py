@@ -325,7 +325,7 @@ class Harness:
             clock=clock,
             waiting_limit=2,
             teacher=lambda _: teach,
-            rewards=lambda _: rewards,
+            rewards_of=lambda _: rewards,
         )
         self.port: WorkerPort = wire if self.wired else self.worker
 

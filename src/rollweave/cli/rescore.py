@@ -24,13 +24,13 @@ from rollweave.record.store import (
     unscored_attempts,
 )
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.comparisons import shares_again
+from rollweave.rollout.comparisons import repeat_comparisons
 from rollweave.rollout.reward_sources import finished_attempt
 from rollweave.rollout.rewards import MissingRewardsError, Rewards
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
+from rollweave.schema.work import BLAME_OF, Purpose, StopReason, Trajectory
 
 
 def rescore(name: str) -> None:
@@ -77,7 +77,7 @@ async def _rescore_all(
         async def one(entry: StoredAttempt, trajectory: Trajectory) -> None:
             async with slots:
                 try:
-                    store.rescore(await _rescored(rewards, entry, trajectory))
+                    store.rescore([await _rescored(rewards, entry, trajectory)])
                 except EpisodeStopError as error:
                     errors[str(error)] += 1
 
@@ -107,8 +107,12 @@ async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajecto
         )
     began = time.monotonic()
     finished = finished_attempt(trajectory.id, trajectory.attempt, trajectory.task, unscored)
-    shares = await shares_again(domain, finished, unscored.meetings)
-    computed = await domain.compute(finished, known={**score.rewards, **shares})
+    shares = await repeat_comparisons(domain, finished, unscored.comparisons)
+    computed = await domain.compute(
+        finished,
+        known={**score.rewards, **shares},
+        compared=entry.purpose is Purpose.TRAIN,
+    )
     return Scored(
         at=score.at,
         trajectory_id=trajectory.id,

@@ -66,9 +66,15 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     )
     rewards = tuple(reward for reward in trained.rewards if not reward.pairwise)
     # adapters are part of the exported weights
-    return trained.model_copy(
+    served = trained.model_copy(
         update={"model": model, "run": section, "lora": None, "rewards": rewards}
     )
+    # beside no other reward, the environment's has no weight
+    tasks = tuple(
+        task if served.rewards_of(task.name) else task.model_copy(update={"env_weight": 1.0})
+        for task in served.tasks
+    )
+    return served.model_copy(update={"tasks": tasks})
 
 
 class _Terminal:

@@ -10,12 +10,12 @@ member that is too old leaves its group, if enough others stay.
 from collections.abc import Sequence
 
 from rollweave.core import attempts, experience, lengths, trajectories
-from rollweave.core.policy.comparison import pairs
+from rollweave.core.policy.comparison import longest_s, pairs
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     MIN_MEMBERS,
-    Verdict,
-    group_verdict,
+    GroupDecision,
+    decide_group,
     is_barren,
     is_spent,
     trained_at,
@@ -135,22 +135,22 @@ def evaluate_group(run: Run, group: Group) -> None:
     allow.
     """
     compares = group.name in run.comparison_s
-    verdict = _verdict(run, group, final=not compares)
-    if verdict is Verdict.COMPLETE and compares:
+    decision = _decide(run, group, final=not compares)
+    if decision is GroupDecision.COMPLETE and compares:
         _end_surplus(run, group)
         _drop_expired_members(run, group)
         if group.status is GroupStatus.ACTIVE:
             compare(run, group)
-    elif verdict is not Verdict.WAIT:
-        _conclude(run, group, verdict)
+    elif decision is not GroupDecision.WAIT:
+        _conclude(run, group, decision)
 
 
-def _verdict(run: Run, group: Group, *, final: bool) -> Verdict:
+def _decide(run: Run, group: Group, *, final: bool) -> GroupDecision:
     """Decide about a group by its members' rewards, which are `final` once they are
     compared.
     """
     members = [run.state.trajectories[member] for member in group.members]
-    return group_verdict(
+    return decide_group(
         [run.state.trajectories[member].reward or 0.0 for member in group.chosen],
         pending=sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members),
         group_size=run.group_sizes[group.name],
@@ -159,12 +159,12 @@ def _verdict(run: Run, group: Group, *, final: bool) -> Verdict:
     )
 
 
-def _conclude(run: Run, group: Group, verdict: Verdict) -> None:
+def _conclude(run: Run, group: Group, decision: GroupDecision) -> None:
     """Put a complete group into the buffer, or drop one that is filtered or
     incomplete.
     """
     scored = bool(group.chosen)
-    if verdict is Verdict.COMPLETE:
+    if decision is GroupDecision.COMPLETE:
         del run.state.drawing.active[group.id]
         group.status = GroupStatus.BUFFERED
         run.state.buffer[group.id] = None
@@ -174,8 +174,8 @@ def _conclude(run: Run, group: Group, verdict: Verdict) -> None:
             make_room(run)
             drop_surplus(run)
     else:
-        drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
-    _check_yield(run, verdict, scored=scored)
+        drop(run, group, "filtered" if decision is GroupDecision.FILTERED else "incomplete_group")
+    _check_yield(run, decision, scored=scored)
 
 
 def _end_surplus(run: Run, group: Group) -> None:
@@ -202,6 +202,7 @@ def compare(run: Run, group: Group) -> None:
     """
     assert group.task is not None, "a group with scored members has a task"
     group.status, group.since = GroupStatus.COMPARING, run.now
+    group.comparison_s = _longest_comparison_s(run)
     chosen = sorted((run.state.trajectories[name] for name in group.chosen), key=_member)
     run.emit(
         CompareGroup(
@@ -211,6 +212,33 @@ def compare(run: Run, group: Group) -> None:
             pairs=pairs(len(chosen)),
         )
     )
+
+
+def _longest_comparison_s(run: Run) -> float:
+    """Return the maximum seconds until all groups are compared whose comparison has
+    begun: they may wait for the same judge.
+    """
+    active = map(run.state.groups.__getitem__, run.state.drawing.active)
+    names = [
+        group.name
+        for group in active
+        if group.status is GroupStatus.COMPARING and group.name in run.comparison_s
+    ]
+    return longest_s(
+        sum(len(pairs(run.group_sizes[name])) for name in names),
+        max(run.comparison_s[name] for name in names),
+    )
+
+
+def resume_comparison(run: Run, group: Group) -> None:
+    """Compare the members again, since the controller was lost. If their domain has no
+    pairwise judge any longer, the group ends with the rewards that it has.
+    """
+    if group.name in run.comparison_s:
+        compare(run, group)
+        return
+    group.status = GroupStatus.ACTIVE  # no comparison is under way that can be cancelled
+    _conclude(run, group, _decide(run, group, final=True))
 
 
 def on_compared(run: Run, event: GroupCompared) -> None:
@@ -228,14 +256,14 @@ def on_compared(run: Run, event: GroupCompared) -> None:
     group.chosen = [name for name in group.chosen if name in event.rewards]
     for name in group.chosen:
         run.state.trajectories[name].reward = event.rewards[name]
-    _conclude(run, group, _verdict(run, group, final=True))
+    _conclude(run, group, _decide(run, group, final=True))
 
 
 def _member(trajectory: Trajectory) -> int:
     return trajectory.member
 
 
-def _check_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
+def _check_yield(run: Run, decision: GroupDecision, *, scored: bool) -> None:
     """End a run whose groups all fail or are all filtered: it would draw groups for
     ever. Warn before filtering ends it.
     """
@@ -247,7 +275,7 @@ def _check_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
             f"{failed} groups in a row failed without one scored trajectory; last failure: "
             f"{state.last_failure}"
         )
-    filtered = state.drawing.consecutive_filtered + 1 if verdict is Verdict.FILTERED else 0
+    filtered = state.drawing.consecutive_filtered + 1 if decision is GroupDecision.FILTERED else 0
     state.drawing.consecutive_filtered = filtered
     if filtered and filtered % (10 * batch) == 0:
         run.warn(

@@ -70,7 +70,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
             groups.drop(run, group, StopReason.WORLD_LOST)
         else:
             group.tokens_lost = True  # trained: its tokens are needed only if its step is lost
-    for group in state.groups.values():
+    for group in list(state.groups.values()):  # some are dropped
         if group.status is GroupStatus.DRAWING:
             group.since = run.now
             run.emit(
@@ -79,7 +79,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
                 )
             )
         elif group.status is GroupStatus.COMPARING:
-            groups.compare(run, group)
+            groups.resume_comparison(run, group)
     training.start_process(run, "the controller was restarted")
     watchdog.check_deadlines(run)
 

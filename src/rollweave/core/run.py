@@ -131,7 +131,7 @@ class Run:
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
-        # task domains with a pairwise judge → its longest comparison, in seconds
+        # task domains with a pairwise judge → its longest request, in seconds
         self.comparison_s: dict[str, float] = {
             task.name: max(limits)
             for task in config.tasks

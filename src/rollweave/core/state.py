@@ -204,6 +204,7 @@ class Group(msgspec.Struct):
     members: list[TrajectoryId] = []
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
     decoding: Decoding = Decoding()
+    comparison_s: float = 0.0  # maximum seconds for the comparison, with those before it
     tokens_lost: bool = (
         False  # tokens of a chosen member are gone: it can never be trained on again
     )

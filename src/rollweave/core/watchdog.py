@@ -223,7 +223,7 @@ def _check_comparisons(run: Run) -> None:
         if group.status is not GroupStatus.COMPARING:
             continue
         waited = run.now - group.since
-        if waited > run.comparison_s[group.name] + GRACE_S:
+        if waited > group.comparison_s + GRACE_S:
             text = f"its members have not been compared for {waited:.0f} s; it is dropped"
             run.warn(group.id, text, count=StopReason.REWARD_HANG)
             groups.drop(run, group, StopReason.REWARD_HANG)

@@ -80,6 +80,14 @@ class Scored(TaggedStruct, frozen=True, kw_only=True):
     unscored: Unscored | None = None
 
 
+class Rescored(TaggedStruct, frozen=True, kw_only=True):
+    """Scores in place of those that attempts have: all of them, or none, if the writer
+    dies.
+    """
+
+    scores: tuple[Scored, ...]
+
+
 class _EndedTrajectory(msgspec.Struct):
     id: TrajectoryId
     attempt: int
@@ -94,7 +102,7 @@ class _EndedKey(msgspec.Struct, tag="Ended"):
     at: float
 
 
-_Key = msgspec.msgpack.Decoder(_EndedKey | Scored)
+_Key = msgspec.msgpack.Decoder(_EndedKey | Scored | Rescored)
 _Ended = msgspec.msgpack.Decoder(Ended)
 
 
@@ -164,6 +172,8 @@ def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> i
             ) from error
         if isinstance(key, Scored):
             keys.append(key)
+        elif isinstance(key, Rescored):
+            keys.extend(key.scores)
         else:
             entry = StoredAttempt(
                 trajectory_id=key.trajectory.id,
@@ -306,12 +316,12 @@ class TrajectoryStore:
         self._write(packed(record))
         entry.score = record
 
-    def rescore(self, record: Scored) -> None:
-        """Write another score of an attempt, in place of the one that it has. It need
-        not be in the index. Raises `DiskError`.
+    def rescore(self, scores: Sequence[Scored]) -> None:
+        """Write scores in place of those that attempts have, all in one record. The
+        attempts need not be in the index. Raises `DiskError`.
         """
-        self._write(packed(record))
-        self._enter([record])
+        self._write(packed(Rescored(scores=tuple(scores))))
+        self._enter(scores)
 
     def score_of(self, trajectory_id: TrajectoryId) -> Scored | None:
         """Return the score of the trajectory's newest attempt, if there is one."""

@@ -1,9 +1,10 @@
 """The comparisons of a group's members by pairwise judges, in the controller.
 
-The core says which members meet (`core/groups.compare`). Invariants: each comparison
-that is begun and not cancelled ends with one `GroupCompared`, after the new scores are
-in the store; a member without a reward keeps what it would be computed from, so that
-`rollweave rescore` can ask again.
+The core says which members are compared (`core/groups.compare`). Invariants: each
+group whose comparison is begun and not cancelled ends with one `GroupCompared`, after
+the new scores of all its members are in the store, in one record, so that a group is
+compared or not when the controller is lost; a member without a reward keeps what it
+would be computed from, so that `rollweave rescore` can ask again.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from rollweave.rollout.turns import Spans
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import CancelComparison, CompareGroup
 from rollweave.schema.events import Event, GroupCompared
-from rollweave.schema.work import BLAME_OF, Meeting, StopReason
+from rollweave.schema.work import BLAME_OF, Comparison, StopReason
 
 FORGOTTEN = "a member's conversation is not in the store"
 """Error of a comparison with a member that is not kept."""
@@ -35,7 +36,7 @@ class SpawnTask(Protocol):
         """Start the task."""
 
 
-class Met:
+class JudgeComparisons:
     """The comparisons of one judge: the points of each, in the order of `pairs`, and
     the errors of those that failed.
     """
@@ -59,13 +60,13 @@ class Met:
 
     def of(self, member: int) -> list[tuple[int, float | None]]:
         """Return the member's opponents, with its points against each."""
-        met: list[tuple[int, float | None]] = []
+        opponents: list[tuple[int, float | None]] = []
         for (one, two), points in zip(self._pairs, self.points, strict=True):
             if member == one:
-                met.append((two, points))
+                opponents.append((two, points))
             elif member == two:
-                met.append((one, None if points is None else 1.0 - points))
-        return met
+                opponents.append((one, None if points is None else 1.0 - points))
+        return opponents
 
 
 async def _points(judge: PairwiseJudge, one: Finished | None, two: Finished | None) -> float:
@@ -103,36 +104,45 @@ class Comparisons:
             task.cancel()
 
     async def _run(self, command: CompareGroup) -> None:
+        try:
+            await self._compare(command)
+        finally:
+            self._spans.episode_over(command.group_id)
+
+    async def _compare(self, command: CompareGroup) -> None:
         rewards = self._rewards_of(command.task.tag)
         assert rewards is not None, "the core compares groups of domains with pairwise judges"
         scores = {name: self._store.score_of(name) for name in command.rewards}
         members = [_finished(command, score) for score in scores.values()]
         began = self._clock()
-        met = {name: Met(command.pairs) for name in rewards.judges}
+        asked = {name: JudgeComparisons(command.pairs) for name in rewards.judges}
         await asyncio.gather(
             *(
-                self._one(name, judge, met[name], members, command.group_id)
+                self._one(name, judge, asked[name], members, command.group_id)
                 for name, judge in rewards.judges.items()
+                if any(members)
             )
         )
         self._tasks.pop(command.group_id, None)
-        self._spans.episode_over(command.group_id)
+        compared: list[Scored] = []
         known: dict[TrajectoryId, float] = {}
         errors: dict[str, None] = {}
         for number, (name, score) in enumerate(scores.items()):
-            if score is None or score.unscored is None:
-                if score is not None and score.reward is not None:
-                    known[name] = score.reward  # a controller that is lost has compared it
+            if score is None:
                 continue
-            compared = _score(score, number, met, members, rewards)
-            compared = msgspec.structs.replace(
-                compared, at=self._clock(), eval_s=score.eval_s + self._clock() - began
-            )
-            self._store.rescore(compared)
-            if compared.reward is not None:
-                known[name] = compared.reward
+            if _is_open(score):
+                score = msgspec.structs.replace(
+                    _score(score, number, asked, members, rewards),
+                    at=self._clock(),
+                    eval_s=score.eval_s + self._clock() - began,
+                )
+                compared.append(score)
+            if score.reward is not None:
+                known[name] = score.reward
             else:
-                errors[compared.error] = None
+                errors[score.error] = None
+        if compared:
+            self._store.rescore(compared)
         self._post(
             GroupCompared(
                 group_id=command.group_id,
@@ -145,19 +155,22 @@ class Comparisons:
         self,
         name: str,
         judge: PairwiseJudge,
-        met: Met,
+        asked: JudgeComparisons,
         members: Sequence[Finished | None],
         lane: GroupId,
     ) -> None:
         began = self._clock()
-        try:
-            await met.ask(judge, members)
-        finally:
-            self._spans.episode_span(lane, f"reward {name}", began, self._clock())
+        await asked.ask(judge, members)  # once it is cancelled, its lane is released
+        self._spans.episode_span(lane, f"reward {name}", began, self._clock())
+
+
+def _is_open(score: Scored) -> bool:
+    """Return False for a member that a controller, now lost, has compared."""
+    return score.reward is not None and score.unscored is not None
 
 
 def _finished(command: CompareGroup, score: Scored | None) -> Finished | None:
-    if score is None or score.unscored is None:
+    if score is None or score.unscored is None or not _is_open(score):
         return None
     return finished_attempt(score.trajectory_id, score.attempt, command.task, score.unscored)
 
@@ -165,13 +178,13 @@ def _finished(command: CompareGroup, score: Scored | None) -> Finished | None:
 def _score(
     score: Scored,
     number: int,
-    met: Mapping[str, Met],
+    asked: Mapping[str, JudgeComparisons],
     members: Sequence[Finished | None],
     rewards: DomainRewards,
 ) -> Scored:
     """Return the score of member `number` after the comparisons."""
     components, failed = dict(score.rewards), []
-    for name, one in met.items():
+    for name, one in asked.items():
         share = share_of_wins(points for _, points in one.of(number))
         if share is None:
             failed.append(name)
@@ -179,7 +192,7 @@ def _score(
             components[name] = share
     unscored = score.unscored
     assert unscored is not None, "it has what the missing rewards are computed from"
-    reason, errors = StopReason.REWARD_UNAVAILABLE, [str(met[name].errors[0]) for name in failed]
+    reason, errors = StopReason.REWARD_UNAVAILABLE, [str(asked[name].errors[0]) for name in failed]
     if not failed:
         try:
             computed = rewards.weighted(components)
@@ -189,8 +202,8 @@ def _score(
             return msgspec.structs.replace(
                 score, reward=computed.reward, rewards=components, unscored=None
             )
-    meetings = tuple(
-        Meeting(
+    comparisons = tuple(
+        Comparison(
             reward=name,
             opponent=opponent.trajectory_id,
             attempt=opponent.attempt,
@@ -198,7 +211,7 @@ def _score(
             points=points,
         )
         for name in failed
-        for other, points in met[name].of(number)
+        for other, points in asked[name].of(number)
         if (opponent := members[other]) is not None
     )
     return msgspec.structs.replace(
@@ -209,29 +222,29 @@ def _score(
         blame=BLAME_OF[reason],
         error="; ".join(errors),
         rewards=components,
-        unscored=msgspec.structs.replace(unscored, missing=tuple(failed), meetings=meetings),
+        unscored=msgspec.structs.replace(unscored, missing=tuple(failed), comparisons=comparisons),
     )
 
 
-async def shares_again(
-    domain: DomainRewards, finished: Finished, meetings: Sequence[Meeting]
+async def repeat_comparisons(
+    domain: DomainRewards, finished: Finished, comparisons: Sequence[Comparison]
 ) -> dict[str, float]:
     """Ask again for the comparisons of an attempt that failed, and return its shares of
     wins by the judges.
 
     Raises MissingRewardsError.
     """
-    asked: dict[str, list[Meeting]] = {}
-    for meeting in meetings:
-        asked.setdefault(meeting.reward, []).append(meeting)
+    by_judge: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        by_judge.setdefault(comparison.reward, []).append(comparison)
     shares: dict[str, float] = {}
-    for name, met in asked.items():
+    for name, repeated in by_judge.items():
         judge = domain.judges.get(name)
         if judge is None:
             text = f"the run has no pairwise judge {name} any longer"
             raise MissingRewardsError(StopReason.REWARD_ERROR, text, known={}, missing=(name,))
         results = await asyncio.gather(
-            *(_meet(judge, finished, meeting) for meeting in met), return_exceptions=True
+            *(_repeat(judge, finished, one) for one in repeated), return_exceptions=True
         )
         errors = [result for result in results if isinstance(result, BaseException)]
         share = share_of_wins(result if isinstance(result, float) else None for result in results)
@@ -241,13 +254,13 @@ async def shares_again(
     return shares
 
 
-async def _meet(judge: PairwiseJudge, finished: Finished, meeting: Meeting) -> float:
-    if meeting.points is not None:
-        return meeting.points
+async def _repeat(judge: PairwiseJudge, finished: Finished, comparison: Comparison) -> float:
+    if comparison.points is not None:
+        return comparison.points
     opponent = msgspec.structs.replace(
         finished,
-        trajectory_id=meeting.opponent,
-        attempt=meeting.attempt,
-        conversation=meeting.conversation,
+        trajectory_id=comparison.opponent,
+        attempt=comparison.attempt,
+        conversation=comparison.conversation,
     )
     return await judge.compare(finished, opponent)

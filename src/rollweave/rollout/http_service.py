@@ -1,7 +1,9 @@
 """Calls of a service behind HTTP that attempts depend on: the teacher, the URL of a
 reward, or a judge.
 
-Invariants: a call ends within `timeout_s`, with its retries; a request and an answer
+Invariants: a call ends within `timeout_s`, with its retries, once it is one of the
+`SERVICE_CALLS` under way, so that its wait for the others is no failure of the service;
+`wait` counts all of them; a request and an answer
 have limits of size; what cannot be read is asked for again and then an error, never a
 value. A request may be sent again after a connection broke, so the service must answer
 a repeated one like the first.
@@ -24,14 +26,9 @@ from rollweave.engine.clients.transport import (
 )
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.packing import as_json
-from rollweave.schema.rollouts import ServiceWait
+from rollweave.schema.rollouts import SERVICE_CALLS, ServiceWait
 
 T = TypeVar("T")
-
-CONNECTIONS = 64
-"""Maximum number of requests of one process that are under way; others wait for
-them.
-"""
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 8.0
 """Seconds before the first retry, doubled each time, up to the maximum. Each pause is
@@ -97,6 +94,7 @@ class HttpService:
         self._callers = callers
         self._name, self._url, self._answer, self._token = name, url, answer, token
         self._timeout_s, self._clock, self._payload_bytes = timeout_s, clock, payload_bytes
+        self._slots = asyncio.Semaphore(SERVICE_CALLS)
         self._session: aiohttp.ClientSession | None = None
         self._since: dict[object, float] = {}
         self._trouble = ""
@@ -121,33 +119,37 @@ class HttpService:
         Raises ServiceError.
         """
         with self._waiting():
-            pause_s, unreadable = FIRST_RETRY_S, 0
-            trouble = ""
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    while True:
-                        after_s: float | None = None
-                        try:
-                            return await ask()
-                        except RetryableError as error:
-                            trouble, after_s = str(error), error.after_s
-                        except ResponseError as error:
-                            unreadable += 1
-                            if isinstance(error, RefusedError) or unreadable == MAX_UNREADABLE:
-                                raise
-                            trouble = str(error)
-                        self._trouble = trouble
-                        asked_s = min(after_s or 0.0, MAX_RETRY_S)
-                        await asyncio.sleep(max(asked_s, pause_s * random.uniform(*JITTER)))
-                        pause_s = min(2 * pause_s, MAX_RETRY_S)
-            except TimeoutError:
-                reason = f": {trouble}" if trouble else ""
-                raise ServiceError(
-                    f"{self._name} {self._url} gave no {self._answer} within "
-                    f"{self._timeout_s:g} s{reason}"
-                ) from None
-            except ResponseError as error:
-                raise ServiceError(f"{self._name} {self._url}: {error}") from error
+            async with self._slots:  # each call before this one ends within its timeout
+                return await self._call(ask)
+
+    async def _call(self, ask: Callable[[], Awaitable[T]]) -> T:
+        pause_s, unreadable = FIRST_RETRY_S, 0
+        trouble = ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    after_s: float | None = None
+                    try:
+                        return await ask()
+                    except RetryableError as error:
+                        trouble, after_s = str(error), error.after_s
+                    except ResponseError as error:
+                        unreadable += 1
+                        if isinstance(error, RefusedError) or unreadable == MAX_UNREADABLE:
+                            raise
+                        trouble = str(error)
+                    self._trouble = trouble
+                    asked_s = min(after_s or 0.0, MAX_RETRY_S)
+                    await asyncio.sleep(max(asked_s, pause_s * random.uniform(*JITTER)))
+                    pause_s = min(2 * pause_s, MAX_RETRY_S)
+        except TimeoutError:
+            reason = f": {trouble}" if trouble else ""
+            raise ServiceError(
+                f"{self._name} {self._url} gave no {self._answer} within "
+                f"{self._timeout_s:g} s{reason}"
+            ) from None
+        except ResponseError as error:
+            raise ServiceError(f"{self._name} {self._url}: {error}") from error
 
     async def exchange(
         self,
@@ -209,7 +211,7 @@ class HttpService:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+                connector=aiohttp.TCPConnector(limit=SERVICE_CALLS),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
             )

@@ -77,8 +77,8 @@ class PairwiseJudge:
 
     async def _ask(self, a: Finished, b: Finished) -> float:
         """Return the points of the attempt that is shown as A."""
-        meeting = "/".join(f"{one.trajectory_id}/{one.attempt}" for one in (a, b))
-        key = f"{self._run_id}/{meeting}/{self._name}"
+        pair = "/".join(f"{one.trajectory_id}/{one.attempt}" for one in (a, b))
+        key = f"{self._run_id}/{pair}/{self._name}"
         shown = {
             name: [openai_message(message) for message in one.conversation]
             for name, one in (("A", a), ("B", b))

@@ -70,14 +70,18 @@ class DomainRewards:
         finished: Finished,
         *,
         known: Mapping[str, float] | None = None,
+        compared: bool = False,
         record: Record | None = None,
     ) -> Computed:
         """Return the reward; what is `known` of its components is not computed again.
-        `record` receives a span for each that is computed.
+        If the attempt is `compared`, those of the judges must be among them; otherwise
+        the sum is without them. `record` receives a span for each that is computed.
 
         Raises MissingRewardsError.
         """
         components = {ENV_REWARD: finished.reward, **(known or {})}
+        if compared:
+            self._check_compared(components)
         asked = [name for name in self._sources if name not in components]
         results = await asyncio.gather(
             *(self._one(name, finished, record) for name in asked), return_exceptions=True
@@ -91,7 +95,7 @@ class DomainRewards:
             else:
                 components[name] = result
         if not failed:
-            return self.weighted(components)
+            return self._weighted(components)
         reasons = [error.reason for error in failed.values()]
         unavailable = StopReason.REWARD_UNAVAILABLE in reasons
         raise MissingRewardsError(
@@ -110,9 +114,22 @@ class DomainRewards:
                 record(f"reward {name}", started, self._clock())
 
     def weighted(self, components: dict[str, float]) -> Computed:
-        """Return the weighted sum of these components. Raises MissingRewardsError for a
-        sum that is too large.
+        """Return the weighted sum of the components of an attempt that was compared.
+        Raises MissingRewardsError for a judge without one, or a sum that is too large.
         """
+        self._check_compared(components)
+        return self._weighted(components)
+
+    def _check_compared(self, components: dict[str, float]) -> None:
+        if missing := tuple(name for name in self.judges if name not in components):
+            raise MissingRewardsError(
+                StopReason.REWARD_UNAVAILABLE,
+                f"reward {', '.join(missing)}: the attempt was never compared with its group",
+                known=components,
+                missing=missing,
+            )
+
+    def _weighted(self, components: dict[str, float]) -> Computed:
         weights = self._weights
         known = [name for name in weights if name in components]
         reward = math.fsum(weights[name] * components[name] for name in known)

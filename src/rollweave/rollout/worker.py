@@ -182,7 +182,7 @@ class RolloutWorker:
     """Runs attempts. `make_episode` builds the driver of each attempt, and `report`
     receives every report. `draw` draws a task; None if this worker is sent no
     `DrawTask`. `teacher` returns what asks the teacher of an attempt, or None if it has
-    none, and `rewards` what computes its rewards beside the environment's.
+    none, and `rewards_of` the rewards of a task domain beside the environment's.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class RolloutWorker:
         waiting_limit: int,
         draw: Callable[[DrawTask], None] | None = None,
         teacher: Callable[[StartInit], Teach | None] = lambda _: None,
-        rewards: Callable[[StartInit], DomainRewards | None] = lambda _: None,
+        rewards_of: Callable[[str], DomainRewards | None] = lambda _: None,
     ) -> None:
         """Create a worker without attempts.
 
@@ -204,7 +204,7 @@ class RolloutWorker:
         """
         self._make_episode, self._report, self._spawn = make_episode, report, spawn
         self._clock, self._waiting_limit, self._draw = clock, waiting_limit, draw
-        self._teacher, self._rewards = teacher, rewards
+        self._teacher, self._rewards_of = teacher, rewards_of
         self._attempts: dict[Key, _Attempt] = {}
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
@@ -401,7 +401,7 @@ class RolloutWorker:
         attempt = evaluation.attempt
         command, episode = attempt.command, attempt.episode
         score = await episode.score()
-        rewards, started = self._rewards(command), self._clock()
+        rewards, started = self._rewards_of(command.task.tag), self._clock()
         if rewards is None:
             return score
         finished = Finished(
@@ -413,20 +413,21 @@ class RolloutWorker:
             success=score.success,
             stop_reason=episode.stop_reason,
         )
+        judges = tuple(rewards.judges) if command.purpose is Purpose.TRAIN else ()
         episode.on_delay()
         delays = asyncio.create_task(_report_delays(episode), name="report delays")
         try:
             computed = await rewards.compute(finished, record=attempt.turns.record_span)
         except MissingRewardsError as error:
             evaluation.components = error.known
-            evaluation.unscored = _unscored(finished, error.missing)
+            evaluation.unscored = _unscored(finished, (*error.missing, *judges))
             raise
         finally:
             delays.cancel()
             evaluation.waited_s = self._clock() - started
         evaluation.components = computed.components
-        if rewards.judges and command.purpose is Purpose.TRAIN:
-            evaluation.unscored = _unscored(finished, tuple(rewards.judges))
+        if judges:
+            evaluation.unscored = _unscored(finished, judges)
         return Score(reward=computed.reward, success=score.success)
 
     def _scored(

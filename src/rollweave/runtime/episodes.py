@@ -93,12 +93,6 @@ class Episodes:
         taught = command.purpose is Purpose.TRAIN and command.task.tag in self._taught
         return self._teacher.teach if taught and self._teacher is not None else None
 
-    def rewards(self, command: StartInit) -> DomainRewards | None:
-        """Return what computes the rewards of the attempt beside its environment's;
-        None if its domain has none.
-        """
-        return self.rewards_of(command.task.tag)
-
     def rewards_of(self, domain: str) -> DomainRewards | None:
         """Return the rewards of a task domain beside its environment's, if any."""
         return self._rewards.of(domain)

@@ -359,7 +359,6 @@ class _Start:
             make_worker=processes.worker,
             image_waits=episodes.image_waits,
             teacher=episodes.teacher,
-            rewards=episodes.rewards,
             rewards_of=episodes.rewards_of,
             service_waits=episodes.service_waits,
             turn_log=self._turn_log,

@@ -61,10 +61,6 @@ class Wiring:
     """Returns the images that the attempts in this process wait for."""
     teacher: Callable[[StartInit], Teach | None] = lambda _: None
     """Returns what asks the teacher of an attempt in this process, if it has one."""
-    rewards: Callable[[StartInit], DomainRewards | None] = lambda _: None
-    """Returns what computes the rewards of an attempt beside its environment's, if its
-    domain has any.
-    """
     rewards_of: Callable[[str], DomainRewards | None] = lambda _: None
     """Returns the rewards of a task domain beside its environment's, if it has any."""
     service_waits: Callable[[], tuple[ServiceWait, ...]] = tuple
@@ -143,7 +139,7 @@ class RolloutRuntime:
             clock=clock,
             waiting_limit=limit,
             teacher=wiring.teacher,
-            rewards=wiring.rewards,
+            rewards_of=wiring.rewards_of,
         )
         self._timer = Timer(clock, self.pump.post)
         self.error: str | None = None

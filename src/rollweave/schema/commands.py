@@ -123,8 +123,9 @@ class CompareGroup(TaggedStruct, frozen=True, kw_only=True):
     """Compare members of a group by the pairwise judges of its task domain. →
     GroupCompared
 
-    `rewards` has the members with their other rewards, and `pairs` the positions of
-    those that meet.
+    `rewards` has the members with their other rewards, which the simulated world takes
+    for the final ones; the live world reads its store. `pairs` has the positions of
+    those that are compared.
     """
 
     group_id: GroupId

@@ -98,6 +98,12 @@ class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
     now: float
 
 
+SERVICE_CALLS = 64
+"""Maximum number of calls of one service by one process that are under way; others
+wait, in the order in which they began.
+"""
+
+
 class ServiceWait(Struct, frozen=True, kw_only=True):
     """Attempts wait for a service behind HTTP, such as the teacher, since `since`, on
     the worker's clock.

@@ -339,7 +339,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
             )
 
 
-class Meeting(Struct, frozen=True, kw_only=True):
+class Comparison(Struct, frozen=True, kw_only=True):
     """A comparison of an attempt with another member of its group, by the pairwise
     judge `reward`. `points` are the attempt's, from 0 to 1; None if it failed.
     """
@@ -356,7 +356,7 @@ class Unscored(Struct, frozen=True, kw_only=True):
     computed from.
 
     `missing` names them. `reward` is that of the environment, and `stop_reason` says
-    why the rollout ended. `meetings` are those of the pairwise judges that failed.
+    why the rollout ended. `comparisons` are those by the pairwise judges that failed.
     """
 
     missing: tuple[str, ...]
@@ -364,7 +364,7 @@ class Unscored(Struct, frozen=True, kw_only=True):
     reward: float
     success: bool | None
     stop_reason: StopReason
-    meetings: tuple[Meeting, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
 
 class ScoredGroup(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 
 from rollweave.core.policy.dapo import Account, Dapo, DapoRule
-from rollweave.core.policy.redundancy import Verdict
+from rollweave.core.policy.redundancy import GroupDecision
 from rollweave.io.loop_thread import LoopThread
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
@@ -202,10 +202,10 @@ class DapoBatches:
         if self._rollouts.pop(number, None) is None:
             return  # it was stopped at the moment at which it was done
         scored = tuple(result for result in results if result.reward is not None)
-        verdict = self._dapo.end_group(
+        decision = self._dapo.end_group(
             number, [result.reward for result in scored if result.reward is not None]
         )
-        if verdict is Verdict.COMPLETE:
+        if decision is GroupDecision.COMPLETE:
             self._groups[number] = DapoGroup(request=request, version=version, trajectories=scored)
         hopeless = self._dapo.hopeless()
         if hopeless:

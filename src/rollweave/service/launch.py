@@ -287,7 +287,7 @@ class _Launch:
             make_engine=make_engine,
             make_episode=episodes.make,
             make_worker=processes.worker,
-            rewards=episodes.rewards,
+            rewards_of=episodes.rewards_of,
             service_waits=episodes.service_waits,
             turn_log=self._turn_log,
         )

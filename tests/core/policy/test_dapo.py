@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.policy.dapo import Dapo, DapoRule
-from rollweave.core.policy.redundancy import Verdict
+from rollweave.core.policy.redundancy import GroupDecision
 from tests.support.accounts import balances
 from tests.support.properties import examples
 
@@ -176,7 +176,7 @@ def one_batch(rule: DapoRule) -> Dapo:
     for _ in range(dapo.room()):
         dapo.start_group()
     for group in range(rule.groups):
-        assert dapo.end_group(group, [0.0, 1.0]) is Verdict.COMPLETE
+        assert dapo.end_group(group, [0.0, 1.0]) is GroupDecision.COMPLETE
     assert dapo.take() == list(range(rule.groups))
     return dapo
 
@@ -184,7 +184,7 @@ def one_batch(rule: DapoRule) -> Dapo:
 def test_on_policy_a_full_batch_cancels_groups_in_flight() -> None:
     dapo = one_batch(DapoRule(groups=2, group_size=2, under_way=5, staleness=0))
     assert (dapo.overdue(), dapo.room()) == ([2, 3, 4], 0)
-    assert dapo.end_group(2, [0.0, 1.0]) is Verdict.INCOMPLETE  # it was too late
+    assert dapo.end_group(2, [0.0, 1.0]) is GroupDecision.INCOMPLETE  # it was too late
     assert (dapo.account.cancelled, dapo.account.failed, dapo.account.carried) == (3, 0, 0)
     dapo.request_batch(1)
     assert dapo.room() == 5

@@ -1,4 +1,4 @@
-"""Capacity, spare groups and verdicts on groups, each against its rule in plain
+"""Capacity, spare groups and decisions about groups, each against its rule in plain
 Python.
 """
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.policy.redundancy import (
-    Verdict,
+    GroupDecision,
     capacity,
-    group_verdict,
+    decide_group,
     pool_room,
     trained_at,
 )
@@ -110,21 +110,21 @@ def test_the_pool_is_filled_while_buffer_and_steps_have_room(**given: int) -> No
 @pytest.mark.parametrize(
     ("rewards", "pending", "dynamic", "expected"),
     [
-        ([], 4, False, Verdict.WAIT),
-        ([1.0, 0.0, 1.0], 1, False, Verdict.WAIT),
-        ([1.0, 0.0, 1.0, 0.0], 3, False, Verdict.COMPLETE),
-        ([1.0, 0.0], 0, False, Verdict.COMPLETE),
-        ([1.0], 0, False, Verdict.INCOMPLETE),
-        ([], 0, True, Verdict.INCOMPLETE),
-        ([1.0] * 4, 0, True, Verdict.FILTERED),
-        ([1.0] * 4, 0, False, Verdict.COMPLETE),
-        ([1.0, 1.0, 1.0, 0.9], 0, True, Verdict.COMPLETE),
+        ([], 4, False, GroupDecision.WAIT),
+        ([1.0, 0.0, 1.0], 1, False, GroupDecision.WAIT),
+        ([1.0, 0.0, 1.0, 0.0], 3, False, GroupDecision.COMPLETE),
+        ([1.0, 0.0], 0, False, GroupDecision.COMPLETE),
+        ([1.0], 0, False, GroupDecision.INCOMPLETE),
+        ([], 0, True, GroupDecision.INCOMPLETE),
+        ([1.0] * 4, 0, True, GroupDecision.FILTERED),
+        ([1.0] * 4, 0, False, GroupDecision.COMPLETE),
+        ([1.0, 1.0, 1.0, 0.9], 0, True, GroupDecision.COMPLETE),
     ],
 )
-def test_group_verdict(
-    rewards: list[float], pending: int, dynamic: bool, expected: Verdict
+def test_decide_group(
+    rewards: list[float], pending: int, dynamic: bool, expected: GroupDecision
 ) -> None:
-    verdict = group_verdict(
+    decision = decide_group(
         rewards, pending=pending, group_size=4, min_members=2, dynamic_sampling=dynamic
     )
-    assert verdict is expected
+    assert decision is expected

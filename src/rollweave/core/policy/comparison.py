@@ -1,13 +1,16 @@
-"""Decide which members of a group a pairwise judge compares, and what its verdicts are
-worth.
+"""Decide which members of a group a pairwise judge compares, what its verdicts are
+worth, and how long it may take.
 """
 
 from collections.abc import Iterable
 
+from rollweave.schema.rollouts import SERVICE_CALLS
+
 OPPONENTS = 6
 """Maximum number of members with which one member is compared; even. Up to 7 members
-all meet each other; in larger groups each meets exactly 6, so that the requests to the
-judge grow with the number of members, not with its square.
+are all compared with each other; in larger groups each is compared with exactly 6
+others, so that the requests to the judge grow with the number of members, not with its
+square.
 """
 
 COUNTED = 0.5
@@ -17,7 +20,7 @@ reward.
 
 
 def pairs(count: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of `count` members that meet: all of them, or each member and
+    """Return the pairs of `count` members to compare: all of them, or each member and
     the `OPPONENTS // 2` that follow it on a ring.
     """
     if count <= OPPONENTS + 1:
@@ -25,6 +28,13 @@ def pairs(count: int) -> tuple[tuple[int, int], ...]:
     return tuple(
         (one, (one + step) % count) for one in range(count) for step in range(1, OPPONENTS // 2 + 1)
     )
+
+
+def longest_s(comparisons: int, timeout_s: float) -> float:
+    """Return the maximum seconds that a judge takes for so many comparisons, each asked
+    twice, of which a request that is under way takes at most `timeout_s`.
+    """
+    return timeout_s * -(-2 * comparisons // SERVICE_CALLS)
 
 
 def points(first: float, second: float) -> float:
@@ -35,11 +45,11 @@ def points(first: float, second: float) -> float:
     return (first + second) / 2
 
 
-def share_of_wins(meetings: Iterable[float | None]) -> float | None:
+def share_of_wins(comparisons: Iterable[float | None]) -> float | None:
     """Return a member's mean points; None if more than half of its comparisons failed.
     A comparison that failed counts for neither of its members.
     """
-    asked = list(meetings)
+    asked = list(comparisons)
     known = [one for one in asked if one is not None]
     if not known or len(known) < COUNTED * len(asked):
         return None

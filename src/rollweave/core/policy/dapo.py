@@ -17,7 +17,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollweave.core.policy.redundancy import Verdict, capacity, group_verdict, is_barren, is_spent
+from rollweave.core.policy.redundancy import (
+    GroupDecision,
+    capacity,
+    decide_group,
+    is_barren,
+    is_spent,
+)
 from rollweave.core.policy.staleness import acceptable
 from rollweave.schema.base import Struct
 
@@ -175,7 +181,7 @@ class Dapo:
         self._carry(1)
         return group
 
-    def end_group(self, group: int, rewards: Sequence[float]) -> Verdict:
+    def end_group(self, group: int, rewards: Sequence[float]) -> GroupDecision:
         """Record that a group is complete, with the rewards of those members that have
         one.
 
@@ -183,23 +189,25 @@ class Dapo:
         """
         start_version = self.under_way.pop(group, None)
         if start_version is None:
-            return Verdict.INCOMPLETE
-        verdict = group_verdict(
+            return GroupDecision.INCOMPLETE
+        decision = decide_group(
             rewards,
             pending=0,
             group_size=self.rule.group_size,
             min_members=self.rule.min_members,
             dynamic_sampling=True,
         )
-        if verdict is Verdict.COMPLETE:
+        if decision is GroupDecision.COMPLETE:
             self.ready[group] = start_version
         else:
-            self.account.filtered += verdict is Verdict.FILTERED
-            self.account.failed += verdict is Verdict.INCOMPLETE
+            self.account.filtered += decision is GroupDecision.FILTERED
+            self.account.failed += decision is GroupDecision.INCOMPLETE
             self._carry(-1)
         self._failed_in_a_row = 0 if rewards else self._failed_in_a_row + 1
-        self._filtered_in_a_row = self._filtered_in_a_row + 1 if verdict is Verdict.FILTERED else 0
-        return verdict
+        self._filtered_in_a_row = (
+            self._filtered_in_a_row + 1 if decision is GroupDecision.FILTERED else 0
+        )
+        return decision
 
     def abandon(self) -> list[int]:
         """End: stop carrying groups. Return the groups to stop."""

@@ -103,21 +103,21 @@ def pool_room(
     return max(0, min(wanted, free, left))
 
 
-class Verdict(enum.Enum):
+class GroupDecision(enum.Enum):
     WAIT = "wait"
     COMPLETE = "complete"
     FILTERED = "filtered"
     INCOMPLETE = "incomplete"
 
 
-def group_verdict(
+def decide_group(
     rewards: Sequence[float],
     *,
     pending: int,
     group_size: int,
     min_members: int,
     dynamic_sampling: bool,
-) -> Verdict:
+) -> GroupDecision:
     """Decide about a group that has `rewards` so far and `pending` members that may
     still score.
 
@@ -126,9 +126,9 @@ def group_verdict(
     whose rewards are all equal is filtered out and replaced (DAPO).
     """
     if len(rewards) < group_size and pending > 0:
-        return Verdict.WAIT
+        return GroupDecision.WAIT
     if len(rewards) < min(min_members, group_size):
-        return Verdict.INCOMPLETE
+        return GroupDecision.INCOMPLETE
     if dynamic_sampling and max(rewards) - min(rewards) <= EQUAL_REWARDS:
-        return Verdict.FILTERED
-    return Verdict.COMPLETE
+        return GroupDecision.FILTERED
+    return GroupDecision.COMPLETE

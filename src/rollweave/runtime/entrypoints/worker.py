@@ -83,7 +83,7 @@ async def serve(parent: Parent, spec: WorkerSpec) -> None:
                     waiting_limit=spec.waiting_limit,
                     draw=TaskDrawer(source.draw, tasks=tasks, post=report).draw,
                     teacher=episodes.teacher,
-                    rewards=episodes.rewards,
+                    rewards_of=episodes.rewards_of,
                 )
                 parent.listen(on_frame)
                 report(WorkerReady(now=clock.now()))
