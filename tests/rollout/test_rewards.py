@@ -449,10 +449,10 @@ async def test_a_reward_that_fails_before_the_comparison_leaves_both_missing(
     await harness.play()
     harness.eval()
     await harness.until(RewardFailed)
-    score = store.score_of(TrajectoryId(TRAJECTORY))
-    assert score is not None
-    assert score.unscored is not None
-    assert score.unscored.missing == ("b", "duel")
+    (entry,) = TrajectoryReader(store._directory).entries
+    assert entry.score is not None
+    assert entry.score.unscored is not None
+    assert entry.score.unscored.missing == ("b", "duel")
     server.answer = lambda _: {"reward": 2}
     server.requests.clear()
     with pytest.raises(MissingRewardsError, match="duel: the attempt was never compared"):
