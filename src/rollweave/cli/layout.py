@@ -109,9 +109,14 @@ def _parts(layout: Layout) -> Table:
                         escape(_named(alike)),
                         "GPU" if on_device else "host",
                         human_bytes(sum(part.nbytes for part in parts if not part.at_restart)),
-                        _Items([f"{part.what} {human_bytes(part.nbytes)}" for part in parts]),
+                        _Items([_item(part) for part in parts]),
                     )
     return table
+
+
+def _item(part: Part) -> str:
+    beside = " (beside engines, not in this sum)" if part.at_restart else ""
+    return f"{part.what} {human_bytes(part.nbytes)}{beside}"
 
 
 class _Items:

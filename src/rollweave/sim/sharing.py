@@ -1,4 +1,4 @@
-"""The time that processes lose which share the cores of one machine.
+"""The slowdown of processes that share the cores of one machine.
 
 A process computes a share of its time, independently of the others, on one core. While
 more compute than there are cores, each has an equal part of them.

@@ -81,7 +81,9 @@ class Process(Struct, frozen=True, kw_only=True):
 
     @property
     def device_bytes(self) -> int:
-        """The memory that it needs on each of its GPUs; a restart needs no more."""
+        """The memory that it needs on each of its GPUs in its own turn. What only a
+        restart needs counts in the turn of the engines.
+        """
         parts = [
             part.nbytes
             for part in self.parts
