@@ -46,15 +46,16 @@ def teach(
     *,
     hardware: dict[str, Prices] = HARDWARE,
     where: dict[str, tuple[str, ...]] | None = None,
+    turns: int = 40,
 ) -> None:
-    """Let 40 turns of each domain finish in each of its pools, and plan."""
+    """Let `turns` turns of each domain finish in each of its pools, and plan."""
     random_, state = random.Random(1), run.state.affinity
     for name, work in works.items():
         for pool in (where or {}).get(name, tuple(hardware)):
             prices, profile = hardware[pool], state.profiles.setdefault(name, DomainProfile())
             times = run.state.turn_times.setdefault(pool, {}).setdefault(1, TurnTimes())
             worked = state.worked.setdefault(pool, {}).setdefault(1, Worked())
-            for _ in range(40):
+            for _ in range(turns):
                 batch, context = random_.uniform(2, 8), random_.uniform(1000, 9000)
                 output = max(1, round(work["output"] * random_.uniform(0.5, 1.5)))
                 prompts = round(work["prompt"] * batch)
@@ -108,10 +109,24 @@ def test_a_wrong_declaration_is_tried_then_corrected() -> None:
     teach(run, works, where={"a": ("bandwidth",), "b": ("compute",)})
     state = run.state.affinity
     assert not state.shares, "nothing was seen there yet"
-    assert state.trial["a"] == pytest.approx({"bandwidth": 31 / 32, "compute": 1 / 32})
+    assert 1 / 8 < state.trial["a"]["compute"] <= 8 / 40
     teach(run, works)
     assert not state.trial
     assert affinity.shares_now(run)["a"]["compute"] > 0.9
+
+
+@pytest.mark.parametrize("turns", [16, 40, 1000])
+def test_one_step_with_a_trial_makes_the_pool_known(turns: int) -> None:
+    """Attempts have one turn each, and steps are as large as the last ones."""
+    world = ready(learned(pools=("bandwidth", "compute", None)))
+    run, state = world.core._run, world.core.state
+    where = {"a": ("bandwidth",), "b": ("compute",)}
+    teach(run, {"a": READS, "b": WRITES}, where=where, turns=turns)
+    one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
+    pools = [affinity.pool_of_attempt(run, one) for _ in range(turns)]
+    tried = pools.count("compute")
+    assert tried >= affinity.KNOWN_TURNS
+    assert tried <= max(turns / 32, 2 * affinity.KNOWN_TURNS) + 1
 
 
 def test_a_pinned_domain_stays_and_others_make_room() -> None:

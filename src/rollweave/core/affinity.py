@@ -28,8 +28,8 @@ are under way stay, and estimates are uncertain by a few percent.
 """
 
 TRIAL = 1 / 32
-"""Share of the domains' attempts that try better pools for one step if the gain is less
-certain. Their turns show what is uncertain.
+"""Minimum share of the domains' attempts that try better pools for one step if the gain
+is less certain. Their turns show what is uncertain.
 """
 
 KNOWN_TURNS = 4
@@ -137,16 +137,26 @@ def _move(run: Run, costs: Mapping[str, Mapping[str, Cost]]) -> None:
             affinity.shares[domain] = shares
             run.state.counters.scheduling.moved_domains += 1
         elif now[domain]:  # otherwise it has turns in all pools
-            affinity.trial[domain] = _with_trial(now[domain], shares)
+            turns = affinity.profiles[domain].turns
+            affinity.trial[domain] = _with_trial(now[domain], shares, turns)
         affinity.given[domain] = {}
 
 
-def _with_trial(now: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of now, with a trial of the pools that are to have more."""
+def _with_trial(
+    now: Mapping[str, float], wanted: Mapping[str, float], turns: float
+) -> dict[str, float]:
+    """Return the shares of now, with a trial of the pools that are to have more.
+
+    `turns` are the domain's, of which half are forgotten with each step: at most twice
+    those of a step. Each trial has the share that makes its pool known in one step, if
+    that leaves as much where the domain is.
+    """
     tried = [pool for pool, share in wanted.items() if share > now.get(pool, 0.0)]
-    kept = 1 - TRIAL * len(tried)
+    needed = max(TRIAL, 2 * KNOWN_TURNS / turns)
+    trial = min(needed, 1 / (len(tried) + 1))
+    kept = 1 - trial * len(tried)
     shares = {pool: kept * share for pool, share in now.items()}
-    return shares | {pool: shares.get(pool, 0.0) + TRIAL for pool in tried}
+    return shares | {pool: shares.get(pool, 0.0) + trial for pool in tried}
 
 
 def shares_now(run: Run) -> Shares:
