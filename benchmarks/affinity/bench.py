@@ -1,5 +1,6 @@
 """Bench `affinity`: step times with pools that are declared, learned, or neither
-(RollArt §5.2, §9), on simulated GPUs.
+(RollArt §5.2, §9), on simulated GPUs; and live, with paced engines
+(`benchmarks.affinity.live`).
 
 Two domains share two pools: one reads much and writes little, the other thinks at
 length. Computing power decides for the first, memory bandwidth for the second. All runs
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.affinity import live
 from benchmarks.contract import Figure, Result
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
@@ -244,6 +246,8 @@ def bench_affinity(*, quick: bool, progress: Callable[[str], None]) -> Result:
             seeds.append(figures_of(times, plan))
         for name in seeds[0]:
             figures[name + suffix] = statistics.median(one[name] for one in seeds)
+    live_figures, live_conditions = live.live_figures(live.QUICK if quick else live.FULL, progress)
+    figures |= live_figures
     conditions: dict[str, Any] = {
         "runs": f"medians of {plan.seeds} seeds, {plan.steps} steps each; simulated Qwen3-8B, "
         f"{ENGINES} engines with {SLOTS} slots on H800 and as many on H20 (uniform: H800 alone), "
@@ -255,5 +259,6 @@ def bench_affinity(*, quick: bool, progress: Callable[[str], None]) -> Result:
         "one, and follow counts from a shift",
         "regret": "seconds lost to the right declaration over the run, in its mean steps",
         "step_s": raw,
+        **live_conditions,
     }
     return Result(bench="affinity", figures=figures, conditions=conditions)

@@ -14,10 +14,9 @@ COMPUTE, BANDWIDTH, MODEL = "h800", "h20", "qwen3-32b"
 PREFILL = "e0"
 """The engine that computes prompts where phases are apart."""
 
-
 SLOWER = 3
-"""Factor by which steps take longer than those of the modeled engine: computing the
-prompts of ours on two cores must take a small part of the modeled time.
+"""Factor by which steps of bench `phases` take longer than those of the modeled engine:
+computing the prompts of ours on two cores must take a small part of the modeled time.
 """
 
 
@@ -28,11 +27,11 @@ class SlowPace(StepPace):
         return SLOWER * super().step_s(amounts)
 
 
-def pace_of(spec: EngineSpec) -> StepPace:
-    """Return the pace of an engine."""
-    return SlowPace(COMPUTE if spec.id == PREFILL else BANDWIDTH, MODEL)
+def gpu_of(spec: EngineSpec) -> str:
+    """Return the GPU of an engine."""
+    return COMPUTE if spec.id == PREFILL else BANDWIDTH
 
 
 if __name__ == "__main__":
-    serve(pace_of)
+    serve(lambda spec: SlowPace(gpu_of(spec), MODEL))
     os._exit(0)

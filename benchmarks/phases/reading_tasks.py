@@ -1,5 +1,5 @@
-"""The workload of bench `phases`: an agent that reads a text in each turn and answers
-with a few words.
+"""The workload of bench `phases`, and of the live runs of bench `affinity`: an agent
+that reads a text in each turn, and answers with words that change nothing.
 
 Nothing is learned here: every episode has reward 1, so all advantages are 0. The texts
 depend on the task and the turn alone.
@@ -19,10 +19,13 @@ ACTION_WORDS = tuple(f" say{index}" for index in range(48))
 
 
 class Reading:
-    """An environment whose prompt and observations have `words` words each."""
+    """An environment of `turns` turns, whose prompt and observations have `words` words
+    each.
+    """
 
-    def __init__(self, *, words: int) -> None:
-        self._seed, self._words, self._turn = 0, words, 0
+    def __init__(self, *, words: int, turns: int = TURNS) -> None:
+        self._words, self._turns = words, turns
+        self._seed = self._turn = 0
 
     def reset(self, task: Task) -> Observation:
         self._seed = task.seed
@@ -30,7 +33,7 @@ class Reading:
 
     def step(self, action: str) -> Step:
         self._turn += 1
-        if self._turn == TURNS:
+        if self._turn == self._turns:
             return Step.of(TEXT_WORDS[0], reward=1.0, done=True, success=True)
         return Step.of(self._text())
 
