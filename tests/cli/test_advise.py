@@ -129,6 +129,7 @@ def test_a_question_needs_a_configuration_or_its_options() -> None:
     assert "CONFIG must be given, or else" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_advised_by_its_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollweave.cli.advise_run.cores", lambda: 2)
     monkeypatch.setattr("rollweave.cli.advise_run.gpus", lambda: ())

@@ -41,7 +41,7 @@ def tables(part: Any, pipeline: Any = None) -> tuple[Handlers, Handlers]:
     assert not rollouts.keys() & predictions.keys()
     return (
         {**rollouts, **predictions},
-        training_handlers(trainer=part, relays=part, draw=part.draw),
+        training_handlers(trainer=part, relays=part, comparisons=part, draw=part.draw),
     )
 
 

@@ -68,6 +68,7 @@ def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
     assert predict(recording, own).step_s == pytest.approx(recording.step_s, rel=0.25)
 
 
+@pytest.mark.slow
 def test_engines_on_one_core_gain_nothing_from_another_one(path: Path) -> None:
     def gain(cores: int) -> float:
         recording = dataclasses.replace(read_recording(path, cores=16), cores=cores)

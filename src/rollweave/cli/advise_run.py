@@ -20,7 +20,14 @@ from rollweave.runtime.preflight.machine import cores
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.sim.advise import LISTED
-from rollweave.sim.rerun import Recording, candidates, itself, predict, read_recording
+from rollweave.sim.rerun import (
+    Recording,
+    candidates,
+    itself,
+    predict,
+    read_recording,
+    recorded_shares,
+)
 
 
 def answer(target: str | None, overrides: Sequence[str], asked: Asked, *, as_json: bool) -> None:
@@ -45,9 +52,10 @@ def advise_run(path: Path, *, as_json: bool) -> None:
     recording = read_recording(path, cores=None if on_gpus else cores())
     predictions: dict[Candidate, Prediction] = {}
     failed: dict[Candidate, str] = {}
+    before = None if recording.cores is None else recorded_shares(recording)
     for one in candidates(recording):
         try:
-            predictions[one] = predict(recording, one)
+            predictions[one] = predict(recording, one, before)
         except RollweaveError as error:
             failed[one] = str(error)
         err.print(f"[dim]{len(predictions) + len(failed)} simulated[/]", soft_wrap=True)

@@ -150,14 +150,21 @@ def rearranged(recording: Recording, candidate: Candidate) -> RunConfig:
     return validated(RunConfig, made.model_dump(), "the candidate")
 
 
-def predict(recording: Recording, candidate: Candidate) -> Prediction:
-    """Return the figures of a candidate. Raises RollweaveError where it cannot be
-    simulated.
+def recorded_shares(recording: Recording) -> Shares:
+    """Return the shares of the recorded configuration. Raises RollweaveError where it
+    cannot be simulated.
+    """
+    return _try(recording, itself(recording), Factors())[1]
+
+
+def predict(recording: Recording, candidate: Candidate, before: Shares | None = None) -> Prediction:
+    """Return the figures of a candidate; `before` are the `recorded_shares`, if they
+    are known already. Raises RollweaveError where it cannot be simulated.
     """
     if recording.cores is None or candidate == itself(recording):
         return _try(recording, candidate, Factors())[0]
     (group,) = candidate.split.engines
-    _, before = _try(recording, itself(recording), Factors())
+    before = before or recorded_shares(recording)
     count = recording.config.engines[0].count
     prediction, now = _try(recording, candidate, Factors())
     for _ in range(ROUNDS):
