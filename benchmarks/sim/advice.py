@@ -14,6 +14,7 @@ from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example, interleaved
 from rollweave.core.policy.ratio import Candidate
 from rollweave.runtime.preflight.machine import cores
+from rollweave.schema.errors import ConfigError
 from rollweave.sim.rerun import Recording, candidates, itself, predict, read_recording
 
 CONFIG = "frozenlake_fixed.toml"
@@ -51,6 +52,8 @@ def bench_advice(*, seeds: int | None, quick: bool, progress: Callable[[str], No
     """Return seconds of a step by seed, live and predicted, and the medians of their
     ratios.
     """
+    if cores() < 2:
+        raise ConfigError("bench advice needs two cores or more, for a second engine")
     path = example(CONFIG)
     overrides = (*OVERRIDES, *QUICK) if quick else OVERRIDES
     count = seeds if seeds is not None else 1 if quick else SEEDS

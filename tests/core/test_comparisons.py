@@ -121,6 +121,15 @@ def test_a_member_without_a_verdict_leaves_its_group() -> None:
     assert comparing.core.account().balanced
 
 
+def test_a_spare_member_that_still_stops_is_not_waited_for() -> None:
+    comparing = Comparing(spare_members=1)
+    members = [comparing.core.state.trajectories[name] for name in comparing.group.members]
+    assert [one.stage for one in members if one.id not in comparing.names] == [Stage.CLOSING]
+    comparing.answer(dict.fromkeys(comparing.names[:2], 1.0))
+    assert comparing.group.status in (GroupStatus.BUFFERED, GroupStatus.TAKEN)
+    assert set(comparing.group.chosen) == set(comparing.names[:2])
+
+
 def test_a_group_of_which_too_few_have_verdicts_is_dropped() -> None:
     comparing = Comparing()
     comparing.answer({comparing.names[0]: 1.0})

@@ -18,10 +18,20 @@ SIZE, BATCH = 2, 3
 
 
 def rolling_out(
-    *, dynamic: bool = False, mode: str = "bounded", spare: int = 0, size: int = SIZE
+    *,
+    dynamic: bool = False,
+    mode: str = "bounded",
+    spare: int = 0,
+    spare_groups: int = 0,
+    size: int = SIZE,
 ) -> Run:
     run = running(
-        rollout={"dynamic_sampling": dynamic, "spare_members": spare, "group_size": size},
+        rollout={
+            "dynamic_sampling": dynamic,
+            "spare_members": spare,
+            "spare_groups": spare_groups,
+            "group_size": size,
+        },
         eval={"every": 0},
         mode=mode,
     )
@@ -116,6 +126,16 @@ def test_what_no_open_step_accepts_ends_with_the_last_group_of_a_batch(
         assert (slow.status, evicted(run)) == (GroupStatus.DROPPED, [(("slow.0",), reason)])
     assert queued.status is GroupStatus.ACTIVE
     assert list(run.state.buffer) == ["g0", "g1", "g2"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "bounded", "partial"])
+def test_no_spare_group_is_launched_that_no_step_accepts(mode: str) -> None:
+    run = rolling_out(mode=mode, spare_groups=2)
+    assert run.mode.window is not None
+    for number in range((run.mode.window + 1) * BATCH):
+        assert run.pacing.room(run) > 0
+        groups.evaluate_group(run, group_of(run, 1.0, 0.0, name=f"g{number}"))
+    assert run.pacing.room(run) <= 0
 
 
 def test_a_group_of_too_few_is_dropped_with_its_scored_member() -> None:

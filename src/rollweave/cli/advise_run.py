@@ -52,7 +52,10 @@ def advise_run(path: Path, *, as_json: bool) -> None:
     recording = read_recording(path, cores=None if on_gpus else cores())
     predictions: dict[Candidate, Prediction] = {}
     failed: dict[Candidate, str] = {}
-    before = None if recording.cores is None else recorded_shares(recording)
+    try:
+        before = None if recording.cores is None else recorded_shares(recording)
+    except RollweaveError as error:
+        raise ConfigError(f"{path}: the run itself cannot be simulated: {error}") from error
     for one in candidates(recording):
         try:
             predictions[one] = predict(recording, one, before)

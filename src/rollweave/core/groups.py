@@ -147,12 +147,13 @@ def evaluate_group(run: Run, group: Group) -> None:
 
 def _decide(run: Run, group: Group, *, final: bool) -> GroupDecision:
     """Decide about a group by its members' rewards, which are `final` once they are
-    compared.
+    compared: no other member scores then.
     """
     members = [run.state.trajectories[member] for member in group.members]
+    pending = sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members)
     return decide_group(
         [run.state.trajectories[member].reward or 0.0 for member in group.chosen],
-        pending=sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members),
+        pending=0 if group.status is GroupStatus.COMPARING else pending,
         group_size=run.group_sizes[group.name],
         min_members=MIN_MEMBERS,
         dynamic_sampling=run.config.rollout.dynamic_sampling and final,
@@ -237,8 +238,9 @@ def resume_comparison(run: Run, group: Group) -> None:
     if group.name in run.comparison_s:
         compare(run, group)
         return
+    decision = _decide(run, group, final=True)
     group.status = GroupStatus.ACTIVE  # no comparison is under way that can be cancelled
-    _conclude(run, group, _decide(run, group, final=True))
+    _conclude(run, group, decision)
 
 
 def on_compared(run: Run, event: GroupCompared) -> None:

@@ -70,7 +70,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
             groups.drop(run, group, StopReason.WORLD_LOST)
         else:
             group.tokens_lost = True  # trained: its tokens are needed only if its step is lost
-    for group in list(state.groups.values()):  # some are dropped
+    for group in state.groups.values():
         if group.status is GroupStatus.DRAWING:
             group.since = run.now
             run.emit(
@@ -78,9 +78,11 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
                     group_id=group.id, name=group.name, index=group.index, purpose=group.purpose
                 )
             )
-        elif group.status is GroupStatus.COMPARING:
-            groups.resume_comparison(run, group)
     training.start_process(run, "the controller was restarted")
+    # after that, since a group that completes is judged by the version of the next step
+    for group in list(state.groups.values()):  # some are dropped
+        if group.status is GroupStatus.COMPARING:
+            groups.resume_comparison(run, group)
     watchdog.check_deadlines(run)
 
 

@@ -195,6 +195,9 @@ class _Reader:
                 self._leave(now, event.trajectory_id)
             case e.EngineLost():
                 self._engines.pop(event.engine_id, None)
+            case e.WorldLost():  # what was under way ended with the controller
+                for started in (self._engines, self._engine_of, self._preparing, self._staged):
+                    started.clear()
             case e.TrajectoryEnded():
                 self._lengths[event.trajectory_id] = event.tokens
             case e.StepTrained():
