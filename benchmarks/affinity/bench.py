@@ -68,22 +68,28 @@ NEAR = 1.1
 LEARNED_FROM = 4
 """Steps of a run that are left out of the ratios: in these, the pools are learned."""
 
-GROUPS, MEMBERS, SLOTS, ENGINES = 64, 8, 32, 2
-"""Groups of a step, their members, and the slots and number of a pool's engines: each
-slot runs four trajectories of a step, one after the other.
-"""
+MEMBERS, ENGINES = 8, 2
+"""Members of a group, and number of a pool's engines."""
 
 
 class Plans(Struct, frozen=True, kw_only=True):
-    """Length of the bench: `steps` of a run, the step of a shift, and the seeds."""
+    """Size of the bench: `groups` of a step, `steps` of a run, the step of a shift, and
+    the seeds.
+    """
 
+    groups: int
     steps: int
     shift: int
     seeds: int
 
+    @property
+    def slots(self) -> int:
+        """Slots of an engine, of which each runs four trajectories of a step."""
+        return self.groups // 2
 
-FULL = Plans(steps=10, shift=5, seeds=3)
-QUICK = Plans(steps=8, shift=4, seeds=1)
+
+FULL = Plans(groups=64, steps=10, shift=5, seeds=3)
+QUICK = Plans(groups=4, steps=6, shift=2, seeds=1)
 
 
 class Growing:
@@ -105,7 +111,14 @@ class Growing:
 
 
 def config(
-    declared: Declared, *, learns: bool, gpus: Sequence[str], mode: str, steps: int, seed: int
+    declared: Declared,
+    plan: Plans,
+    *,
+    learns: bool,
+    gpus: Sequence[str],
+    mode: str,
+    steps: int,
+    seed: int,
 ) -> RunConfig:
     pools = ("compute", "bandwidth")
     large = {"max_turns": 1000, "max_tokens": 131_072, "max_turn_tokens": 32_768}
@@ -126,15 +139,15 @@ def config(
             "rollout": {
                 "mode": mode,
                 "affinity": "learned" if learns else "declared",
-                "groups_per_step": GROUPS,
+                "groups_per_step": plan.groups,
                 "group_size": MEMBERS,
-                "max_running": GROUPS * MEMBERS,
+                "max_running": plan.groups * MEMBERS,
             },
             "engines": [
                 {
                     "count": ENGINES,
                     "pool": pool,
-                    "max_slots": SLOTS,
+                    "max_slots": plan.slots,
                     "kv_tokens": 1 << 30,  # the GPUs' memory is the limit
                     "prefill_chunk_tokens": 2048,
                 }
@@ -178,6 +191,7 @@ def step_times(cell: Cell, plan: Plans, *, mode: str, seed: int) -> list[float]:
     """
     run = config(
         cell.declared,
+        plan,
         learns=cell.learns,
         gpus=cell.gpus,
         mode=mode,
@@ -186,7 +200,7 @@ def step_times(cell: Cell, plan: Plans, *, mode: str, seed: int) -> list[float]:
     )
     reads: Workload = Drawn(READS)
     if cell.shifts:
-        reads = Growing(reads, since=plan.shift * GROUPS // 2)
+        reads = Growing(reads, since=plan.shift * plan.groups // 2)
     outcome = simulate(run, work={"reading": reads, "thinking": Drawn(THINKS)})
     assert not outcome.summary.error, outcome.summary.error
     return outcome.step_s[: plan.steps]
@@ -250,8 +264,8 @@ def bench_affinity(*, quick: bool, progress: Callable[[str], None]) -> Result:
     figures |= live_figures
     conditions: dict[str, Any] = {
         "runs": f"medians of {plan.seeds} seeds, {plan.steps} steps each; simulated Qwen3-8B, "
-        f"{ENGINES} engines with {SLOTS} slots on H800 and as many on H20 (uniform: H800 alone), "
-        f"{GROUPS} groups of {MEMBERS} trajectories a step",
+        f"{ENGINES} engines with {plan.slots} slots on H800 and as many on H20 (uniform: H800 "
+        f"alone), {plan.groups} groups of {MEMBERS} trajectories a step",
         "ratios": f"of step times from step {LEARNED_FROM + 1} on; of kept and uniform pools from "
         f"the first, and after a shift from its fourth step on",
         "steps_to_learn": f"steps before the first that takes at most {NEAR} times as long as with "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.affinity.bench import NEITHER, READS, THINKS, UNIFORM, WRONG, config
+from benchmarks.affinity.bench import FULL, NEITHER, READS, THINKS, UNIFORM, WRONG, config
 from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.metrics import SimMetrics
@@ -14,7 +14,7 @@ WORK = {"reading": Drawn(READS), "thinking": Drawn(THINKS)}
 
 
 def small(declared: tuple[str | None, str | None], *, gpus: tuple[str, str]) -> RunConfig:
-    made = config(declared, learns=True, gpus=gpus, mode="sync", steps=3, seed=0)
+    made = config(declared, FULL, learns=True, gpus=gpus, mode="sync", steps=3, seed=0)
     rollout = made.rollout.model_copy(update={"groups_per_step": 32, "max_running": 256})
     return made.model_copy(update={"rollout": rollout})
 
