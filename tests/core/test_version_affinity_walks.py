@@ -23,14 +23,14 @@ from tests.support.random_world import World
 class CheckedWorld(World):
     """After each event every answer is compared with the slow one."""
 
-    compared = 0
+    comparisons_made = 0
 
     def feed(self, event: e.Event) -> None:
         super().feed(event)
         run = self.core._run
         if not run.pacing.interchangeable:
             compare(run)
-            self.compared += 1
+            self.comparisons_made += 1
 
 
 def compare(run: Run) -> None:
@@ -225,4 +225,4 @@ def test_engines_decide_together_as_they_would_one_by_one(
     )
     world = CheckedWorld(config, seed, failure=failure, spread=2.0)
     world.run()
-    assert world.compared > 10
+    assert world.comparisons_made > 10
