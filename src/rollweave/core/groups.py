@@ -18,7 +18,6 @@ from rollweave.core.policy.redundancy import (
     decide_group,
     is_barren,
     is_spent,
-    trained_at,
 )
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
@@ -134,9 +133,8 @@ def evaluate_group(run: Run, group: Group) -> None:
     """Complete, compare, filter or drop an active group as soon as its members
     allow.
     """
-    compares = group.name in run.comparison_s
-    decision = _decide(run, group, final=not compares)
-    if decision is GroupDecision.COMPLETE and compares:
+    decision = _decide(run, group)
+    if decision is GroupDecision.COMPLETE and group.name in run.comparison_s:
         _end_surplus(run, group)
         _drop_expired_members(run, group)
         if group.status is GroupStatus.ACTIVE:
@@ -145,15 +143,17 @@ def evaluate_group(run: Run, group: Group) -> None:
         _conclude(run, group, decision)
 
 
-def _decide(run: Run, group: Group, *, final: bool) -> GroupDecision:
-    """Decide about a group by its members' rewards, which are `final` once they are
-    compared: no other member scores then.
+def _decide(run: Run, group: Group) -> GroupDecision:
+    """Decide about a group by its members' rewards. Those of a judged domain are final
+    once they are compared, and no other member scores then.
     """
+    comparing = group.status is GroupStatus.COMPARING
+    final = comparing or group.name not in run.comparison_s
     members = [run.state.trajectories[member] for member in group.members]
     pending = sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members)
     return decide_group(
         [run.state.trajectories[member].reward or 0.0 for member in group.chosen],
-        pending=0 if group.status is GroupStatus.COMPARING else pending,
+        pending=0 if comparing else pending,
         group_size=run.group_sizes[group.name],
         min_members=MIN_MEMBERS,
         dynamic_sampling=run.config.rollout.dynamic_sampling and final,
@@ -238,7 +238,7 @@ def resume_comparison(run: Run, group: Group) -> None:
     if group.name in run.comparison_s:
         compare(run, group)
         return
-    decision = _decide(run, group, final=True)
+    decision = _decide(run, group)
     group.status = GroupStatus.ACTIVE  # no comparison is under way that can be cancelled
     _conclude(run, group, decision)
 
@@ -258,7 +258,7 @@ def on_compared(run: Run, event: GroupCompared) -> None:
     group.chosen = [name for name in group.chosen if name in event.rewards]
     for name in group.chosen:
         run.state.trajectories[name].reward = event.rewards[name]
-    _conclude(run, group, _decide(run, group, final=True))
+    _conclude(run, group, _decide(run, group))
 
 
 def _member(trajectory: Trajectory) -> int:
@@ -354,12 +354,7 @@ def drop_surplus(run: Run) -> None:
     state = run.state
     if not run.mode.aborts:
         return
-    version = trained_at(
-        buffered=len(state.buffer),
-        taken=run.taken_groups(),
-        next_version=run.next_version(),
-        groups_per_step=run.config.rollout.groups_per_step,
-    )
+    version = run.open_version()
     if version == run.next_version():
         return  # its batch is incomplete
     for group_id in [*state.drawing.active]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from rollweave.core import assignment, evaluation, version_affinity, weights
 from rollweave.core.policy.modes import update_now
-from rollweave.core.policy.redundancy import capacity, pool_room, trained_at
+from rollweave.core.policy.redundancy import capacity, pool_room
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, GroupStatus, Trajectory
@@ -39,20 +39,13 @@ class SharedPacing:
             window=run.mode.window,
             serving_version=version,
             next_version=run.next_version(),
+            open_version=run.open_version(),
             groups_per_step=rollout.groups_per_step,
             spare_groups=rollout.spare_groups,
             last_step=run.config.run.steps,
         )
         if room > 0:
             room -= run.taken_groups()
-            trained = trained_at(
-                buffered=len(state.buffer),
-                taken=run.taken_groups(),
-                next_version=run.next_version(),
-                groups_per_step=rollout.groups_per_step,
-            )
-            if not acceptable(version, trained, run.mode.window):
-                return 0  # spare groups, too, could only be dropped
         return room - len(state.drawing.active) - len(state.buffer)
 
     def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:

@@ -11,6 +11,7 @@ from rollweave.core.fleet import Fleet
 from rollweave.core.length_index import LengthIndex
 from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
+from rollweave.core.policy.redundancy import trained_at
 from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.core.state import DomainStats, Engine, Phase, State, TrainerStatus, Trajectory
 from rollweave.core.turn_queues import TurnQueues
@@ -202,6 +203,15 @@ class Run:
             return 0
         done = range(trainer.parts_done)
         return sum(self.groups_in_minibatch(part) for part in done) + len(trainer.batch)
+
+    def open_version(self) -> int:
+        """The version at which a group is trained on that completes now."""
+        return trained_at(
+            buffered=len(self.state.buffer),
+            taken=self.taken_groups(),
+            next_version=self.next_version(),
+            groups_per_step=self.config.rollout.groups_per_step,
+        )
 
     @property
     def colocated(self) -> bool:

@@ -167,6 +167,7 @@ class Dapo:
             window=self.rule.staleness,
             serving_version=self.version,
             next_version=self._next,
+            open_version=self._next,
             groups_per_step=self.rule.groups,
             spare_groups=max(0, self.rule.under_way - self.rule.groups),
             last_step=sys.maxsize,

@@ -46,11 +46,13 @@ def capacity(
     window: int,
     serving_version: int,
     next_version: int,
+    open_version: int,
     groups_per_step: int,
     spare_groups: int,
     last_step: int,
 ) -> int:
-    """Return how many groups may be active or buffered at once.
+    """Return how many groups may be active or buffered at once. `open_version` is that
+    of the first step whose batch is incomplete (`trained_at`).
 
     A group launched now, under `serving_version`, must still be acceptable when its
     turn comes: with `k` groups ahead of it, it is trained at version `next_version + k
@@ -60,7 +62,8 @@ def capacity(
     is launched that could only be dropped.
     """
     steps_ahead = min(serving_version + window - next_version + 1, last_step - next_version)
-    if steps_ahead <= 0 or not acceptable(serving_version, next_version, window):
+    versions = next_version, open_version
+    if steps_ahead <= 0 or not all(acceptable(serving_version, one, window) for one in versions):
         return 0
     return steps_ahead * groups_per_step + spare_groups
 
