@@ -10,12 +10,11 @@ import re
 from collections.abc import Callable
 
 from rollweave.core.policy.comparison import points
-from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.chat.tools import openai_message
-from rollweave.rollout.http_service import ServiceError
 from rollweave.rollout.reward_sources import (
     COMPLETIONS,
     Finished,
+    ask_service,
     judge_request,
     last_line,
     reference_clause,
@@ -25,7 +24,6 @@ from rollweave.rollout.reward_sources import (
 )
 from rollweave.schema.config.sections import RewardConfig
 from rollweave.schema.rollouts import ServiceWait
-from rollweave.schema.work import StopReason
 
 VERDICT = re.compile(r"\**verdict:\**\s*\**(a|b|tie)\**\.?", re.IGNORECASE)
 """Pattern of the last line of the judge's answer."""
@@ -85,20 +83,7 @@ class PairwiseJudge:
         }
         system = INSTRUCTIONS.format(rubric=self._rubric, reference=reference_clause(self._judge))
         body = judge_request(self._judge, system, shown, a.task)
-
-        async def ask() -> float:
-            answer = await self._service.exchange(
-                "POST", COMPLETIONS, body, headers={"Idempotency-Key": key}
-            )
-            last = last_line(answer)
-            if (match := VERDICT.fullmatch(last)) is None:
-                refuse("end with a line Verdict: A, Verdict: B or Verdict: tie", last)
-            return POINTS[match[1].lower()]
-
-        try:
-            return await self._service.call(ask)
-        except ServiceError as error:
-            raise EpisodeStopError(StopReason.REWARD_UNAVAILABLE, str(error)) from error
+        return await ask_service(self._service, COMPLETIONS, body, key=key, read=_points_of_a)
 
     def wait(self) -> ServiceWait | None:
         """Return the wait for the judge, if there is one."""
@@ -107,3 +92,10 @@ class PairwiseJudge:
     async def close(self) -> None:
         """Close its connections."""
         await self._service.close()
+
+
+def _points_of_a(answer: bytes) -> float:
+    last = last_line(answer)
+    if (match := VERDICT.fullmatch(last)) is None:
+        refuse("end with a line Verdict: A, Verdict: B or Verdict: tie", last)
+    return POINTS[match[1].lower()]

@@ -31,13 +31,8 @@ from rollweave.schema.chat import Message
 from rollweave.schema.config.sections import JudgeConfig, RewardConfig
 from rollweave.schema.errors import ConfigError, EnvError, RewardError
 from rollweave.schema.packing import as_json
-from rollweave.schema.rollouts import ServiceWait
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES, ServiceWait
 from rollweave.schema.work import StopReason, Task, Unscored
-
-PAYLOAD_BYTES = 6 << 20
-"""Maximum number of bytes of a request to a URL: what AWS Lambda accepts, the least of
-the common platforms. RollArt §7.5 has requests of up to 5.2 MB.
-"""
 
 SHOWN = 80
 """Maximum number of characters of a wrong answer that an error quotes."""
@@ -189,17 +184,9 @@ class ServiceReward:
     async def reward(self, finished: Finished) -> float:
         key = f"{self._run_id}/{finished.trajectory_id}/{finished.attempt}/{self._name}"
         body = self._dialect.body(finished, key)
-
-        async def ask() -> float:
-            answer = await self._service.exchange(
-                "POST", self._dialect.path, body, headers={"Idempotency-Key": key}
-            )
-            return self._dialect.read(answer)
-
-        try:
-            return await self._service.call(ask)
-        except ServiceError as error:
-            raise EpisodeStopError(StopReason.REWARD_UNAVAILABLE, str(error)) from error
+        return await ask_service(
+            self._service, self._dialect.path, body, key=key, read=self._dialect.read
+        )
 
     def wait(self) -> ServiceWait | None:
         return self._service.wait()
@@ -312,8 +299,24 @@ def service_of(
     )
 
 
+async def ask_service(
+    service: HttpService, path: str, body: object, *, key: str, read: Callable[[bytes], float]
+) -> float:
+    """Return what `read` finds in the answer to a request, which is repeated with the
+    same key. Raises EpisodeStopError if there is no answer that it can read.
+    """
+
+    async def ask() -> float:
+        return read(await service.exchange("POST", path, body, headers={IDEMPOTENCY_KEY: key}))
+
+    try:
+        return await service.call(ask)
+    except ServiceError as error:
+        raise EpisodeStopError(StopReason.REWARD_UNAVAILABLE, str(error)) from error
+
+
 def reference_clause(judge: JudgeConfig) -> str:
-    """Return the words by which a judge is told of a reference answer."""
+    """Return the mention of a reference answer in instructions to a judge, if any."""
     return " and a reference answer" if judge.reference is not None else ""
 
 

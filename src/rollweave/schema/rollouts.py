@@ -98,6 +98,16 @@ class WorkerReady(TaggedStruct, frozen=True, kw_only=True):
     now: float
 
 
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""Header of a request that names it: requests with the same key are the same request,
+sent again.
+"""
+
+PAYLOAD_BYTES = 6 << 20
+"""Maximum number of bytes of a request to a service: what AWS Lambda accepts, the least
+of the common platforms. RollArt §7.5 has requests of up to 5.2 MB.
+"""
+
 SERVICE_CALLS = 64
 """Maximum number of calls of one service by one process that are under way; others
 wait, in the order in which they began.

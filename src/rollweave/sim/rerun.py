@@ -46,7 +46,7 @@ other; afterwards they hardly change.
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A recorded run: what it measured, and `step_s`, the mean seconds of its own steps
+    """A recorded run: what it measured, and `step_s`, the mean seconds of its steps
     after those with which it began; None if it has no others. `cores` are those that
     its processes share, None if they share none.
     """

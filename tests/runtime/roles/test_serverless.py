@@ -12,13 +12,13 @@ from aiohttp import web
 
 from rollweave import Cluster, ConfigError, Worker, WorkerError, register, register_serverless
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.hosts.answers import KEY
 from rollweave.runtime.roles import cluster
 from rollweave.runtime.roles.app import RoleApp
 from rollweave.runtime.roles.serverless import UNAVAILABLE, ServerlessMethods
 from rollweave.runtime.roles.serving import constructor_codec, method_codec
 from rollweave.runtime.roles.worker import hw_mapping
 from rollweave.schema.roles import CallMethod, Returned
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serverless import DeployedRole
 
 
@@ -55,7 +55,7 @@ async def platform(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RoleA
     instance = RoleApp(role, b"", b"")
 
     async def serve(request: web.Request) -> web.Response:
-        status, body = await instance.answer(request.headers[KEY], await request.read())
+        status, body = await instance.answer(request.headers[IDEMPOTENCY_KEY], await request.read())
         return web.Response(status=status, body=body)
 
     app = web.Application()

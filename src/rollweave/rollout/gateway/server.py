@@ -47,6 +47,7 @@ from rollweave.rollout.gateway.responses import (
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits, Turn
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import TokenSequence
 
@@ -407,7 +408,7 @@ def _identity(request: web.Request, body: bytes) -> tuple[tuple[str, bytes], boo
     OpenAI's clients count their retries in a header; others may name a request with an
     idempotency key.
     """
-    name = request.headers.get("Idempotency-Key", "")
+    name = request.headers.get(IDEMPOTENCY_KEY, "")
     tries = request.headers.get("X-Stainless-Retry-Count", "0")
     return (name, xxhash.xxh3_128_digest(body)), bool(name) or tries not in ("", "0")
 

@@ -22,9 +22,6 @@ REMEMBERED = 10_000
 REMEMBERED_BYTES = 64 << 20
 """Maximum size in bytes of the remembered answers. The newest is always remembered."""
 
-KEY = "Idempotency-Key"
-"""Header with the key of a request."""
-
 Answer = tuple[int, bytes]
 """Status and body."""
 

@@ -1,5 +1,5 @@
 """An instance of a role on Ray Serve: it executes serverless methods of the class, one
-call after the other, as a worker of its own (RollArt §5.2, Listing 1).
+call after the other, like a worker (RollArt §5.2, Listing 1).
 """
 
 import asyncio
@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from rollweave.io.wire import encode
-from rollweave.runtime.hosts.answers import KEY, Answer, Answers, UserModules
+from rollweave.runtime.hosts.answers import Answer, Answers, UserModules
 from rollweave.runtime.roles.loading import load
 from rollweave.runtime.roles.serving import Calls, answer_to, constructor_codec
 from rollweave.schema.roles import CallMethod
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serverless import DeployedRole
 
 
@@ -39,7 +40,7 @@ class RoleApp:
         """Answer a request of Starlette."""
         from starlette.responses import Response
 
-        status, body = await self.answer(request.headers[KEY], await request.body())
+        status, body = await self.answer(request.headers[IDEMPOTENCY_KEY], await request.body())
         return Response(body, status_code=status, media_type="application/octet-stream")
 
     async def answer(self, key: str, body: bytes) -> Answer:

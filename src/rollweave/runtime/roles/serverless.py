@@ -13,7 +13,6 @@ import msgspec
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.io.wire import encode
 from rollweave.rollout.http_service import HttpService, ServiceError
-from rollweave.runtime.hosts.answers import KEY
 from rollweave.runtime.roles.serving import method_codec
 from rollweave.runtime.roles.worker import Worker
 from rollweave.schema.roles import (
@@ -24,9 +23,7 @@ from rollweave.schema.roles import (
     WorkerError,
     WorkerFailure,
 )
-
-PAYLOAD_BYTES = 6 << 20
-"""Maximum number of bytes of the arguments of a call, as of a reward."""
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES
 
 UNAVAILABLE = "ServiceError"
 """Kind of the failure of a call that no instance has answered."""
@@ -48,7 +45,7 @@ class ServerlessMethods:
         key = uuid.uuid4().hex
 
         async def ask() -> Returned | Raised:
-            answer = await service.exchange("POST", "", body, headers={KEY: key})
+            answer = await service.exchange("POST", "", body, headers={IDEMPOTENCY_KEY: key})
             try:
                 return _decode.decode(answer)
             except msgspec.DecodeError as error:
