@@ -11,7 +11,14 @@ from tests.support.pools import PooledWorld, pooled
 from tests.support.properties import examples
 from tests.support.random_world import World
 
-PLACEMENTS = ("affinity", "least_load", "pinned", "partition", "partition gain longest_first")
+PLACEMENTS = (
+    "affinity",
+    "earliest",
+    "least_load",
+    "pinned",
+    "partition",
+    "partition gain longest_first",
+)
 
 
 @settings(max_examples=examples(60))

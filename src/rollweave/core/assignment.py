@@ -10,6 +10,7 @@ clears it.
 import math
 from collections.abc import Iterable, Sequence
 
+from rollweave.core import elastic
 from rollweave.core.costs import groups_of, kind_of, numbers_of, rate_of
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.migration import retarget
@@ -44,9 +45,18 @@ def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> Eng
 def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
     """Assign the trajectory to another engine unless its own is usable."""
     assigned = trajectory.assigned_engine
+    if run.scheduling.by_finish and trajectory.turn is not None:
+        engines = usable(run, trajectory)
+        wanted = [engine for engine in engines if engine.id not in avoid] or engines
+        _assign(run, trajectory, elastic.engine_for(run, trajectory, wanted))
+        return
     if assigned is None or assigned in avoid or not is_usable(run, assigned):
-        trajectory.assigned_engine = _choose_engine(run, trajectory, avoid)
-        trajectory.kv_resident = False
+        _assign(run, trajectory, _choose_engine(run, trajectory, avoid))
+
+
+def _assign(run: Run, trajectory: Trajectory, engine_id: EngineId | None) -> None:
+    if trajectory.assigned_engine != engine_id or engine_id is None:
+        trajectory.assigned_engine, trajectory.kv_resident = engine_id, False
         run.reindex(trajectory)
 
 

@@ -169,7 +169,7 @@ def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTim
     it loaded weights.
     """
     unmeasured = run.compares_engines and not engine.measured
-    if not (unmeasured or run.learns_affinity or run.splits_turns):
+    if not (unmeasured or run.learns_affinity or run.splits_turns or run.scheduling.by_finish):
         return None
     computed = max(0, turn.context_tokens - event.cached_tokens)
     use = engine.use = msgspec.structs.replace(

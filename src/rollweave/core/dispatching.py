@@ -7,7 +7,7 @@ Invariant: an engine is given more turns than it has slots only by a turn that p
 
 from collections.abc import Mapping
 
-from rollweave.core import assignment, attempts, costs, phases, turn_priority
+from rollweave.core import assignment, attempts, costs, elastic, phases, turn_priority
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import EngineLoad, choose
@@ -105,7 +105,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     for engine_id in (None, *state.engines) if waited_for is None else waited_for:
         while _start_next(run, engine_id):
             pass
-    if run.scheduling.migration == "gain":
+    if run.scheduling.steals:
         _steal_work(run, waited_for)
 
 
@@ -148,6 +148,10 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
         return False
     first = min(ready, key=_dispatch_key)
     if not assignment.fits_in_kv(run, first.trajectory, run.state.engines[engine_id]):
+        return False
+    if run.scheduling.by_finish and not elastic.gains(
+        run, first.trajectory, run.state.engines[engine_id]
+    ):
         return False
     _reassign(run, first.trajectory, engine_id)
     _start_turn(run, first, engine_id)

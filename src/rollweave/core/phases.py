@@ -22,6 +22,7 @@ from rollweave.core.policy.disaggregation import LEAST_TOKENS, TRIAL, PrefillSit
 from rollweave.core.policy.turn_times import estimate
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Prefix, Prompt, Spent, Trajectory, Turn
+from rollweave.schema.base import EngineId
 from rollweave.schema.events import PrefillDone
 
 REMEMBERED = 0.95
@@ -84,7 +85,7 @@ def _sites(
     ]
     prices = {engine.id: _prefill_price(run, engine) for engine in engines}
     known = [price for price in prices.values() if price is not None]
-    here = _sampling_price(run, target)
+    here = sampling_price(run, target)
     if here is None:
         here = min(known, default=UNKNOWN_S)
     sites = []
@@ -120,6 +121,21 @@ def cached_tokens(run: Run, trajectory: Trajectory, engine: Engine) -> int:
     members = (trajectories[name] for name in run.state.groups[trajectory.group_id].members)
     shared = max(_valid(member.prefixes.get(engine.id), engine) for member in members)
     return max(own, min(shared, trajectory.prompt_tokens))
+
+
+def cached_by_engine(run: Run, trajectory: Trajectory) -> dict[EngineId, int]:
+    """Return `cached_tokens` for every engine that should have any."""
+    cached: dict[EngineId, int] = {}
+    for name in run.state.groups[trajectory.group_id].members:
+        member = run.state.trajectories[name]
+        limit = None if member is trajectory else trajectory.prompt_tokens
+        for engine_id, prefix in member.prefixes.items():
+            engine = run.state.engines.get(engine_id)
+            if engine is not None:
+                tokens = _valid(prefix, engine)
+                tokens = tokens if limit is None else min(tokens, limit)
+                cached[engine_id] = max(tokens, cached.get(engine_id, 0))
+    return cached
 
 
 def _valid(prefix: Prefix | None, engine: Engine) -> int:
@@ -172,7 +188,7 @@ def learn_move(run: Run, seconds: float, tokens: int) -> None:
 
 def learn_turn(run: Run, trajectory: Trajectory, engine: Engine, turn: Turn, output: int) -> None:
     """Learn from a finished turn, which `core/costs` has just learned from."""
-    if not run.splits_turns:
+    if not (run.splits_turns or run.scheduling.by_finish):
         return
     record_prefix(trajectory, engine, turn.context_tokens + output)
     hardware, degree = kind_of(run, engine)
@@ -201,7 +217,7 @@ def _prefill_price(run: Run, engine: Engine) -> float | None:
     return _price(run.state.phases.prefill.get(hardware, {}).get(degree))
 
 
-def _sampling_price(run: Run, engine: Engine) -> float | None:
+def sampling_price(run: Run, engine: Engine) -> float | None:
     """Return the seconds of a prompt's token at an engine that samples; None if
     unknown.
     """

@@ -137,6 +137,13 @@ def scenario(seed: int) -> RunConfig:
         _divide(data, random.Random(f"pools/{seed}"))
     if data["rollout"]["mode"] == "sync" and "allocation" not in data:
         data["trainer"]["colocated"] = random.Random(f"colocated/{seed}").random() < 0.5
+    if (
+        data["rollout"]["mode"] != "decoupled"
+        and data["rollout"]["scheduling"] == "turn"
+        and random.Random(f"earliest/{seed}").random() < 0.3
+    ):
+        policies = data.setdefault("ablation", {}).get("policies", [])
+        data["ablation"]["policies"] = [*policies, "earliest"]
     if "allocation" not in data:
         _split(data, random.Random(f"phases/{seed}"))
     return RunConfig.model_validate(data)

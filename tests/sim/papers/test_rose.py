@@ -4,6 +4,7 @@ import pytest
 
 from rollweave.sim.hardware import link
 from rollweave.sim.models import model
+from rollweave.sim.papers.cluster import rollout_s
 from rollweave.sim.papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
 from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.world import costs_of
@@ -40,3 +41,17 @@ def test_borrowed_gpus_get_weights_over_ethernet_and_a_chain_of_relays() -> None
     faster = costs_of(FROZENLAKE.config(steps=1))[1]
     assert slower.publish_s() > faster.publish_s()
     assert [(group.pool, group.count) for group in config.engines] == [("h800", 24)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [2, 6])
+def test_the_earliest_finish_is_no_later_than_roses_order_or_pinning(gpus: int) -> None:
+    """With fewer and with more slots than trajectories."""
+    setup = FROZENLAKE.but(rollout_gpus=gpus, batch=64)
+    seconds = {
+        name: rollout_s(setup.but(policies=(name,)), steps=2)
+        for name in ("earliest", "affinity", "pinned")
+    }
+    assert seconds["earliest"] < 1.02 * min(seconds.values())
+    if gpus == 6:
+        assert seconds["affinity"] < seconds["pinned"], "as in the paper"

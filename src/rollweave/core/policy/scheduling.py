@@ -43,7 +43,19 @@ class Scheduling(Struct, frozen=True, kw_only=True):
         """True if a trajectory is bound to an engine, for which its turns wait even if
         another one is free.
         """
-        return self.placement == "pinned" or self.by_rank
+        return self.placement == "pinned" or self.by_rank or self.by_finish
+
+    @property
+    def by_finish(self) -> bool:
+        """True if each turn waits for the engine on which it should finish first
+        (`core/policy/elastic`).
+        """
+        return self.placement == "earliest"
+
+    @property
+    def steals(self) -> bool:
+        """True if an engine with a free slot takes turns that wait for others."""
+        return self.migration == "gain" or self.by_finish
 
     @property
     def reserves_kv(self) -> bool:

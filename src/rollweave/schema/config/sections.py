@@ -359,7 +359,15 @@ class RolloutConfig(Section):
 
 
 PRIORITIES = ("fcfs", "round_robin", "shortest_first", "longest_first")
-PLACEMENTS = ("affinity", "pinned", "least_load", "hybrid", "partition", "presorted")
+PLACEMENTS = (
+    "affinity",
+    "earliest",
+    "pinned",
+    "least_load",
+    "hybrid",
+    "partition",
+    "presorted",
+)
 MIGRATIONS = ("never", "rank", "gain")
 """The scheduling policies, by what they decide (core/policy/)."""
 
@@ -393,7 +401,8 @@ class AblationConfig(Section):
         (),
         description="Policies in place of those of rollout.scheduling, at most one of each kind. "
         "The order in which turns run: fcfs, round_robin, shortest_first, longest_first. "
-        "The engine that runs a turn: affinity, pinned, least_load, hybrid; or the way in "
+        "The engine that runs a turn: affinity, earliest (the one on which the turn should finish "
+        "first), pinned, least_load, hybrid; or the way in "
         "which trajectories are divided by length: partition by their work, presorted by "
         "Heddle's eq. 2. When a trajectory moves to the engine of its new rank: never, "
         "rank (whenever that engine differs), gain (if the predicted gain exceeds the "

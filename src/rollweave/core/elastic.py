@@ -1,0 +1,92 @@
+"""The engine on which a turn should finish first, by what the core knows of engines and
+of the trajectory (`core/policy/elastic`).
+
+An engine's cache should have the context that it computed last of the trajectory, and
+the prompt of its group (`core/phases`). What a prompt's token costs shows in the times
+of finished turns (`core/costs`); while it is not known, it is assumed to cost as much
+as a sampled one.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rollweave.core import phases
+from rollweave.core.policy.elastic import Site, earliest
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Queued, Trajectory
+from rollweave.schema.base import EngineId
+
+FIRST_TOKENS = 64.0
+"""Tokens of a turn, as long as no turn of its task domain is finished."""
+
+
+def engine_for(run: Run, trajectory: Trajectory, engines: Sequence[Engine]) -> EngineId | None:
+    """Return the engine of these on which the trajectory's turn should finish first;
+    None without any.
+    """
+    ahead, cached = _waiting(run, trajectory), phases.cached_by_engine(run, trajectory)
+    tokens = _tokens(run, trajectory)
+    sites = [_site(run, trajectory, engine, ahead, cached) for engine in engines]
+    return earliest(sites, tokens=tokens, affine=trajectory.engine)
+
+
+def gains(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
+    """Return whether the queued turn of a trajectory would finish earlier on this
+    engine, which has a free slot, than on the one for which it waits.
+    """
+    assigned = run.state.engines.get(trajectory.assigned_engine or EngineId(""))
+    if assigned is None or assigned.rate is None:
+        return True
+    tokens, cached = _tokens(run, trajectory), phases.cached_by_engine(run, trajectory)
+    here = _site(run, trajectory, engine, {}, cached).finish_s(tokens)
+    ahead = _waiting(run, trajectory, before=True)
+    return here < _site(run, trajectory, assigned, ahead, cached).finish_s(tokens)
+
+
+def _tokens(run: Run, trajectory: Trajectory) -> float:
+    known = run.domain_of(trajectory).turn_tokens
+    return FIRST_TOKENS if known is None else known
+
+
+def _waiting(run: Run, trajectory: Trajectory, *, before: bool = False) -> Counter[EngineId]:
+    """Return how many turns wait for each engine, without the trajectory's own; those
+    that were queued before it, if so asked.
+    """
+    waiting: Counter[EngineId] = Counter()
+    own = trajectory.open_turn.arrival
+    for name, arrival in run.state.turns.queue.items():
+        if name == trajectory.id or (before and arrival > own):
+            continue
+        turn = run.state.trajectories[name].open_turn
+        if isinstance(turn.place, Queued) and turn.place.engine is not None:
+            waiting[turn.place.engine] += 1
+    return waiting
+
+
+def _site(
+    run: Run,
+    trajectory: Trajectory,
+    engine: Engine,
+    ahead: Mapping[EngineId, int],
+    cached: Mapping[EngineId, int],
+) -> Site:
+    turn, rate = trajectory.open_turn, engine.rate
+    context = turn.context_tokens + turn.output_tokens
+    slots, active = max(1, engine.max_slots), len(engine.active)
+    batch = min(slots, active + 1)
+    token_s = turn_s = price_s = 0.0
+    if rate is not None:
+        token_s = rate.fixed_s + batch * (rate.sequence_s + context * rate.context_s)
+        price = phases.sampling_price(run, engine)
+        price_s = token_s / batch if price is None else price
+        turn_s = run.domain_of(trajectory).turn_s or _tokens(run, trajectory) * token_s
+    return Site(
+        id=engine.id,
+        active=active,
+        slots=slots,
+        ahead=ahead.get(engine.id, 0),
+        missing=max(0, context - cached.get(engine.id, 0)),
+        price_s=price_s,
+        token_s=token_s,
+        turn_s=turn_s,
+    )
