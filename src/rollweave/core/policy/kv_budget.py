@@ -1,0 +1,150 @@
+"""Decide how many pages of KV the rollouts beside a serving model may hold (ROSE §4.1,
+preemptive memory sharing).
+
+- At the beginning of each RL step, rollouts get what serving has recently not used,
+  less a headroom.
+- **Burst**: once serving has used up half of the headroom, the budget is halved, and
+  the pages above it return to the pool: cached ones first, then those of whole
+  requests, which are aborted. Should serving use up the new headroom too, it is halved
+  again.
+- **Freeze**: after a cut, the budget does not grow before the next step.
+- A cached page is kept for 10 s after its last use, in which most next turns come.
+
+All amounts are in pages.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from rollweave.schema.base import Struct
+
+HEADROOM = 0.2
+"""Share of all pages that is reserved for serving (ROSE §4.1)."""
+
+HIGH_WATER = 0.5
+"""Share of the headroom which serving may use before the budget is cut."""
+
+CUT = 2
+"""Divisor of the budget in a burst (ROSE §4.1)."""
+
+LEASE_S = 10.0
+"""Seconds for which an unused page stays cached (ROSE §4.1, appendix C)."""
+
+Page = TypeVar("Page", bound=Hashable)
+
+
+class Holding(Struct, frozen=True, kw_only=True):
+    """A rollout request and the pages that return if it is aborted."""
+
+    id: str
+    pages: int
+    rank: float = 0.0
+    arrival: int = 0
+
+
+class KvBudget:
+    """The budget of one serving engine with `total` pages. It is 0 before the first
+    step.
+    """
+
+    def __init__(
+        self, total: int, *, headroom: float = HEADROOM, high_water: float = HIGH_WATER
+    ) -> None:
+        if total < 1:
+            raise ValueError(f"total must be at least 1, got {total}")
+        for name, share in (("headroom", headroom), ("high_water", high_water)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {share}")
+        self.total = total
+        self.headroom = math.ceil(headroom * total)
+        self.budget = 0
+        self.frozen = False
+        self.cuts = 0
+        self._least_left = math.ceil((1 - high_water) * self.headroom)
+
+    def begin_step(self, recent_use: int) -> int:
+        """Begin an RL step, given the most pages that serving has recently used. Return
+        the new budget.
+        """
+        self.budget = max(0, self.total - self.headroom - recent_use)
+        self.frozen = False
+        return self.budget
+
+    def observe(self, serving: int) -> int:
+        """Learn how many pages serving uses, and return the budget, which is cut until
+        enough of the headroom is left or nothing remains of it.
+        """
+        while self.budget and self.total - self.budget - serving < self._least_left:
+            self.budget //= CUT
+            self.frozen = True
+            self.cuts += 1
+        return self.budget
+
+    def raise_to(self, recent_use: int) -> int:
+        """Raise the budget within a step, unless it is frozen, because serving uses
+        less than before. Return the budget.
+        """
+        if not self.frozen:
+            self.budget = max(self.budget, self.total - self.headroom - recent_use)
+        return self.budget
+
+    def fits(self, *, serving: int, held: int, more: int) -> bool:
+        """Return whether rollouts that hold `held` pages may take `more`: within the
+        budget, and with the headroom left for serving beyond what it uses.
+        """
+        if not more:
+            return True
+        return held + more <= self.budget and self.total - serving - held - more >= self.headroom
+
+    def excess(self, held: int) -> int:
+        """Return how many pages rollouts hold above the budget."""
+        return max(0, held - self.budget)
+
+
+def victims(holdings: Iterable[Holding], excess: int) -> list[str]:
+    """Return the requests to abort so that at least `excess` pages return, or all that
+    hold pages if there are too few. The lowest rank goes first, then the newest.
+    """
+    chosen: list[str] = []
+    for holding in sorted(holdings, key=lambda one: (one.rank, -one.arrival)):
+        if excess <= 0:
+            break
+        if holding.pages > 0:
+            chosen.append(holding.id)
+            excess -= holding.pages
+    return chosen
+
+
+class Leases(Generic[Page]):
+    """The cached pages, each kept for `lease_s` after its last use."""
+
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self._lease_s = lease_s
+        self._used: OrderedDict[Page, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def renew(self, page: Page, now: float) -> None:
+        """Record that the page was used. Times must not decrease."""
+        self._used[page] = now
+        self._used.move_to_end(page)
+
+    def forget(self, page: Page) -> None:
+        """Forget a page that is in use, or gone. Unknown ones are ignored."""
+        self._used.pop(page, None)
+
+    def expired(self, now: float) -> Sequence[Page]:
+        """Return the pages whose lease is over, the oldest first."""
+        over: list[Page] = []
+        for page, used in self._used.items():
+            if now - used < self._lease_s:
+                break
+            over.append(page)
+        return over
+
+    def oldest(self, count: int) -> Sequence[Page]:
+        """Return the `count` pages that were used the longest ago, or all."""
+        return list(self._used)[: max(0, count)]

@@ -1,0 +1,141 @@
+"""Admission of rollout steps beside serving, against the equations written out."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.core.policy.admission import (
+    CHUNK_TOKENS,
+    FIRST_MARGIN,
+    STALL_S,
+    WINDOW,
+    Admission,
+    Corrections,
+    Curve,
+    Deployment,
+    PrefillMode,
+    Profile,
+    QueuedPrefill,
+    Slo,
+    StepKind,
+    stalled,
+)
+
+POINTS = st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 2)), min_size=1, max_size=8).map(
+    lambda points: tuple(sorted(dict(points).items()))
+)
+CURVES = st.builds(Curve, POINTS)
+PROFILES = st.builds(Profile, mono=CURVES, chunked=CURVES, decode=CURVES)
+TIMES = st.floats(0, 100)
+PREFILLS = st.lists(
+    st.builds(
+        QueuedPrefill, arrived=TIMES, tokens=st.integers(1, 8192), ahead=st.integers(0, 8192)
+    ),
+    max_size=5,
+)
+
+
+def slow_seconds(points: tuple[tuple[int, float], ...], size: int) -> float:
+    """Walk over all pairs of neighbors."""
+    if size <= points[0][0]:
+        return points[0][1]
+    for (low, low_s), (high, high_s) in itertools.pairwise(points):
+        if low <= size <= high:
+            return low_s + (high_s - low_s) / (high - low) * (size - low)
+    slopes = [points[-1][1] / points[-1][0]]
+    if len(points) > 1:
+        (low, low_s), (high, high_s) = points[-2:]
+        slopes.append((high_s - low_s) / (high - low))
+    return points[-1][1] + max(slopes) * (size - points[-1][0])
+
+
+@given(POINTS, st.integers(1, 20_000))
+def test_a_curve_is_linear_between_its_points(
+    points: tuple[tuple[int, float], ...], size: int
+) -> None:
+    assert Curve(points).seconds(size) == pytest.approx(slow_seconds(points, size))
+    assert Curve(points).seconds(0) == 0
+
+
+@given(PROFILES, PREFILLS, st.lists(TIMES, max_size=5), TIMES, st.sampled_from(Deployment))
+def test_the_slack_is_the_smallest_of_both_equations(
+    profile: Profile,
+    prefills: list[QueuedPrefill],
+    newest: list[float],
+    now: float,
+    deployment: Deployment,
+) -> None:
+    slo = Slo(ttft_s=0.5, tpot_s=0.15)
+    admission = Admission(
+        slo=slo,
+        profile=profile,
+        rollout=profile,
+        deployment=deployment,
+        mode=PrefillMode.MONOLITHIC,
+    )
+    expected = math.inf
+    if deployment is not Deployment.DECODE:
+        for request in prefills:
+            cost = slow_seconds(profile.mono.points, request.ahead + request.tokens)
+            expected = min(expected, request.arrived + 0.5 - now - FIRST_MARGIN * cost)
+    if deployment is not Deployment.PREFILL:
+        for token_at in newest:
+            cost = slow_seconds(profile.decode.points, len(newest))
+            expected = min(expected, token_at + 0.15 - now - FIRST_MARGIN * cost)
+    assert admission.slack(now, prefills, newest) == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(0.01, 50), max_size=2 * WINDOW))
+def test_the_factor_is_the_99th_percentile_of_the_window(ratios: list[float]) -> None:
+    corrections = Corrections()
+    for ratio in ratios:
+        corrections.measured(StepKind.ROLLOUT_DECODE, profiled_s=2.0, seconds=2.0 * ratio)
+    window = sorted([FIRST_MARGIN, *ratios][-WINDOW:])
+    below = [value for value in window if sum(one <= value for one in window) / len(window) >= 0.99]
+    assert corrections.factor(StepKind.ROLLOUT_DECODE) == pytest.approx(min(below))
+    assert corrections.factor(StepKind.SERVING_DECODE) == FIRST_MARGIN
+
+
+def test_a_profile_that_is_far_too_low_stops_rollouts_at_once() -> None:
+    fast = Curve(((1, 0.001),))
+    profile = Profile(mono=fast, chunked=fast, decode=fast)
+    admission = Admission(slo=Slo(ttft_s=0.5, tpot_s=0.1), profile=profile, rollout=profile)
+    assert admission.admits(0.05, prompt=0, decode=8, kv_fits=True)
+    admission.corrections.measured(StepKind.ROLLOUT_DECODE, profiled_s=0.008, seconds=0.08)
+    assert not admission.admits(0.05, prompt=0, decode=8, kv_fits=True)
+    for _ in range(WINDOW):
+        admission.corrections.measured(StepKind.ROLLOUT_DECODE, profiled_s=0.008, seconds=0.008)
+    assert admission.admits(0.05, prompt=0, decode=8, kv_fits=True), "the error is forgotten"
+
+
+@given(PROFILES, st.floats(-1, 2), st.integers(0, 64))
+def test_a_chunk_is_the_largest_that_fits(profile: Profile, slack: float, decode: int) -> None:
+    slo = Slo(ttft_s=0.5, tpot_s=0.1)
+    admission = Admission(slo=slo, profile=profile, rollout=profile)
+    chunk = admission.chunk(slack, decode=decode)
+    sizes = [1 << power for power in range(CHUNK_TOKENS.bit_length())]
+    fitting = [
+        size for size in sizes if admission.admits(slack, prompt=size, decode=decode, kv_fits=True)
+    ]
+    assert chunk == max(fitting, default=0)
+    assert not admission.admits(slack, prompt=chunk, decode=decode, kv_fits=False)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_an_slo_must_be_positive(value: float) -> None:
+    with pytest.raises(ValueError, match=f"ttft_s must be positive and finite, got {value}"):
+        Slo(ttft_s=value, tpot_s=1.0)
+
+
+@pytest.mark.parametrize("points", [(), ((2, 1.0), (1, 1.0)), ((0, 1.0),), ((1, -1.0),)])
+def test_a_curve_must_be_a_measurement(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Curve(points)
+
+
+def test_a_turn_is_stalled_after_two_seconds() -> None:
+    assert not stalled(10.0, 10.0 + STALL_S - 0.01)
+    assert stalled(10.0, 10.0 + STALL_S)
