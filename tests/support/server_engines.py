@@ -304,16 +304,20 @@ async def streamed_tokens_are_of_the_weights_that_they_name(
     await are_sampled(weights, 2, (*PROMPT, *older), newer, result.logprobs[after.start :])
 
     # a turn that continues is reported from there
-    spans = [VersionSpan(start=0, end=3, version=1)]
+    start = min(3, len(older))
     resumed = PartialOutput(
-        tokens=older[:3], logprobs=result.logprobs[:3], versions=tuple(spans), generate_s=1.0
+        tokens=older[:start],
+        logprobs=result.logprobs[:start],
+        versions=(VersionSpan(start=0, end=start, version=1),),
+        generate_s=1.0,
     )
     deltas.clear()
     rest = msgspec.structs.replace(greedy("rest", count=300), resumed=resumed)
     whole = await engine.generate(rest, on_tokens, report_s=0.001)
-    assert whole.tokens[:3] == older[:3]
-    assert deltas[0].start == 3
-    assert deltas[0].versions[0] == VersionSpan(start=3, end=3 + len(deltas[0].tokens), version=2)
+    assert whole.tokens[:start] == older[:start]
+    assert deltas[0].start == start
+    end = start + len(deltas[0].tokens)
+    assert deltas[0].versions[0] == VersionSpan(start=start, end=end, version=2)
     assert deltas[0].generate_s >= 1.0
 
     # no client reads this turn, which is not streamed

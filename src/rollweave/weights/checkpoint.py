@@ -136,6 +136,21 @@ def read_shape(directory: Path) -> ModelShape:
             f"{directory}/config.json: sliding-window attention is not supported, "
             "got use_sliding_window"
         )
+    try:
+        return _dense_shape(directory, config, kind)
+    except KeyError as error:
+        raise ConfigError(f"{directory}/config.json must name {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{directory}/config.json must describe a model's sizes: {error}"
+        ) from error
+
+
+def _dense_shape(directory: Path, config: dict[str, Any], kind: str) -> ModelShape:
+    """Return the shape of a Llama, Qwen2 or Qwen3 model. Raises ConfigError for
+    unsupported settings, KeyError for missing ones, and TypeError, ValueError and
+    ZeroDivisionError for values that are no such sizes.
+    """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
     context = int(config.get("max_position_embeddings", 2048))
@@ -155,7 +170,7 @@ def read_shape(directory: Path) -> ModelShape:
         out_bias=attention_bias and kind != "qwen2",
         mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
         qk_norm=kind == "qwen3",
-        inv_freq=_frequencies(config, head_dim),
+        inv_freq=_frequencies(directory, config, head_dim),
         eos_token_ids=_eos(directory, config),
     )
 
@@ -314,21 +329,22 @@ def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
 
 
-def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
+def _frequencies(directory: Path, config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
     """Return the rotary frequencies, in fp32 as transformers computes them.
 
-    Accepts the old (`rope_scaling`) and the new (`rope_parameters`) spelling.
+    Accepts the old (`rope_scaling`) and the new (`rope_parameters`) spelling. Raises
+    ConfigError.
     """
     import torch
 
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if (
-        float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-        != 1.0
-    ):
-        raise ConfigError("config.json: partial_rotary_factor must be 1")
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if float(share) != 1.0:
+        raise ConfigError(
+            f"{directory}/config.json: partial_rotary_factor must be 1, got {share!r}"
+        )
     inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind == "default":
         pass
@@ -337,7 +353,9 @@ def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, rope)
     else:
-        raise ConfigError(f"config.json: rope_type must be default, linear or llama3, got {kind!r}")
+        raise ConfigError(
+            f"{directory}/config.json: rope_type must be default, linear or llama3, got {kind!r}"
+        )
     return tuple(inv_freq.tolist())
 
 
