@@ -8,7 +8,16 @@ from typing import Any
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus
 from tests.support.processes import descendants
-from tests.support.real_runs import Life, Lineage, check_totals, hazardous, lines, living
+from tests.support.real_runs import (
+    GROUPS,
+    MEMBERS,
+    Life,
+    Lineage,
+    check_totals,
+    hazardous,
+    lines,
+    living,
+)
 
 ENGINE = "rollweave.runtime.entrypoints.server_engine"
 
@@ -71,7 +80,8 @@ def lose_nothing_with_lost_servers(
         )
         gate.touch()
         result = life.finish()
-    check_totals(config, result)
+    # a trajectory that lost its engine may end after the others' weights are too new
+    check_totals(config, result, stale=GROUPS * MEMBERS)
     lineage = Lineage()
     lineage.take(config)
     lineage.check(STEPS)

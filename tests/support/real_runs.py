@@ -232,12 +232,15 @@ def at_gate(life: Life, gate: Path) -> None:
     )
 
 
-def check_totals(config: RunConfig, summary_: dict[str, Any]) -> None:
+def check_totals(config: RunConfig, summary_: dict[str, Any], *, stale: int = 0) -> None:
     """Check that the run has trained and evaluated all that its configuration
-    requires.
+    requires. At most `stale` trajectories may have become stale and left their groups.
     """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
-    assert summary_["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
+    account = summary_["account"]
+    left = account["dropped"].get("stale", 0)
+    assert left <= stale
+    assert account["trained"] + left == GROUPS * MEMBERS * config.run.steps
     assert summary_["eval_episodes"] == {"lake": 8}
     if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound of staleness
         assert summary_["staleness_max"] <= config.rollout.alpha
