@@ -269,13 +269,13 @@ class Lineage:
         assert replay.differing == 0
         replay.core.check()
 
-    def check(self, steps: int) -> None:
-        """Check that every step trained a whole batch, and that no trajectory is in two
-        steps of the surviving lineage.
+    def check(self, steps: int, *, stale: int = 0) -> None:
+        """Check that every step trained a whole batch, except for so many stale
+        trajectories, and that none is in two steps of the surviving lineage.
         """
         assert sorted(self._steps) == list(range(steps))
         ids = [member for batch in self._steps.values() for member in batch]
-        assert len(ids) == len(set(ids)) == steps * GROUPS * MEMBERS
+        assert len(ids) == len(set(ids)) == steps * GROUPS * MEMBERS - stale
 
 
 def longer(config: RunConfig, steps: int, **sections: BaseModel) -> RunConfig:
