@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -27,6 +28,7 @@ from rollweave.sim.fleet import kv_room
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.run import Outcome, directory_of
 from rollweave.sim.run import simulate as run_simulation
+from rollweave.sim.serving import Latencies
 from rollweave.sim.world import Costs, costs_of, workloads_of
 
 CAUSES = {
@@ -120,6 +122,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "trainer": outcome.idle("trainer"),
         "pools": outcome.pools_busy,
         "weights": outcome.summary.weights,
+        "serving": None if outcome.serving is None else msgspec.to_builtins(outcome.serving),
         "staleness": staleness(outcome),
         "gpus": outcome.gpus,
         "gpu_hours": outcome.gpu_hours,
@@ -134,6 +137,25 @@ def staleness(outcome: Outcome) -> dict[int, int]:
         for age, count in line["staleness"].items():
             counts[int(age)] = counts.get(int(age), 0) + count
     return dict(sorted(counts.items()))
+
+
+def serving_lines(serving: Latencies) -> list[tuple[str, str]]:
+    """Describe what the users of the serving engines saw, and what was lent."""
+    (_, _, first), (_, _, further) = serving.ttft_s, serving.tpot_s
+    return [
+        (
+            "serving",
+            f"{serving.requests:,} requests: P99 {1e3 * first:,.0f} ms to the first token, "
+            f"{1e3 * further:,.1f} ms for each further one; late {serving.late_first:.2%} and "
+            f"{serving.late_tokens:.2%}",
+        ),
+        (
+            "serving engines",
+            f"served {serving.serving_share:.1%} of the time, computed rollouts "
+            f"{serving.lent_share:.1%}; {serving.returned} turns given back, {serving.cuts} cuts "
+            f"of memory, {serving.stalls} stalls",
+        ),
+    ]
 
 
 def show(outcome: Outcome, *, kv: str) -> None:
@@ -193,6 +215,9 @@ def show(outcome: Outcome, *, kv: str) -> None:
         table.add_row("scheduling", scheduling)
     if weights := weights_line(summary.weights):
         table.add_row("weights", weights)
+    if outcome.serving is not None:
+        for label, text in serving_lines(outcome.serving):
+            table.add_row(label, text)
     table.add_row("trajectories", account_line(summary.account))
     table.add_row("cost", f"{outcome.gpu_hours:,.1f} GPU-hours on {outcome.gpus} GPUs")
     out.print(table)

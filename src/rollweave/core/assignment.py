@@ -47,7 +47,9 @@ def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -
     assigned = trajectory.assigned_engine
     if run.scheduling.by_finish and trajectory.turn is not None:
         engines = usable(run, trajectory)
-        wanted = [engine for engine in engines if engine.id not in avoid] or engines
+        loads = run.fleet.loads  # a borrowed engine that takes no turns may wait long
+        engines = [one for one in engines if not one.lender or (one.takes and one.id in loads)]
+        wanted = _wanted(engines, avoid)
         _assign(run, trajectory, elastic.engine_for(run, trajectory, wanted))
         return
     if assigned is None or assigned in avoid or not is_usable(run, assigned):
@@ -89,9 +91,17 @@ def pool_for(run: Run, trajectory: Trajectory) -> str | None:
     return serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
 
 
+def _wanted(engines: Sequence[Engine], avoid: Sequence[EngineId]) -> list[Engine]:
+    """Return the engines that have not failed the turn; otherwise all but those that
+    gave it back to be run elsewhere.
+    """
+    return [engine for engine in engines if engine.id not in avoid] or [
+        engine for engine in engines if not engine.lender
+    ]
+
+
 def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
-    engines = usable(run, trajectory)
-    wanted = [engine for engine in engines if engine.id not in avoid] or engines
+    wanted = _wanted(usable(run, trajectory), avoid)
     if not wanted:
         return None
     # Without a prediction for the trajectory its rank is meaningless, and members of a

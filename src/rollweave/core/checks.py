@@ -44,6 +44,7 @@ def check(run: Run) -> None:
     _check_weights(run)
     _check_devices(run)
     _check_fleet(run)
+    _check_borrowed(run)
     _check_workers(run)
     _check_saving(run)
     _check_evaluations(run)
@@ -130,6 +131,23 @@ def _check_turns(run: Run) -> None:
     assert not waiting, f"{waiting} are queued without an open turn"
     assert not served, f"{served} are on engines without an open turn"
     assert not prompts, f"{prompts} are on prefill engines, and no turn waits for them"
+
+
+def _check_borrowed(run: Run) -> None:
+    engines = [engine for engine in run.state.engines.values() if engine.lender]
+    lenders = [engine.lender for engine in engines]
+    assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
+    for number, group in enumerate(run.config.engines):
+        held = [engine for engine in engines if engine.group == number]
+        assert not held or (group.borrowed and len(held) <= group.count), (
+            f"{len(held)} engines of group {number} are borrowed"
+        )
+    for engine in engines:
+        load = run.fleet.loads.get(engine.id)
+        newest = run.fleet.version
+        assert load is None or newest is None or engine.version >= newest, (
+            f"{engine.id} takes turns with stale weights"
+        )
 
 
 def _check_prompt(

@@ -14,6 +14,7 @@ import msgspec
 
 from rollweave.core import (
     allocation,
+    borrowing,
     dispatching,
     ending,
     engines,
@@ -123,6 +124,7 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.PrefillDone: turns.on_prefilled,
     e.TurnFailed: turns.on_failed,
     e.TurnsProgressed: turns.on_progressed,
+    e.TurnReturned: turns.on_returned,
     e.TurnWithdrawn: turns.on_withdrawn,
     e.EnvReady: trajectories.on_env_ready,
     e.AttemptDelayed: trajectories.on_delayed,
@@ -152,6 +154,7 @@ HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
     e.EngineJoined: engines.on_joined,
     e.EngineRegistered: engines.on_registered,
     e.EngineWithdrawn: engines.on_withdrawn,
+    e.LendersReported: borrowing.on_reported,
     e.EngineLost: engines.on_lost,
     e.StagingFailed: weight_updates.on_staging_failed,
     e.WeightsLoadFailed: weight_updates.on_load_failed,

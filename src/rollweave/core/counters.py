@@ -69,6 +69,7 @@ class Counters(msgspec.Struct):
     engines_joined: int = 0  # registered during the run
     engines_left: int = 0  # withdrawn, and gone
     turns: int = 0
+    turns_returned: int = 0  # by borrowed engines, to continue elsewhere
     cut_turns: dict[str, int] = {}  # number of turns that ended at max_turn_tokens, by task domain
     output_tokens: int = 0
     cached_tokens: int = 0

@@ -326,7 +326,9 @@ def _emit_start(
             # A trajectory that is bound to weights was sampled under those of this
             # engine. What a program has read cannot be taken back, so that such a turn
             # may have tokens of several versions, as one whose engine is updated has.
-            resume=turn.streamed or not run.pacing.interchangeable,
+            resume=turn.streamed
+            or not run.pacing.interchangeable
+            or turn.returned_with == run.state.engines[engine_id].publication_id,
             prefill=prefill,
         )
     )

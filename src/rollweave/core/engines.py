@@ -81,6 +81,7 @@ def _engine(run: Run, slot: EngineSlot, *, joined: bool, moved: bool = False) ->
         host=slot.host,
         devices=slot.devices,
         pool=slot.pool,
+        lender=slot.lender,
         # a client of a service registers engines that do everything
         phase="both" if run.state.serving and joined else run.config.engines[slot.group].phase,
         joined=joined,
@@ -131,7 +132,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
         return
-    if engine.departing:
+    if engine.departing or engine.lender:  # another lender may take its place
         remove(run, engine, reason)
         _end_if_last(run, engine, reason)
         return
@@ -206,7 +207,7 @@ def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) ->
     """Remove an engine that has lost its place; unless it was departing, `core/hosts`
     starts it elsewhere. It waits for a host that `returns`, if there is no place.
     """
-    if not engine.departing:
+    if not (engine.departing or engine.lender):
         run.state.hosts.unplaced.append(
             Unplaced(
                 degree=engine.degree,
@@ -241,7 +242,9 @@ def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
     has a place, or waits for a host that may return.
     """
     state = run.state
-    if state.serving or any(engine.samples for engine in state.engines.values()):
+    if state.serving or any(
+        engine.samples and not engine.lender for engine in state.engines.values()
+    ):
         return
     planned = state.allocation.pending_degrees or any(
         one.returns or _has_place(run, one)
@@ -286,7 +289,21 @@ def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
         state.hosts.unplaced.append(engine)
         return
     slot = placed
-    state.engines[slot.id] = _engine(run, slot, joined=joined, moved=moved)
+    _start(run, slot, _engine(run, slot, joined=joined, moved=moved))
+
+
+def borrow(run: Run, slot: EngineSlot) -> None:
+    """Start an engine on a lender, if one of the run's hosts can have it."""
+    placed = bindings.bind_engine(run.config, run.state, slot)
+    if placed is not None:
+        engine = _engine(run, placed, joined=False)
+        engine.heard_at = run.now
+        _start(run, placed, engine)
+
+
+def _start(run: Run, slot: EngineSlot, engine: Engine) -> None:
+    state = run.state
+    state.engines[slot.id] = engine
     if not state.serving:  # a service's engines are not numbered
         state.membership.next_number = membership.number_of(slot.id) + 1
     run.fleet_changed()
@@ -297,6 +314,7 @@ def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
             group=slot.group,
             host=slot.host,
             devices=slot.devices,
+            lender=slot.lender,
         )
     )
 
@@ -308,7 +326,9 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
     """
     engine = run.state.engines.get(event.engine_id)
     if engine is None or (
-        not run.state.serving and membership.why_not_leave(run.config, run.state, engine)
+        not run.state.serving
+        and not engine.lender
+        and membership.why_not_leave(run.config, run.state, engine)
     ):
         return
     engine.leaving = True
@@ -368,7 +388,7 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
 def _count_departure(state: State, engine: Engine) -> None:
     """Count a withdrawn engine that has gone, and keep it out of later worlds."""
     state.counters.engines_left += 1
-    if not engine.joined:
+    if not (engine.joined or engine.lender):
         state.membership.withdrawn.append(engine.id)
 
 

@@ -63,6 +63,14 @@ class Fleet:
         """
         fleet, known = cls(), {} if before is None else before._turns
         live, ids, expected, departing, prefill = set(), set(), set(), [], []
+        required = min(
+            (
+                engine.version
+                for engine in state.engines.values()
+                if engine.samples and not (engine.lender or engine.draining) and engine.version >= 0
+            ),
+            default=-1,
+        )
         for engine in state.engines.values():
             if engine.departing:
                 departing.append(engine.id)
@@ -74,7 +82,9 @@ class Fleet:
                 fleet.starting += 1
             elif status is EngineStatus.STALE and engine.released:
                 fleet.released += 1
-            elif status is not EngineStatus.SERVING:
+            elif status is not EngineStatus.SERVING or (
+                engine.lender and engine.version < required  # it takes no turns until it has newer
+            ):
                 fleet.updating += 1
             elif samples:
                 turns = known.get(engine.id)
@@ -90,7 +100,10 @@ class Fleet:
                 expected.add(engine.loading_id if loading else engine.publication_id)
                 if engine.version >= 0:
                     live.add(engine.pool)
-                    if fleet.version is None or engine.version < fleet.version:
+                    # borrowed engines may lag behind, and are not waited for
+                    if not engine.lender and (
+                        fleet.version is None or engine.version < fleet.version
+                    ):
                         fleet.version = engine.version
         fleet.live_pools = frozenset(live - {""})
         fleet.departing, fleet.prefill = tuple(departing), tuple(prefill)
@@ -141,6 +154,7 @@ class Fleet:
         if engine.pool:
             self.loads_by_pool[engine.pool][engine.id] = after
         self.active += after.active - before.active
+        self.slots += after.slots - before.slots
         self.free += max(0, after.slots - after.active) - max(0, before.slots - before.active)
         self.busy += (after.active > 0) - (before.active > 0)
 
@@ -156,12 +170,16 @@ def _turns_of(state: State, engine: Engine) -> _Turns:
 
 def _load(turns: _Turns) -> EngineLoad:
     engine, ranks, lowest = turns.engine, turns.ranks, -math.inf
-    if len(ranks) >= engine.max_slots > 0:
+    slots = engine.max_slots if engine.takes else min(len(ranks), engine.max_slots)
+    if not engine.takes:
+        lowest = math.inf
+    elif len(ranks) >= engine.max_slots > 0:
         lowest = ranks[-engine.max_slots] if engine.preempts else math.inf
     return EngineLoad(
         id=engine.id,
         active=len(engine.active),
-        slots=engine.max_slots,
+        slots=slots,
         tokens=turns.tokens,
         lowest=lowest,
+        borrowed=bool(engine.lender),
     )

@@ -28,6 +28,7 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
         engines = [
             (group.degree, place)
             for place, group in enumerate(config.engines)
+            if not group.borrowed
             for _ in range(group.count)
         ]
     return _on_one_machine(
@@ -50,7 +51,7 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
         return _on_one_machine(config, _planned(config, config.allocation, state))
     gone = {
         *state.membership.withdrawn,
-        *(engine.id for engine in state.engines.values() if engine.leaving),
+        *(engine.id for engine in state.engines.values() if engine.leaving and not engine.lender),
     }
     configured = first_engines(config)
     slots = [slot for slot in configured if slot.id not in gone]
@@ -119,6 +120,8 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
             f"there are {len(config.engines)} groups of engines, numbered from 0, and no group "
             f"{slot.group}"
         )
+    if config.engines[slot.group].borrowed:
+        return f"engines.{slot.group} are borrowed while serving engines lend themselves"
     addresses = config.engines[slot.group].address
     if addresses and sum(one.group == slot.group for one in state.engines.values()) >= len(
         addresses
@@ -153,7 +156,7 @@ def remaining_engines(state: State, engine: Engine) -> list[Engine]:
     return [
         other
         for other in state.engines.values()
-        if other.samples and other is not engine and not other.departing
+        if other.samples and other is not engine and not (other.departing or other.lender)
     ]
 
 

@@ -107,6 +107,8 @@ class Turn(msgspec.Struct, kw_only=True):
         0  # tokens sampled, as last reported by its engine: KV beside that of the context
     )
     avoid: list[EngineId] = []
+    # weights that sampled the tokens with which it was given back; -1 if it was not
+    returned_with: int = -1
     use_before: Use = Use()  # of its engine, when it was given to it
     # set as long as the engine that has the turn waits for the KV of its prompt
     prompt: Prompt | None = None
@@ -242,6 +244,9 @@ class Engine(msgspec.Struct):
     pool: str = ""  # pool of its place (core/policy/affinity)
     phase: EnginePhase = "both"  # parts of turns that it computes (core/phases)
     joined: bool = False  # it joined during the run, and returns in every later world
+    lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
+    takes: bool = True  # it takes turns now: serving does not need all of it
+    heard_at: float = 0.0  # when its lender was last reported as lent to the run
     moved: bool = False  # it replaces an engine whose failures made its host be given up
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done

@@ -40,6 +40,7 @@ from rollweave.schema.events import (
     TurnFailed,
     TurnProgress,
     TurnRequested,
+    TurnReturned,
     TurnsProgressed,
     TurnWithdrawn,
 )
@@ -152,6 +153,21 @@ def _give_up_prompts(run: Run, engine: Engine, error: str) -> None:
         _give_up_prompt(run, trajectory, turn.prompt, error)
 
 
+def on_returned(run: Run, event: TurnReturned) -> None:
+    """Let a turn that a borrowed engine gave back continue elsewhere."""
+    answered = _find(run, event)
+    if answered is None:
+        return
+    trajectory, turn, engine = answered
+    attempts.vacate(run, engine, trajectory, turn)
+    run.state.counters.turns_returned += 1
+    turn.since = run.now
+    turn.dispatch += 1
+    turn.returned_with = engine.publication_id
+    turn.avoid = [name for name in turn.avoid if name != engine.id] + [engine.id]
+    dispatching.enqueue(run, trajectory, turn)
+
+
 def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     if (
@@ -207,7 +223,7 @@ def give_up_late_migrations(run: Run) -> None:
 
 
 def _find(
-    run: Run, event: TurnDone | TurnFailed | TurnProgress | PrefillDone
+    run: Run, event: TurnDone | TurnFailed | TurnReturned | TurnProgress | PrefillDone
 ) -> tuple[Trajectory, Turn, Engine] | None:
     """The turn that the event is about, and its engine; None if the event is late."""
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)

@@ -8,6 +8,7 @@ backstop behind it, so they are wider.
 import itertools
 
 from rollweave.core import (
+    borrowing,
     consolidation,
     engines,
     evaluation,
@@ -67,6 +68,7 @@ def check_deadlines(run: Run) -> None:
     for engine in list(state.engines.values()):
         if engine.id in state.engines:  # else it was removed with its host
             _check_engine(run, engine)
+    borrowing.check_leases(run)
     _check_fleet(run)
     relays.check_timeouts(run)
     workers.check_timeouts(run)

@@ -231,7 +231,9 @@ class Migrate(TaggedStruct, frozen=True, kw_only=True):
 
 class StartEngine(TaggedStruct, frozen=True, kw_only=True):
     """Start an engine of parallel degree `degree` with the settings of its group, as
-    epoch 0, on `devices` of a host or on the CPU there. → EngineJoined | EngineLost
+    epoch 0, on `devices` of a host or on the CPU there. With `lender`, borrow it from
+    that serving engine, which may refuse; `RemoveEngine` gives it back.
+    → EngineJoined | EngineLost
     """
 
     engine_id: EngineId
@@ -239,6 +241,7 @@ class StartEngine(TaggedStruct, frozen=True, kw_only=True):
     group: int = 0
     host: int = 0
     devices: tuple[int, ...] = ()
+    lender: str = ""
 
 
 class SuspendEngine(TaggedStruct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
     host: int = 0
     devices: tuple[int, ...] = ()
     pool: str = ""
+    lender: str = ""  # the serving engine that lends itself; "" for an engine of the run
 
 
 class WorkerSlot(Struct, frozen=True, kw_only=True):
@@ -354,6 +355,41 @@ class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     preempts: bool = True
 
 
+class Lender(Struct, frozen=True, kw_only=True):
+    """A serving engine that lends its slack (ROSE §4).
+
+    `kv_use` is the mean share of its KV memory that serving has used over the last hour
+    or so, and `lent_to` the name of the run to which it is lent. It `takes` turns
+    unless serving needs all of it now; if it is `recalled`, it must be given back at
+    once.
+    """
+
+    name: str
+    kv_use: float
+    lent_to: str = ""
+    takes: bool = True
+    recalled: bool = False
+
+
+class LendersReported(TaggedStruct, frozen=True, kw_only=True):
+    """All serving engines that lend, or could; the heartbeat that renews the leases of
+    those that are borrowed.
+    """
+
+    lenders: tuple[Lender, ...]
+
+
+class TurnReturned(TaggedStruct, frozen=True, kw_only=True):
+    """A borrowed engine gave the turn back, because serving needs its memory or its
+    time. That is no failure: the turn continues elsewhere with the tokens that it has.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    dispatch: int
+
+
 class EngineRegistered(TaggedStruct, frozen=True, kw_only=True):
     """A new engine is offered to a service, or a training run is asked to start one."""
 
@@ -670,6 +706,8 @@ Event = (
     | MigrationDone
     | EngineJoined
     | EngineRegistered
+    | LendersReported
+    | TurnReturned
     | EngineWithdrawn
     | EngineSuspended
     | WeightsStaged

@@ -62,13 +62,14 @@ class Batch:
 
         `chunk` is the part of each prompt that the last step computed.
         """
-        need = self._growing[self.clock % self._size]
-        if need <= self.kv.free:
-            if need:
-                self.kv.allocate(need)
-        else:
-            self._grow_in_order()
-        self._grown = True
+        if not self._grown:  # unless the step was planned before, and not begun
+            need = self._growing[self.clock % self._size]
+            if need <= self.kv.free:
+                if need:
+                    self.kv.allocate(need)
+            else:
+                self._grow_in_order()
+            self._grown = True
         self.prompt_pending = False
         if self.waiting:
             self._admit()

@@ -242,6 +242,81 @@ class SimEngine:
         else:
             self._load()
 
+    # A device that computes other work between two steps (sim/lender).
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a request waits or runs, and may be computed."""
+        return bool(self._live) and not self._suspended
+
+    def fits(self, request: Request) -> bool:
+        """Return whether the KV cache can hold the request alone."""
+        kv = self._batch.kv
+        most = request.context_tokens + request.output_tokens - 1
+        return most <= kv.total * kv.block_tokens
+
+    def hold(self, now: float) -> None:
+        """Discard the plan of steps that have not begun, so that calls take effect at
+        once.
+        """
+        self._run_until(now)
+        if self._left and self._at == now:
+            self._left, self._chunk = 0, []
+            self._bounds.clear()
+
+    def first_end(self, now: float) -> float | None:
+        """Return the end of the next step, if it begins now; None without work."""
+        self._run_until(now)
+        if not self._left:
+            if not self._startable(now):
+                return None
+            self._plan()
+        return self._step_end(self._steps_by(now) + 1)
+
+    def cut_by(self, now: float, limit: float) -> float:
+        """End the current run with the last step that ends by `limit`, but not before
+        the one that is computed at `now`. Returns its end.
+        """
+        if self._left > 1:
+            step = max(self._steps_by(limit), self._step_of(now), 1)
+            self._end = self._step_end(step)
+            self._left = step
+            del self._bounds[step:]
+        return self._end
+
+    def limit_kv(self, now: float, tokens: int) -> dict[str, int]:
+        """Change the size of the KV cache between two steps. Returns the requests that
+        are given up for it, the last ones first, and the tokens that each has sampled.
+        """
+        self.hold(now)
+        assert not self._left, "memory changes between two steps"
+        kv, given_up = self._batch.kv, {}
+        total = tokens // kv.block_tokens
+        for turn in sorted(self._live.values(), key=lambda turn: turn.item, reverse=True):
+            if kv.held > total or turn.length + turn.left - 1 > total * kv.block_tokens:
+                key = turn.request.key
+                given_up[key] = self._sampled(turn, 0)
+                del self._live[key]
+                self._batch.drop(turn)
+        kv.resize(total)
+        self.kv_tokens = tokens
+        return given_up
+
+    def give_all(self, now: float) -> dict[str, int]:
+        """Give up all requests between two steps. Returns the tokens that each has
+        sampled.
+        """
+        self.hold(now)
+        sampled = {key: self._sampled(turn, 0) for key, turn in self._live.items()}
+        for turn in self._live.values():
+            self._batch.drop(turn)
+        self._live.clear()
+        return sampled
+
+    def forget(self, before: float) -> None:
+        """Forget the prefixes that were last used before this time."""
+        self._batch.kv.forget(before)
+
     def resume(self, now: float) -> None:
         self._run_until(now)
         self._suspended = False
@@ -375,7 +450,7 @@ class SimEngine:
         one.
         """
         batch = self._batch
-        batch.at = self._at
+        batch.at = batch.kv.at = self._at
         batch.settle(self._chunk)
         budget = self._chunk_tokens
         self._chunk = []
@@ -442,6 +517,7 @@ class SimEngine:
         self.busy_s += self._end - self._at
         self._at = self._end
         self._left = 0
+        self._batch.kv.at = self._at
         self._bounds.clear()
         for turn in self._aborted:
             self._batch.drop(turn)

@@ -28,6 +28,7 @@ from rollweave.schema.errors import DiskError
 from rollweave.sim.scenarios import (
     FLEET_CHANGES,
     HOST_FAULTS,
+    LENDER_FAULTS,
     MAX_FLEET,
     MAX_HOSTS,
     PROCESS_FAULTS,
@@ -259,6 +260,7 @@ class Chaos:
             **(RELAY_FAULTS if hosts.relays else {}),
             **(HOST_FAULTS if hosts.up else {}),
             **({} if planned else FLEET_CHANGES),
+            **(LENDER_FAULTS if self.world.serving is not None else {}),
         }
         kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
         handlers = (
@@ -266,6 +268,7 @@ class Chaos:
             self._change_fleet,
             self._strike_relay,
             self._strike_host,
+            self._strike_lender,
             self._strike_other,
         )
         if any(strike(kind) for strike in handlers):
@@ -338,6 +341,21 @@ class Chaos:
             world.join_host(world.hosts.pool_of(draw.choice(up)))
             return True
         return False
+
+    def _strike_lender(self, kind: str) -> bool:
+        """Recall an engine for a while, or let the reports stop."""
+        draw, serving, clock = self._random, self.world.serving, self.world.clock
+        if serving is None or kind not in LENDER_FAULTS:
+            return False
+        if kind == "lenders silent":
+            serving.silent = True
+            clock.after(draw.choice([5.0, 60.0]), lambda: setattr(serving, "silent", False))
+            return True
+        name = draw.choice(list(serving.lenders))
+        serving.recalled.add(name)
+        serving.report()
+        clock.after(draw.choice([1.0, 60.0]), lambda: serving.recalled.discard(name))
+        return True
 
     def _strike_other(self, kind: str) -> bool:
         trainer = self.world.trainer

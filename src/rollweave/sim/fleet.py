@@ -21,11 +21,18 @@ from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.kv import Request
+from rollweave.sim.lender import ACTIVATION_S, LentEngine
 from rollweave.sim.relays import SimRelays
+from rollweave.sim.serving import ServingCluster
 
 RESTART_S = 60.0
 """Seconds until a restarted engine is ready, without its weights. Assumption: process
 start and graph capture.
+"""
+
+LENT_CHUNK_TOKENS = 512
+"""Maximum prompt tokens of a step of a lent engine, so that serving waits for no longer
+(ROSE §4.1).
 """
 
 PROFILE_CONTEXTS = (1024, 16384)
@@ -44,8 +51,9 @@ class Node:
     group: int = 0
     host: int = 0
     devices: tuple[int, ...] = ()
+    lender: str = ""  # the serving engine that it is borrowed from
     sharing: int = 1  # engines on these devices
-    engine: SimEngine | None = None
+    engine: SimEngine | LentEngine | None = None
     version: int = -1
     ticket: int = 0  # of its next wake-up
     lost: bool = False
@@ -80,6 +88,7 @@ class SimFleet:
         settings: Callable[[int], EngineConfig],
         prefix_cache: bool,
         trace: Trace | None,
+        serving: ServingCluster | None = None,
     ) -> None:
         self._clock, self._post, self._costs, self._trainer, self._settings = (
             clock,
@@ -89,7 +98,9 @@ class SimFleet:
             settings,
         )
         self._relays, self._trace, self._prefix_cache = relays, trace, prefix_cache
-        self._pool_of = pool_of
+        self._pool_of, self._serving = pool_of, serving
+        if serving is not None:
+            serving.on_touched, serving.on_returned = self._lender_touched, self._gave_back
         # GPU-seconds of work of former engines, by pool
         self._former_busy_s: defaultdict[str, float] = defaultdict(float)
         self.nodes: dict[EngineId, Node] = {}
@@ -98,6 +109,10 @@ class SimFleet:
         self.refusals: dict[EngineId, int] = {}  # loads that an engine must refuse
         self.on_done: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
         self.on_lost: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, reported: (
+            None
+        )
+        # turns that a lent engine gives back, and the tokens that they have sampled
+        self.on_returned: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, turns: (
             None
         )
 
@@ -111,7 +126,7 @@ class SimFleet:
 
     def add(self, command: c.StartEngine) -> None:
         self.nodes[command.engine_id] = node = _node(command, epoch=0)
-        self._starting(node, RESTART_S)
+        self._starting(node, ACTIVATION_S if command.lender else RESTART_S)
 
     def restart(self, command: c.RestartEngine) -> None:
         self._drop(self.nodes.get(command.engine_id))
@@ -262,8 +277,10 @@ class SimFleet:
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
             return node is not None and node.lost
-        node.engine.add(self._clock.now, request)
+        added = node.engine.add(self._clock.now, request)
         self._touch(node)
+        if added is False:  # serving needs the memory of a lent engine
+            self._clock.after(0.0, lambda: self.on_returned(engine_id, {request.key: 0}))
         return True
 
     def abort(self, engine_id: EngineId, key: str) -> int | None:
@@ -352,14 +369,13 @@ class SimFleet:
         def joined() -> None:
             cost = self._cost(node)
             room = kv_room(cost, settings)
-            node.engine = SimEngine(
-                cost=cost,
-                slots=settings.max_slots,
-                chunk_tokens=settings.prefill_chunk_tokens,
-                block_tokens=BLOCK_TOKENS,
-                prefix_cache=self._prefix_cache,
-                kv_tokens=room,
-            )
+            engine = self._engine(node, settings, cost, room)
+            if engine is None:
+                refused = f"{node.lender} does not lend itself"
+                self._post(e.EngineLost(engine_id=node.id, epoch=node.epoch, error=refused))
+                return
+            node.engine = engine
+            room = engine.kv_tokens
             own = settings.server is None
             self._post(
                 e.EngineJoined(
@@ -375,6 +391,33 @@ class SimFleet:
             )
 
         self._later(node, seconds, joined)
+
+    def _engine(
+        self, node: Node, settings: EngineConfig, cost: EngineCosts, room: int
+    ) -> SimEngine | LentEngine | None:
+        """Return the engine of a process; None if its lender refuses."""
+        serving = self._serving if node.lender else None
+        cached = self._prefix_cache and (serving is None or serving.prefix_cache())
+        chunk = settings.prefill_chunk_tokens
+        engine = SimEngine(
+            cost=cost,
+            slots=settings.max_slots,
+            chunk_tokens=chunk if serving is None else min(chunk, LENT_CHUNK_TOKENS),
+            block_tokens=BLOCK_TOKENS,
+            prefix_cache=cached,
+            kv_tokens=room,
+        )
+        return engine if serving is None else serving.lend(node.lender, engine)
+
+    def _lender_touched(self, name: str) -> None:
+        for node in self.nodes.values():
+            if node.lender == name and node.engine is not None:
+                self._touch(node)
+
+    def _gave_back(self, name: str, turns: Mapping[str, int]) -> None:
+        for node in self.nodes.values():
+            if node.lender == name and node.engine is not None:
+                self.on_returned(node.id, turns)
 
     def _suspended(self, node: Node) -> None:
         self._post(e.EngineSuspended(engine_id=node.id, epoch=node.epoch))
@@ -479,6 +522,8 @@ class SimFleet:
         if node.engine is not None:
             self.on_lost(node.id, node.engine.reported_tokens(self._clock.now))
             self._former_busy_s[self._pool_of(node.host)] += node.degree * node.engine.busy_s
+            if node.lender and self._serving is not None:
+                self._serving.take_back(node.lender)
         node.loading, node.engine, node.staging_id = False, None, -1
 
 
@@ -490,6 +535,7 @@ def _node(slot: e.EngineSlot | c.StartEngine | c.RestartEngine, *, epoch: int) -
         group=slot.group,
         host=slot.host,
         devices=slot.devices,
+        lender="" if isinstance(slot, c.RestartEngine) else slot.lender,
     )
 
 

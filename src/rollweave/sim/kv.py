@@ -41,10 +41,12 @@ class Segment:
     it, if any.
     """
 
-    __slots__ = ("blocks", "held", "name", "owner", "ready", "start", "users")
+    __slots__ = ("at", "blocks", "held", "name", "owner", "ready", "start", "users")
 
     def __init__(self, *, name: str, start: int, blocks: int) -> None:
         self.name = name
+        self.at = 0.0
+        """Time since which it is idle."""
         self.start = start
         self.blocks = self.ready = blocks
         self.held = 0
@@ -130,6 +132,8 @@ class KvCounts:
         self.total = total
         self.block_tokens = block_tokens
         self.caching = caching
+        self.at = 0.0
+        """Time of the current change."""
         self.held = 0
         self._idle: OrderedDict[Segment, None] = OrderedDict()
         self._idle_blocks = 0
@@ -258,6 +262,7 @@ class KvCounts:
             rest = turn.computed // self.block_tokens - turn.common
             if rest > 0:
                 kept = Segment(name=turn.request.key, start=turn.common, blocks=rest)
+                kept.at = self.at
                 self._kept[kept.name] = kept
                 self._idle[kept] = None
                 self._idle_blocks += kept.blocks
@@ -283,7 +288,7 @@ class KvCounts:
             if deepest < segment.held:
                 self._idle_blocks += segment.held - deepest
                 self.held -= segment.held - deepest
-                segment.held = deepest
+                segment.held, segment.at = deepest, self.at
                 self._idle[segment] = None
                 self._idle.move_to_end(segment)
             elif not segment.blocks and not segment.users:
@@ -349,6 +354,24 @@ class KvCounts:
         self._idle[segment] = None
         self._idle_blocks += blocks
         self.allocate(0)
+
+    def resize(self, total: int) -> None:
+        """Change the number of blocks to at least those in use; idle prefixes shrink
+        where they no longer fit.
+        """
+        assert self.held <= total, "blocks in use are not taken away"
+        self.total = total
+        self.allocate(0)
+
+    def forget(self, before: float) -> None:
+        """Discard the idle blocks that were released before this time."""
+        while self._idle:
+            segment = next(iter(self._idle))
+            if segment.at >= before:
+                return
+            self._idle_blocks -= segment.blocks - segment.held
+            segment.blocks = segment.ready = segment.held
+            self._busy(segment)
 
     def void(self) -> None:
         """Discard all blocks for new weights.

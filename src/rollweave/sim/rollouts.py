@@ -111,6 +111,7 @@ class Rollouts:
         self.scored: dict[TrajectoryId, Scored] = {}
         self._recorded: dict[tuple[TrajectoryId, int], Recorded] = {}
         fleet.on_done, fleet.on_lost = self._on_turn_done, self._on_engine_lost
+        fleet.on_returned = self._on_returned
 
     @property
     def alive(self) -> int:
@@ -340,6 +341,21 @@ class Rollouts:
             attempt = self._by_key.get(key)
             if attempt is not None and attempt.engine == engine_id:
                 self._detach(attempt, sampled)
+
+    def _on_returned(self, engine_id: EngineId, turns: Mapping[str, int]) -> None:
+        """Report turns that a lent engine gives back with the tokens that they have."""
+        for key, sampled in turns.items():
+            attempt = self._by_key.get(key)
+            if attempt is not None and attempt.engine == engine_id:
+                self._detach(attempt, sampled)
+                self._post(
+                    e.TurnReturned(
+                        trajectory_id=attempt.start.trajectory_id,
+                        attempt=attempt.start.attempt,
+                        turn=attempt.turn,
+                        dispatch=attempt.dispatch,
+                    )
+                )
 
     def _report_progress(self) -> None:
         """Report the progress of turns to the core, as `rollout/progress.py` does."""

@@ -14,6 +14,7 @@ from rollweave.record.trace import Trace
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.serverless import Judges
+from rollweave.sim.serving import Latencies
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import Costs, Journal, World, section
 
@@ -36,6 +37,7 @@ class Outcome:
     pools_busy: dict[str, float]
     # share of the time in which serverless reward instances worked
     rewards_used: float | None = None
+    serving: Latencies | None = None  # of the users of the serving engines
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -127,6 +129,7 @@ def simulate(
         engine_gpus=engines,
         pools_busy=world.pools_busy() if config.pools else {},
         rewards_used=rewards.utilization() if rewards is not None else None,
+        serving=world.serving.latencies() if world.serving is not None else None,
     )
 
 

@@ -56,6 +56,11 @@ RELAY_FAULTS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "fetch ref
 HOST_FAULTS = {"host lost": 2, "host joins": 2}
 """Additional faults of runs with several hosts, by weight."""
 
+LENDER_FAULTS = {"lender recalled": 4, "lenders silent": 2}
+"""Additional events of runs that borrow engines, by weight: an operator needs one back,
+and reports stop for a while.
+"""
+
 MAX_HOSTS = 6
 """Maximum number of hosts up to which hosts join."""
 
@@ -146,6 +151,7 @@ def scenario(seed: int) -> RunConfig:
         data["ablation"]["policies"] = [*policies, "earliest"]
     if "allocation" not in data:
         _split(data, random.Random(f"phases/{seed}"))
+        _lend(data, random.Random(f"lending/{seed}"))
     return RunConfig.model_validate(data)
 
 
@@ -159,6 +165,31 @@ def _split(data: dict[str, Any], draw: random.Random) -> None:
         {**group, "phase": phase}
         for group, phase in zip(groups, draw.sample(["prefill", "decode"], 2), strict=True)
     ]
+
+
+def _lend(data: dict[str, Any], draw: random.Random) -> None:
+    """Let a third of the runs borrow engines that serve bursts of users at the same
+    time, where the mode and the placement of the trainer allow it.
+    """
+    if (
+        draw.random() > 1 / 3
+        or data["rollout"]["mode"] == "decoupled"
+        or data["trainer"].get("colocated")
+        or data["weights"]["relays"]
+    ):
+        return
+    engines = data["engines"] if isinstance(data["engines"], list) else [data["engines"]]
+    lent = {**engines[0], "count": draw.randint(1, 3), "borrowed": True, "phase": "both"}
+    data["engines"] = [*engines, lent]
+    data["ablation"]["sharing"] = draw.choice(
+        ["cooperative", "cooperative", "ttft", "tpot", "spatial", "partition", "multiplexing"]
+    )
+    data["sim"]["serving"] = {
+        "model": "qwen2.5-7b",
+        "engines": draw.randint(2, 4),
+        "prefill": draw.choice([0, 1]),
+        "rate": draw.choice([0.05, 0.3, 1.0]),
+    }
 
 
 def _decouple(data: dict[str, Any], draw: random.Random) -> None:

@@ -35,6 +35,7 @@ from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Judges
+from rollweave.sim.serving import serving_of
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workload import Workload, workload
 from rollweave.train.lengths import check_installed
@@ -99,14 +100,14 @@ class World:
         self.inbox: deque[e.Event] = deque()
         self.events = 0
         self.over: str | None = None
-        self._controller_s = controller_s
+        self._controller_s, self._journal = controller_s, journal
         self._serving = False  # the controller is handling the first event of the inbox
-        self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         self.hosts = SimHosts(config)
         self.relays = SimRelays(
             clock=self.clock, post=self.post, cost=trainer_cost, hosts=self.hosts, trace=trace
         )
+        self.serving = serving_of(config, clock=self.clock, post=self._report)
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
@@ -117,6 +118,7 @@ class World:
             settings=config.engines.__getitem__,
             prefix_cache="prefix_cache" not in config.ablation.without,
             trace=trace,
+            serving=self.serving,
         )
         self.rollouts = Rollouts(
             clock=self.clock,
@@ -126,7 +128,7 @@ class World:
             seed=config.run.seed,
             trace=trace,
             judges=rewards,
-            keep_partial_turns=keep_partial_turns or config.rollout.mode is ModeName.DECOUPLED,
+            keep_partial_turns=keep_partial_turns or _continues_turns(config),
         )
         self.trainer = SimTrainer(
             clock=self.clock,
@@ -171,6 +173,11 @@ class World:
         self.fleet.start(self.slots)
         self.relays.start()
         self.trainer.start()
+        if self.serving is not None:
+            self.serving.start()
+
+    def _report(self, event: e.Event) -> None:
+        self.post(event)  # which a search for faults replaces
 
     def revive(self, core: Core, journal: Journal) -> None:
         """Restart the world after the loss of its controller: only the store and the
@@ -272,6 +279,12 @@ class World:
 
     def _finish(self, error: str) -> None:
         self.over = error
+
+
+def _continues_turns(config: RunConfig) -> bool:
+    """Return whether turns may continue elsewhere with the tokens that they have."""
+    assert config.sim is not None, "a simulation has [sim]"
+    return config.rollout.mode is ModeName.DECOUPLED or config.sim.serving is not None
 
 
 def section(config: RunConfig) -> SimConfig:

@@ -254,7 +254,8 @@ def test_there_are_few_settings_and_each_has_a_sentence() -> None:
     of_clusters += ("trainer.tensor_parallel", "rollout.affinity", "tasks.pin")
     of_clusters += ("lora.", "critic.", "sandbox.cache_", "sandbox.mirror", "trainer.colocated")
     of_clusters += ("engines.kind", "engines.python", "engines.args", "engines.address")
-    of_clusters += ("engines.token_", "engines.phase")
+    of_clusters += ("engines.token_", "engines.phase", "engines.borrowed", "sim.serving.")
+    of_clusters += ("ablation.sharing",)
     of_clusters += ("model.implementation", "teacher.", "algorithm.reward_weight")
     of_clusters += ("algorithm.routing_replay", "rewards.", "tasks.env_weight")
     keys = [

@@ -27,7 +27,8 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
     """An engine that may take a turn: it has `active` turns, of which `slots` run, the
     lowest of these at rank `lowest`; infinite if no turn takes the slot of another.
 
-    `tokens` is the context of all these turns.
+    `tokens` is the context of all these turns. A `borrowed` engine is used where no
+    dedicated one has room (ROSE §4.3).
     """
 
     id: EngineId
@@ -35,6 +36,7 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
     slots: int
     tokens: int = 0
     lowest: float = -math.inf
+    borrowed: bool = False
 
     def runs(self, rank: float, *, preempts: bool) -> bool:
         """Return whether a turn of this rank would run at once."""
@@ -53,14 +55,18 @@ def choose(
     """Return the engine for a turn, or None to keep it waiting.
 
     `affine` ran the trajectory's last turn. The engines `avoid` failed this very turn
-    before: they are a last resort.
+    before: they are a last resort, but for borrowed ones, which gave it back.
     """
     preferred = engines.get(affine) if affine is not None and affine not in avoid else None
     if placement == "least_load" or (placement == "hybrid" and _skewed(engines)):
         preferred = None
     if preferred is not None and preferred.active < preferred.slots:
         return preferred.id  # the usual case, without a look at the others
-    free = [engine for engine in engines.values() if engine.active < engine.slots]
+    free = [
+        engine
+        for engine in engines.values()
+        if engine.active < engine.slots and not (engine.borrowed and engine.id in avoid)
+    ]
     if not free and preempts:
         return _to_preempt(engines, preferred, avoid, rank)
     if not free:
@@ -68,7 +74,8 @@ def choose(
     wanted = [engine for engine in free if engine.id not in avoid] if avoid else free
     if not wanted and any(engine.id == affine for engine in free):
         return affine
-    return min(wanted or free, key=_tokens if placement == "affinity" else _turns).id
+    load = _tokens if placement == "affinity" else _turns
+    return min(wanted or free, key=lambda engine: (engine.borrowed, load(engine))).id
 
 
 def _to_preempt(
@@ -93,8 +100,8 @@ def _skewed(engines: Mapping[EngineId, EngineLoad]) -> bool:
     return bool(loads) and max(loads) > SKEW * max(1, min(loads))
 
 
-def _turns(engine: EngineLoad) -> float:
-    return engine.active / engine.slots
+def _turns(engine: EngineLoad) -> tuple[float, float]:
+    return (engine.active / engine.slots, 0.0)
 
 
 def _tokens(engine: EngineLoad) -> tuple[float, float]:

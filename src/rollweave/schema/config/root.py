@@ -246,7 +246,7 @@ class RunConfig(Section):
         engines = (
             self.allocation.budget
             if self.allocation is not None
-            else sum(group.count for group in self.engines)
+            else sum(group.count for group in self.engines if not group.borrowed)
         )
         if self.weights.relays > engines:
             raise ValueError(
@@ -271,9 +271,37 @@ class RunConfig(Section):
             self._check_address(number, group)
             self._check_server(number, group)
         self._check_phases()
+        self._check_borrowed()
         if self.model.device == "cuda" and self.sim is None:
             self.check_on_gpus()
         return self
+
+    def _check_borrowed(self) -> None:
+        """Check that there is something to borrow, and that the run begins without."""
+        serving = self.sim is not None and self.sim.serving is not None
+        borrowed = [number for number, group in enumerate(self.engines) if group.borrowed]
+        for number in borrowed:
+            group, field = self.engines[number], f"engines.{number}.borrowed"
+            if not serving:
+                raise ValueError(
+                    f"{field} must be false without [sim.serving], which describes the engines "
+                    "that lend, got true"
+                )
+            if group.phase != "both" or group.kind != "embedded":
+                raise ValueError(
+                    f"{field} must be false unless kind is embedded and phase is both, got kind "
+                    f"{group.kind} and phase {group.phase}"
+                )
+        if not borrowed:
+            return
+        if len(borrowed) == len(self.engines):
+            raise ValueError(
+                "engines.0.borrowed must be false for at least one group of engines, with which "
+                "the run begins, got true for all"
+            )
+        if self.rollout.mode is ModeName.DECOUPLED or self.trainer.colocated:
+            which = "mode decoupled" if not self.trainer.colocated else "trainer.colocated"
+            raise ValueError(f"engines.{borrowed[0]}.borrowed must be false with {which}, got true")
 
     def _check_teacher(self) -> None:
         """Check that there is a teacher if a task domain learns from one, and that its

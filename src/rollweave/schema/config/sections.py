@@ -392,6 +392,12 @@ Mechanism = Literal[
 ]
 
 
+Sharing = Literal[
+    "cooperative", "ttft", "tpot", "spatial", "preemption", "partition", "multiplexing"
+]
+"""Ways in which serving and rollouts share an engine (sim/lender.py)."""
+
+
 class AblationConfig(Section):
     """Baselines and ablations. They exist for comparisons with the papers' baselines; a
     run for its own sake leaves them out.
@@ -417,6 +423,15 @@ class AblationConfig(Section):
         "engine's batch stays), deltas (relays send whole weights), staging (engines stop while "
         "they receive new weights), prefix_cache (an engine forgets finished turns), "
         "cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
+    )
+    sharing: Sharing = Field(
+        "cooperative",
+        description="How serving and rollouts share a simulated serving engine (ROSE §6). "
+        "cooperative: rollouts compute while serving meets both of its limits; ttft, tpot: "
+        "while it meets that one; spatial: both compute step by step in turn; preemption: the "
+        "same, and lent engines forget finished turns; partition: and each has half of the "
+        "memory for KV; multiplexing: the one whose next token is due first computes, rollouts "
+        "by four times the limit of serving.",
     )
 
     @model_validator(mode="after")
@@ -505,6 +520,12 @@ class EngineConfig(Section):
     )
     token_file: str | None = Field(
         None, description="File that holds the token of the servers at address."
+    )
+    borrowed: Flag = Field(
+        False,
+        description="Borrow up to `count` serving engines that lend their slack, those with the "
+        "lowest use of KV, while they lend it (ROSE §4); so far in simulations with "
+        "[sim.serving].",
     )
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."
@@ -1175,6 +1196,42 @@ class SimPoolConfig(Section):
     )
 
 
+class SimServingConfig(Section):
+    """Simulated serving engines beside a run, and their users' requests (ROSE §3.2)."""
+
+    model: str = Field(description="Shape of the model that is served (sim/models.py).")
+    engines: PositiveInt = Field(description="Number of serving engines; all of them lend.")
+    prefill: Count = Field(
+        0,
+        description="Number of these that compute prompts for the others, which sample; 0: each "
+        "does both.",
+    )
+    rate: Positive | None = Field(
+        None, description="Mean number of requests per second, drawn with bursts."
+    )
+    trace: str | None = Field(
+        None,
+        description="CSV file of requests instead, with the columns TIMESTAMP, ContextTokens and "
+        "GeneratedTokens, as the public Azure traces have.",
+    )
+    ttft_s: Positive = Field(0.5, description="Promised seconds to the first token.")
+    tpot_s: Positive = Field(0.15, description="Promised seconds of each further token.")
+
+    @model_validator(mode="after")
+    def _has_requests(self) -> Self:
+        if (self.rate is None) == (self.trace is None):
+            raise ValueError(
+                f"sim.serving must have a rate or a trace, got rate {self.rate} and trace "
+                f"{self.trace}"
+            )
+        if self.prefill >= self.engines:
+            raise ValueError(
+                f"sim.serving.prefill must be less than the {self.engines} engines, got "
+                f"{self.prefill}"
+            )
+        return self
+
+
 class SimConfig(Section):
     """The simulated engines, environments and trainer of `rollweave simulate`
     (sim/).
@@ -1189,6 +1246,7 @@ class SimConfig(Section):
     )
     pools: dict[str, SimPoolConfig] = Field(default_factory=dict)
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
+    serving: SimServingConfig | None = None
     link: str = Field(
         "rdma",
         description="Link over which weights reach the engines and the relays of other sites, by "

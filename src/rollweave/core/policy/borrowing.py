@@ -1,0 +1,39 @@
+"""Choose the serving engines to borrow: those with the lowest recent use of KV memory,
+each lent to at most one run (ROSE §4, System Workflow).
+"""
+
+from collections.abc import Iterable
+
+from rollweave.schema.events import Lender
+
+LEASE_S = 30.0
+"""Seconds after which an engine is given back that its lender no longer reports as lent
+to the run.
+"""
+
+
+def to_borrow(lenders: Iterable[Lender], *, held: Iterable[str], most: int) -> list[str]:
+    """Return the lenders to borrow beside those that are `held`, up to `most` in all,
+    the least used first.
+    """
+    taken = set(held)
+    free = [
+        lender
+        for lender in lenders
+        if not (lender.lent_to or lender.recalled or lender.name in taken)
+    ]
+    free.sort(key=lambda lender: (lender.kv_use, lender.name))
+    return [lender.name for lender in free[: max(0, most - len(taken))]]
+
+
+def must_return(name: str, lenders: Iterable[Lender], *, run: str) -> str:
+    """Return the reason why a borrowed engine must be given back at once; "" if it may
+    be kept. A lender that is not reported may be late: its lease decides.
+    """
+    for lender in lenders:
+        if lender.name == name:
+            if lender.recalled:
+                return "its lender needs it"
+            if lender.lent_to not in ("", run):
+                return f"it is lent to {lender.lent_to}"
+    return ""

@@ -1,0 +1,305 @@
+"""Simulated serving engines beside a run: their users' requests, their latencies, and
+what they lend (ROSE §3.2, §4).
+
+Requests go to the engine with the fewest tokens among those that compute prompts, and
+from there to the one with the fewest among those that sample; the KV moves in between.
+Every ten seconds the engines report themselves to the run, which may borrow them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rollweave.core.policy.admission import Slo
+from rollweave.schema import events as e
+from rollweave.schema.base import Struct
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import SimServingConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.clock import Clock
+from rollweave.sim.cost import ACTIVATION_BYTES, MEMORY_FRACTION, EngineCost
+from rollweave.sim.engine import SimEngine
+from rollweave.sim.hardware import Gpu, gpu
+from rollweave.sim.hosts import NO_POOL, gpu_of
+from rollweave.sim.lender import SHARING, Lender, LentEngine, Memory, Served
+from rollweave.sim.models import ModelShape, model
+from rollweave.sim.traffic import Arrival, drawn, recorded
+
+REPORT_S = 10.0
+"""Seconds between two reports of the engines to the run."""
+
+USE_REPORTS = 360
+"""Reports over which the use of KV is averaged: an hour (ROSE §4)."""
+
+
+class Latencies(Struct, frozen=True, kw_only=True):
+    """The latencies of users: seconds to the first token, and of each further one in
+    the mean of a request, as the 50th, 95th and 99th percentiles.
+    """
+
+    requests: int
+    ttft_s: tuple[float, float, float]
+    tpot_s: tuple[float, float, float]
+    late_first: float  # share of requests whose first token came too late
+    late_tokens: float  # share whose further tokens came too slowly
+    serving_share: float  # of the engines' time, in which they served
+    lent_share: float  # of the engines' time, in which they computed rollouts
+    returned: int  # turns of rollouts that were given back
+    cuts: int  # of the memory of rollouts, because serving needed it
+    stalls: int  # because rollouts had made no progress
+
+
+class ServingCluster:
+    """The serving engines of a simulation. They serve as long as the run lasts.
+
+    `on_touched(name)` is called when requests change what a lent engine does, and
+    `on_returned(name, turns)` when it gives turns back, with the tokens that each has
+    sampled.
+    """
+
+    def __init__(self, config: RunConfig, *, clock: Clock, post: Callable[[e.Event], None]) -> None:
+        """Raises ConfigError."""
+        assert config.sim is not None, "a simulation has [sim]"
+        assert config.sim.serving is not None, "the cluster is described there"
+        serving = config.sim.serving
+        self._clock, self._post, self._config = clock, post, serving
+        self._run, self._seed = config.run.name, config.run.seed
+        cost, memory = _engine(config, serving)
+        self._cost = cost
+        limits = Slo(ttft_s=serving.ttft_s, tpot_s=serving.tpot_s)
+        self.lenders: dict[str, Lender] = {}
+        for number in range(serving.engines):
+            phase = "both"
+            if serving.prefill:
+                phase = "prefill" if number < serving.prefill else "decode"
+            lender = Lender(
+                f"s{number}",
+                phase=phase,
+                cost=cost,
+                limits=limits,
+                memory=memory,
+                sharing=SHARING[config.ablation.sharing],
+            )
+            lender.on_first, lender.on_last = self._first(lender), self._last
+            lender.on_returned = self._returner(lender.name)
+            self.lenders[lender.name] = lender
+        self._prompt_engines = [one for one in self.lenders.values() if one.phase != "decode"]
+        self._token_engines = [one for one in self.lenders.values() if one.phase != "prefill"]
+        self._uses: dict[str, deque[float]] = {
+            name: deque(maxlen=USE_REPORTS) for name in self.lenders
+        }
+        self._lent: dict[str, LentEngine] = {}
+        self._tickets: dict[str, int] = {}
+        self._arrivals: Iterator[Arrival] = iter(_requests(serving, seed=self._seed))
+        self.recalled: set[str] = set()  # must be given back
+        self.silent = False  # it reports nothing
+        self.returned, self.lent_s = 0, 0.0
+        self._ttft: list[float] = []
+        self._tpot: list[float] = []
+        self.on_touched: Callable[[str], None] = lambda name: None
+        self.on_returned: Callable[[str, dict[str, int]], None] = lambda name, turns: None
+
+    def start(self) -> None:
+        """Begin to serve and to report."""
+        self._next_arrival()
+        self._report()
+
+    def report(self) -> None:
+        """Report all engines to the run now."""
+        now = self._clock.now
+        lenders = []
+        for name, lender in self.lenders.items():
+            uses = self._uses[name]
+            uses.append(lender.use(now))
+            lenders.append(
+                e.Lender(
+                    name=name,
+                    kv_use=sum(uses) / len(uses),
+                    lent_to=self._run if name in self._lent else "",
+                    takes=lender.takes,
+                    recalled=name in self.recalled,
+                )
+            )
+        if not self.silent:
+            self._post(e.LendersReported(lenders=tuple(lenders)))
+
+    def _report(self) -> None:
+        self.report()
+        self._clock.after(REPORT_S, self._report)
+
+    # Lending.
+
+    def lend(self, name: str, engine: SimEngine) -> LentEngine | None:
+        """Lend an engine to the run; None if it does not lend itself now."""
+        if name not in self.lenders or name in self._lent or name in self.recalled:
+            return None
+        self._clock.cancel(self._tickets.pop(name, 0))
+        lent = self._lent[name] = LentEngine(self.lenders[name], engine, now=self._clock.now)
+        return lent
+
+    def take_back(self, name: str) -> None:
+        """End the lease of an engine."""
+        lent = self._lent.pop(name, None)
+        if lent is not None:
+            self.lent_s += lent.busy_s
+            self.lenders[name].take_back(self._clock.now)
+            self._reschedule(self.lenders[name])
+
+    def prefix_cache(self) -> bool:
+        """Return whether lent engines keep finished turns."""
+        return next(iter(self.lenders.values())).keeps_prefixes
+
+    # Requests.
+
+    def _next_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is not None:
+            self._clock.at(arrival.at, lambda: self._arrived(arrival))
+
+    def _arrived(self, arrival: Arrival) -> None:
+        now = self._clock.now
+        request = Served(
+            arrived=now, prompt_tokens=arrival.prompt_tokens, output_tokens=arrival.output_tokens
+        )
+        lender = min(self._prompt_engines, key=lambda one: one.load)
+        lender.arrive(now, request)
+        self._touched(lender)
+        self._next_arrival()
+
+    def _first(self, lender: Lender) -> Callable[[Served, float], None]:
+        def first(request: Served, at: float) -> None:
+            self._ttft.append(at - request.arrived)
+            if request.output_tokens < 2:
+                return
+            target = lender
+            if lender.phase == "prefill":
+                target = min(self._token_engines, key=lambda one: one.load)
+            delay = 0.0 if target is lender else self._cost.move_s(request.prompt_tokens)
+            when = max(at + delay, self._clock.now)
+            self._clock.at(when, lambda: self._joins(target, request))
+
+        return first
+
+    def _joins(self, lender: Lender, request: Served) -> None:
+        lender.join(self._clock.now, request)
+        self._touched(lender)
+
+    def _last(self, request: Served, at: float) -> None:
+        self._tpot.append((at - request.first_at) / (request.output_tokens - 1))
+
+    def _returner(self, name: str) -> Callable[[dict[str, int]], None]:
+        def returned(turns: dict[str, int]) -> None:
+            self.returned += len(turns)
+            self.on_returned(name, turns)
+
+        return returned
+
+    # Time.
+
+    def _touched(self, lender: Lender) -> None:
+        if lender.name in self._lent:
+            self.on_touched(lender.name)
+        else:
+            self._reschedule(lender)
+
+    def _reschedule(self, lender: Lender) -> None:
+        self._clock.cancel(self._tickets.pop(lender.name, 0))
+        due = lender.next_at()
+        if due is not None:
+            self._tickets[lender.name] = self._clock.at(due, lambda: self._wake(lender))
+
+    def _wake(self, lender: Lender) -> None:
+        lender.advance(self._clock.now)
+        self._reschedule(lender)
+
+    # What was measured.
+
+    def latencies(self) -> Latencies:
+        """Return the latencies of all requests that have been served so far."""
+        seconds = max(1e-9, self._clock.now) * len(self.lenders)
+        lenders = self.lenders.values()
+        lent = self.lent_s + sum(one.busy_s for one in self._lent.values())
+        return Latencies(
+            requests=len(self._ttft),
+            ttft_s=_percentiles(self._ttft),
+            tpot_s=_percentiles(self._tpot),
+            late_first=_share_above(self._ttft, self._config.ttft_s),
+            late_tokens=_share_above(self._tpot, self._config.tpot_s),
+            serving_share=sum(lender.serving_s for lender in lenders) / seconds,
+            lent_share=lent / seconds,
+            returned=self.returned,
+            cuts=sum(lender.cuts for lender in lenders),
+            stalls=sum(lender.stalls for lender in lenders),
+        )
+
+
+def serving_of(
+    config: RunConfig, *, clock: Clock, post: Callable[[e.Event], None]
+) -> ServingCluster | None:
+    """Return the serving engines of a simulation; None without. Raises ConfigError."""
+    if config.sim is None or config.sim.serving is None:
+        return None
+    return ServingCluster(config, clock=clock, post=post)
+
+
+def _requests(serving: SimServingConfig, *, seed: int) -> Iterator[Arrival] | list[Arrival]:
+    if serving.trace is not None:
+        return recorded(Path(serving.trace))
+    assert serving.rate is not None, "a rate or a trace is given"
+    return drawn(serving.rate, seed=seed)
+
+
+def _engine(config: RunConfig, serving: SimServingConfig) -> tuple[EngineCost, Memory]:
+    """Return the costs and the memory of a serving engine, on the GPUs of the engines
+    that the run borrows. Raises ConfigError.
+    """
+    assert config.sim is not None, "a simulation has [sim]"
+    number, group = next(
+        ((number, group) for number, group in enumerate(config.engines) if group.borrowed),
+        (0, config.engines[0]),
+    )
+    name, key = gpu_of(config, group.pool or NO_POOL)
+    if name.endswith(".json"):
+        raise ConfigError(f"{key} must name a GPU with [sim.serving], got {name}")
+    try:
+        shape = model(serving.model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model must", "sim.serving.model must", 1)) from error
+    device, rollout = gpu(name), model(config.sim.model)
+    kv = _kv_bytes(device, (shape, rollout), group.degree)
+    memory = Memory(
+        total=device.hbm_bytes * group.degree,
+        kv=kv,
+        serving_token=shape.kv_bytes_per_token,
+        rollout_token=rollout.kv_bytes_per_token,
+    )
+    longest = config.max_tokens * memory.rollout_token
+    if kv < longest:
+        raise ConfigError(
+            f"sim.serving.model must leave memory for one trajectory beside {rollout.name} on "
+            f"{group.degree} {device.name} ({longest / 1e9:.1f} GB), got {shape.name}, which "
+            f"leaves {max(0.0, kv) / 1e9:.1f} GB (engines.{number})"
+        )
+    return EngineCost(gpu=device, model=shape, tp=group.degree), memory
+
+
+def _kv_bytes(device: Gpu, shapes: Sequence[ModelShape], degree: int) -> float:
+    """Return the bytes for KV beside the weights of these models."""
+    free = device.hbm_bytes * MEMORY_FRACTION - ACTIVATION_BYTES
+    return free * degree - sum(shape.weight_bytes for shape in shapes)
+
+
+def _percentiles(values: list[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    if not ordered:
+        return (0.0, 0.0, 0.0)
+    p50, p95, p99 = (
+        ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+        for share in (0.5, 0.95, 0.99)
+    )
+    return p50, p95, p99
+
+
+def _share_above(values: list[float], limit: float) -> float:
+    return sum(value > limit for value in values) / len(values) if values else 0.0

@@ -1,0 +1,153 @@
+"""Requests that arrive at serving engines: drawn with the burstiness of production
+traffic, or read from a trace in the format of the public Azure traces.
+
+ROSE §3.2 reports of a 24-hour trace of Microsoft: the busiest minute has 1.7 times the
+mean rate of the day, and the busiest second of three windows of five minutes has 4.22,
+1.58 and 1.73 times the mean of its window. Here the rate follows the day as a sine, and
+each window has one burst in which it is raised by one of these factors in turn;
+arrivals are Poisson at that rate, so that single seconds scatter beyond it.
+"""
+
+import csv
+import datetime
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollweave.schema.base import Struct
+from rollweave.schema.errors import ConfigError
+
+DAY_S = 86_400.0
+DAY_PEAK = 1.7
+"""Rate of the busiest minute over the mean of the day (ROSE §3.2)."""
+
+WINDOW_S = 300.0
+SECOND_PEAKS = (4.22, 1.58, 1.73)
+"""Rates of the busiest seconds over the means of their windows (ROSE §3.2)."""
+
+BURST_S = 5.0
+"""Seconds of a burst. Assumption: the paper gives the height alone."""
+
+PROMPT_MEDIAN, PROMPT_MEAN = 1020, 1155
+OUTPUT_MEDIAN, OUTPUT_MEAN = 129, 211
+"""Tokens of prompts and answers in the public Azure conversation trace of 2023 (the
+medians are in Splitwise, section 3.1); lengths are drawn log-normally from these.
+"""
+
+MAX_TOKENS = 8192
+"""Maximum tokens of a drawn prompt and of a drawn answer. Assumption."""
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+"""Columns of the public Azure traces."""
+
+
+class Arrival(Struct, frozen=True, kw_only=True):
+    """A request that arrives at `at` seconds, with so many tokens of prompt and
+    answer.
+    """
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def drawn(rate: float, *, seed: int) -> Iterator[Arrival]:
+    """Yield endless arrivals with a mean of `rate` a second, in order.
+
+    They are drawn by thinning: candidates at the highest rate, each kept with the
+    probability of its moment.
+    """
+    draw = random.Random(f"serving/{seed}")
+    highest, at = rate * DAY_PEAK * max(SECOND_PEAKS), 0.0
+    while True:
+        at += draw.expovariate(highest)
+        if draw.random() * highest < rate * _level(at, seed=seed):
+            yield Arrival(
+                at=at,
+                prompt_tokens=_tokens(draw, median=PROMPT_MEDIAN, mean=PROMPT_MEAN),
+                output_tokens=_tokens(draw, median=OUTPUT_MEDIAN, mean=OUTPUT_MEAN),
+            )
+
+
+def _level(at: float, *, seed: int) -> float:
+    """Return the rate at a moment over the mean of the day. A run begins where it
+    rises through the mean.
+    """
+    day = 1 + (DAY_PEAK - 1) * math.sin(2 * math.pi * at / DAY_S)
+    window, within = divmod(at, WINDOW_S)
+    peak = SECOND_PEAKS[int(window) % len(SECOND_PEAKS)]
+    begin = random.Random(f"burst/{seed}/{window}").uniform(0, WINDOW_S - BURST_S)
+    if begin <= within < begin + BURST_S:
+        return day * peak
+    return day * (WINDOW_S - peak * BURST_S) / (WINDOW_S - BURST_S)
+
+
+def _tokens(draw: random.Random, *, median: int, mean: int) -> int:
+    sigma = math.sqrt(2 * math.log(mean / median))
+    return max(1, min(MAX_TOKENS, round(draw.lognormvariate(math.log(median), sigma))))
+
+
+def recorded(path: Path) -> list[Arrival]:
+    """Return the arrivals of a CSV file with the columns `COLUMNS`, counted from the
+    first. Times are dates or numbers of seconds.
+
+    Raises ConfigError, which names the line.
+    """
+    arrivals: list[Arrival] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if rows.fieldnames is None or not set(COLUMNS) <= set(rows.fieldnames):
+                raise ConfigError(
+                    f"{path} must have the columns {', '.join(COLUMNS)}, got "
+                    f"{', '.join(rows.fieldnames or ()) or 'none'}"
+                )
+            for row in rows:
+                arrivals.append(_arrival(f"{path}:{rows.line_num}", row, arrivals))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} must be a readable CSV file: {error}") from error
+    if not arrivals:
+        raise ConfigError(f"{path} must have at least one request, got none")
+    first = arrivals[0].at
+    return [
+        Arrival(at=one.at - first, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
+        for one in arrivals
+    ]
+
+
+def _arrival(where: str, row: dict[str, str], before: list[Arrival]) -> Arrival:
+    at = _seconds(where, row["TIMESTAMP"])
+    if before and at < before[-1].at:
+        raise ConfigError(
+            f"{where}: TIMESTAMP must not be earlier than in the line before, got "
+            f"{row['TIMESTAMP']!r}"
+        )
+    prompt, output = (_count(where, name, row[name]) for name in COLUMNS[1:])
+    return Arrival(at=at, prompt_tokens=prompt, output_tokens=output)
+
+
+def _seconds(where: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except (TypeError, ValueError):
+        try:
+            date = datetime.datetime.fromisoformat((text or "").strip()[:26])
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: TIMESTAMP must be a date or a number of seconds, got {text!r}"
+            ) from error
+        return (date.replace(tzinfo=None) - datetime.datetime(2000, 1, 1)).total_seconds()
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{where}: TIMESTAMP must be at least 0, got {text!r}")
+    return seconds
+
+
+def _count(where: str, name: str, text: str) -> int:
+    try:
+        count = int(text)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{where}: {name} must be a number of at least 1, got {text!r}")
+    return count

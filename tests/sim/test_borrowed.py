@@ -1,0 +1,185 @@
+"""Runs that borrow serving engines in a simulation: what they gain, what users see, and
+when an engine is given back.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.world import World
+
+
+def config(*, most: int = 4, serving: dict[str, Any] | None = None, **ablation: Any) -> RunConfig:
+    group = {"max_slots": 4, "kv_tokens": 1 << 20}
+    borrowed = [{**group, "count": most, "borrowed": True}] if most else []
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "borrows", "steps": 2},
+            "sim": {
+                "model": "qwen3-8b",
+                "trainer_gpus": 8,
+                "serving": {
+                    "model": "qwen2.5-7b",
+                    "engines": 4,
+                    "prefill": 1,
+                    "rate": 0.5,
+                    **(serving or {}),
+                },
+            },
+            "tasks": [
+                {
+                    "env": "frozenlake",
+                    "max_turns": 12,
+                    "max_tokens": 8192,
+                    "max_turn_tokens": 1024,
+                    "step_s": 600.0,
+                }
+            ],
+            "rollout": {
+                "mode": "sync",
+                "groups_per_step": 4,
+                "group_size": 4,
+                "max_running": 16,
+            },
+            "engines": [{**group, "count": 1}, *borrowed],
+            "ablation": ablation,
+            "eval": {"final_episodes": 0},
+            "watchdog": {"turn_s": 3600.0},
+        }
+    )
+
+
+class Watch:
+    """Everything that a run does, and a world that may be disturbed meanwhile."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[float, e.Event, Sequence[c.Command]]] = []
+
+    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        self.log.append((now, event, commands))
+
+    def commands(self, kind: type[Any]) -> list[Any]:
+        return [one for _, _, every in self.log for one in every if isinstance(one, kind)]
+
+
+def run(config: RunConfig) -> Outcome:
+    outcome = simulate(config)
+    assert not outcome.summary.error
+    return outcome
+
+
+def test_borrowed_engines_make_rollouts_faster_within_the_limits_of_users() -> None:
+    alone, lent = run(config(most=0)), run(config())
+    assert lent.steps[0]["at"] < 0.8 * alone.steps[0]["at"]
+    assert lent.serving is not None
+    assert lent.serving.late_first == lent.serving.late_tokens == 0.0
+    assert lent.serving.lent_share > 0.05
+
+
+def test_without_admission_users_wait_longer() -> None:
+    lent, spatial = run(config()), run(config(sharing="multiplexing"))
+    assert lent.serving is not None
+    assert spatial.serving is not None
+    assert spatial.serving.requests > 0
+    assert lent.serving.late_first <= spatial.serving.late_first
+
+
+def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> None:
+    watch = Watch()
+    metrics = SimMetrics()
+    world = World(config(), observer=metrics, journal=watch)
+    metrics.watch(world)
+    world.each_event = world.core.check
+    world.start()
+    serving = world.serving
+    assert serving is not None
+    while True:
+        world.step()
+        state = world.core.state
+        busy = [one for one in state.engines.values() if one.lender and one.active]
+        if len(busy) >= 2:
+            break
+    held = busy[0]
+    turns = {
+        (name, state.trajectories[name].attempt, state.trajectories[name].open_turn.number)
+        for name in held.active
+    }
+    serving.recalled.add(held.lender)
+    serving.report()
+    world.step()
+    assert held.id not in world.core.state.engines
+    while world.over is None:
+        world.step()
+    assert world.over == ""
+    done = {
+        (event.trajectory_id, event.attempt, event.turn)
+        for _, event, _ in watch.log
+        if isinstance(event, e.TurnDone)
+    }
+    assert turns <= done, "the same attempts continue elsewhere"
+    again = [
+        one
+        for one in watch.commands(c.StartTurn)
+        if (one.trajectory_id, one.attempt, one.turn) in turns and one.dispatch
+    ]
+    assert again
+    assert all(one.resume for one in again), "with the tokens that they have"
+    later = watch.commands(c.StartEngine)
+    assert all(one.lender != held.lender for one in later if one.engine_id > held.id)
+
+
+def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
+    metrics = SimMetrics()
+    world = World(config(), observer=metrics)
+    metrics.watch(world)
+    world.start()
+    assert world.serving is not None
+    while not any(engine.lender for engine in world.core.state.engines.values()):
+        world.step()
+    world.serving.silent = True
+    since = world.clock.now
+    while world.over is None and any(one.lender for one in world.core.state.engines.values()):
+        world.step()
+    assert world.over is None
+    assert 30.0 < world.clock.now - since < 60.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rate": None}, "sim.serving must have a rate or a trace, got rate None and trace None"),
+        ({"prefill": 4}, "sim.serving.prefill must be less than the 4 engines, got 4"),
+        ({"model": "gpt-9"}, "sim.serving.model must be one of"),
+        ({"model": "qwen2.5-72b"}, "sim.serving.model must leave memory for one trajectory"),
+    ],
+)
+def test_bad_serving_is_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError)) as raised:
+        simulate(config(serving=change))
+    assert message in str(raised.value)
+
+
+def test_nothing_is_borrowed_without_lenders_or_an_engine_of_its_own() -> None:
+    plain = config().model_dump(exclude_unset=True)
+    del plain["sim"]["serving"]
+    with pytest.raises(ValueError, match=r"engines.1.borrowed must be false without"):
+        RunConfig.model_validate(plain)
+    plain = config().model_dump(exclude_unset=True)
+    plain["engines"] = plain["engines"][1:]
+    with pytest.raises(ValueError, match="must be false for at least one group"):
+        RunConfig.model_validate(plain)
+
+
+def test_the_same_seed_gives_the_same_users() -> None:
+    first, again = run(config()).serving, run(config()).serving
+    assert first is not None
+    assert again is not None
+    assert msgspec.to_builtins(first) == msgspec.to_builtins(again)
