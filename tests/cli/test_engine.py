@@ -155,3 +155,22 @@ def test_a_wrong_device_or_dtype_is_one_line(
     assert result.exit_code == 2
     assert line in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--lend", "nowhere"], "--lend must be HOST:PORT of the controller, got nowhere"),
+        (["--lend", "127.0.0.1:9", "--ttft-ms", "0"], "--ttft-ms must be positive and finite"),
+        (["--lend", "127.0.0.1:9", "--tpot-ms", "nan"], "--tpot-ms must be positive and finite"),
+        (["--lend", "127.0.0.1:9", "--secret-file", "gone"], "--secret-file gone must be"),
+    ],
+)
+def test_a_wrong_loan_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], text: str
+) -> None:
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", "secret")
+    options = ["--port", "0", "--no-token", *arguments]
+    result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), *options])
+    assert result.exit_code == 2
+    assert text in result.stderr

@@ -1,18 +1,23 @@
 """`rollweave engine`: serves the embedded engine over HTTP, outside a run."""
 
 import asyncio
+import contextlib
+import math
 import os
 import re
-from collections.abc import Sequence
+import socket
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from rich.markup import escape
 from tokenizers import Tokenizer
 
 from rollweave.cli.console import err, out
+from rollweave.cli.host import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer, TextCodec
@@ -20,10 +25,11 @@ from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
-from rollweave.schema.errors import ConfigError, EngineLostError
-from rollweave.schema.serving import EngineSpec
+from rollweave.schema.errors import ConfigError, EngineLostError, HostError
+from rollweave.schema.serving import LENT_SOCKET, EngineSpec, LendSpec
 from rollweave.weights.checkpoint import read_shape
 
 START_S = 300.0
@@ -67,7 +73,41 @@ class EngineAccess(Access):
     token_file: Path | None = None
 
 
-def engine(spec: EngineSpec, access: EngineAccess) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Lending:
+    """The run that borrows the engine's slack, and what the engine's own clients are
+    promised.
+    """
+
+    joining: Joining
+    ttft_ms: float
+    tpot_ms: float
+
+
+def lending_to(
+    controller: str | None,
+    secret_file: Path | None,
+    resource: str,
+    join_s: float,
+    ttft_ms: float,
+    tpot_ms: float,
+) -> Lending | None:
+    """Return the loan that these options describe; None without an address."""
+    if controller is None:
+        return None
+    joining = Joining(
+        controller=controller,
+        name=f"{socket.gethostname()}-{os.getpid()}",
+        address=None,
+        secret_file=secret_file,
+        labels=[f"{resource}=1"],
+        join_s=join_s,
+        option="--lend",
+    )
+    return Lending(joining=joining, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+
+
+def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = None) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
@@ -84,7 +124,26 @@ def engine(spec: EngineSpec, access: EngineAccess) -> None:
         notice = f"token: the value of ${access.token_env}"
     else:
         notice = f"token: {token} (stored in {file})"
-    asyncio.run(_serve(spec, access, token, notice))
+    if lending is None:
+        asyncio.run(_serve(spec, access, token, notice))
+        return
+    for name, value in (("--ttft-ms", lending.ttft_ms), ("--tpot-ms", lending.tpot_ms)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be positive and finite, got {value:g}")
+    if spec.device not in ("auto", "cpu"):
+        raise ConfigError(f"--device must be cpu with --lend, got {spec.device!r}")
+    agent = agent_for(lending.joining)
+    with temporary_folder("rollweave-lending-") as folder:
+        lend = LendSpec(
+            socket=str(folder / "socket"),
+            ttft_s=lending.ttft_ms / 1e3,
+            tpot_s=lending.tpot_ms / 1e3,
+        )
+        os.environ[LENT_SOCKET] = lend.socket  # of the processes that the agent starts
+        # the agent changes the working directory
+        model = str(Path(spec.model).absolute())
+        lent = msgspec.structs.replace(spec, model=model, device="cpu", lend=lend)
+        asyncio.run(_serve(lent, access, token, notice, agent))
 
 
 def _check(spec: EngineSpec) -> None:
@@ -107,7 +166,13 @@ def _state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
 
 
-async def _serve(spec: EngineSpec, access: EngineAccess, token: str | None, notice: str) -> None:
+async def _serve(
+    spec: EngineSpec,
+    access: EngineAccess,
+    token: str | None,
+    notice: str,
+    agent: HostAgent | None = None,
+) -> None:
     # signals cancel this future
     ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -147,11 +212,34 @@ async def _serve(spec: EngineSpec, access: EngineAccess, token: str | None, noti
                     soft_wrap=True,
                 )
                 out.print(escape(notice), soft_wrap=True)
-                await _first(backend.lost, ending)
+                async with _lent(agent):
+                    await _first(backend.lost, ending)
             if backend.lost.done():
                 raise EngineLostError(backend.lost.result())
         finally:
             await backend.close()
+
+
+@contextlib.asynccontextmanager
+async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
+    """Lend to the run of the agent's controller. Its end, or a refusal, is reported and
+    has no other consequence.
+    """
+
+    async def lend(agent: HostAgent) -> None:
+        try:
+            await agent.run()
+            err.print("the loan is over: the engine still serves", soft_wrap=True)
+        except HostError as error:
+            err.print(f"the engine is not lent, and still serves: {error}", markup=False)
+
+    task = None if agent is None else asyncio.create_task(lend(agent), name="lend")
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

@@ -18,7 +18,9 @@ from rollweave.schema.errors import ConfigError, HostError
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """The options of `rollweave host`."""
+    """The options of `rollweave host`. `option` is the name of the controller's
+    address.
+    """
 
     controller: str
     name: str | None
@@ -26,6 +28,7 @@ class Joining:
     secret_file: Path | None
     labels: Sequence[str]
     join_s: float
+    option: str = "--join"
 
 
 def host(joining: Joining) -> None:
@@ -33,19 +36,24 @@ def host(joining: Joining) -> None:
 
     Raises ConfigError for wrong options, and for a host that the controller refuses.
     """
-    agent = HostAgent(
+    agent = agent_for(joining)
+    try:
+        asyncio.run(_until_signal(agent))
+    except HostError as error:
+        raise ConfigError(str(error)) from None
+
+
+def agent_for(joining: Joining) -> HostAgent:
+    """Return the agent of this host. Raises ConfigError for wrong options."""
+    return HostAgent(
         name=joining.name or socket.gethostname(),
-        controller=_address(joining.controller),
+        controller=_address(joining.controller, joining.option),
         secret=_secret(joining.secret_file),
         resources=resources(_labels(joining.labels)),
         join_s=joining.join_s,
         address=joining.address,
         on_change=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
-    try:
-        asyncio.run(_until_signal(agent))
-    except HostError as error:
-        raise ConfigError(str(error)) from None
 
 
 async def _until_signal(agent: HostAgent) -> None:
@@ -57,10 +65,10 @@ async def _until_signal(agent: HostAgent) -> None:
             raise KeyboardInterrupt from None
 
 
-def _address(text: str) -> tuple[str, int]:
+def _address(text: str, option: str) -> tuple[str, int]:
     name, _, port = text.rpartition(":")
     if not name or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"--join must be HOST:PORT of the controller, got {text}")
+        raise ConfigError(f"{option} must be HOST:PORT of the controller, got {text}")
     return name.strip("[]"), int(port)
 
 

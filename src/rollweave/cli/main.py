@@ -60,6 +60,27 @@ AllowedHosts = Annotated[
         help="Another host name under which clients reach this server. May be repeated.",
     ),
 ]
+Lend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Lend what requests leave to the run whose controller is there.",
+    ),
+]
+LendSecret = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="With --lend: the secret of the run, as for rollweave host."),
+]
+LendResource = Annotated[
+    str, typer.Option(help="With --lend: the resource that the run's pool names.")
+]
+LendJoin = Annotated[float, typer.Option(min=1.0, help="With --lend: seconds to wait for the run.")]
+TtftLimit = Annotated[
+    float, typer.Option(help="With --lend: limit of the time to the first token (P99).")
+]
+TpotLimit = Annotated[
+    float, typer.Option(help="With --lend: limit of the time per output token (P99).")
+]
 TokenEnv = Annotated[
     str | None,
     typer.Option(metavar="VARIABLE", help="Environment variable with the clients' token."),
@@ -347,10 +368,16 @@ def engine(
         bool,
         typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
     ] = False,
+    lend: Lend = None,
+    secret_file: LendSecret = None,
+    resource: LendResource = "serving",
+    join_s: LendJoin = 600.0,
+    ttft_ms: TtftLimit = 500.0,
+    tpot_ms: TpotLimit = 150.0,
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with errors_reported():
-        from rollweave.cli.engine import EngineAccess
+        from rollweave.cli.engine import EngineAccess, lending_to
         from rollweave.cli.engine import engine as work
         from rollweave.schema.base import EngineId
         from rollweave.schema.serving import EngineSpec
@@ -373,7 +400,8 @@ def engine(
             no_token=no_token,
             names=tuple(names or ()),
         )
-        work(spec, access)
+        lending = lending_to(lend, secret_file, resource, join_s, ttft_ms, tpot_ms)
+        work(spec, access, lending)
 
 
 @app.command()

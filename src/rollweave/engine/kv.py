@@ -54,16 +54,20 @@ class PagedPool:
         self._layers, self._dtype = shape.layers, dtype
         self._place(0 if released else blocks)
 
-    def _place(self, blocks: int) -> None:
-        self.data = torch.zeros(
+    def _memory(self, blocks: int) -> torch.Tensor:
+        """Return the memory of this many blocks, zero where it is written or read."""
+        return torch.zeros(
             self._layers,
             blocks * self.block_tokens,
             self.width,
             device=self.device,
             dtype=self._dtype,
         )
+
+    def _place(self, blocks: int) -> None:
+        self.data = self._memory(blocks)
         self.by_block = self.data.view(self._layers, blocks, self.block_tokens * self.width)
-        self.layer_tokens, self.layer_blocks = self.data.unbind(0), self.by_block.unbind(0)
+        self.layer_tokens, self.layer_blocks = (self.data.unbind(0), self.by_block.unbind(0))
 
     @property
     def tokens(self) -> int:

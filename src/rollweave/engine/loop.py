@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, assert_never
@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from rollweave.engine.admission import validate
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
+from rollweave.engine.kv import PagedPool
 from rollweave.engine.measure import step_times
 from rollweave.engine.planner.batching import Batcher, Entry, StepPlan, StepWork
 from rollweave.engine.planner.blocks import BlockLedger
@@ -84,7 +85,11 @@ class EngineLoop:
     before, during and after it.
 
     `watch` is called on the loop's thread with the work of every step and its seconds.
-    `clock` returns seconds.
+    `clock` returns seconds. `make_pool` returns the pool of its blocks.
+
+    Instead of `run`, a caller with several loops (`engine/coserving`) calls `build`,
+    then `take_commands` and `step` in turn, and `close` at the end. They share a `wake`
+    condition, which is notified of each new command.
     """
 
     def __init__(
@@ -94,11 +99,13 @@ class EngineLoop:
         *,
         watch: Callable[[StepWork, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_pool: Callable[..., PagedPool] = PagedPool,
+        wake: threading.Condition | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self._make_pool = spec, make_pool
         self._reply, self._watch, self._clock = reply, watch, clock
         self._inbox: deque[EngineCommand | CallBetweenSteps] = deque()
-        self._wake = threading.Condition()
+        self._wake = wake or threading.Condition()
         self._live: dict[str, RequestState] = {}
         self._streams: dict[str, RequestState] = {}
         """The live requests whose tokens are reported as they are sampled."""
@@ -140,18 +147,80 @@ class EngineLoop:
         try:
             if device_named(self.spec.device).type == "cpu":
                 torch.set_num_threads(self.spec.threads)
-            with torch.inference_mode():
-                self._build()
-                with closing(self._exchange), closing(self._staging):
-                    while self._handle_commands():
-                        if not self._stands_still and self._batcher.live:
-                            self._step()
+            self.build()
+            with torch.inference_mode(), closing(self._exchange), closing(self._staging):
+                while self._handle_commands():
+                    if self.has_work:
+                        self._step()
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
 
+    # The parts of `run`, for a caller with several loops.
+
+    @property
+    def runner(self) -> Runner:
+        """The torch half of the engine, once it is built."""
+        return self._runner
+
+    @property
+    def planner(self) -> Batcher:
+        """The planner of the steps, once the engine is built."""
+        return self._batcher
+
+    @property
+    def live(self) -> Mapping[str, RequestState]:
+        """The live requests by their ids."""
+        return self._live
+
+    @property
+    def output_tokens(self) -> int:
+        """Number of tokens sampled since the engine was built."""
+        return self._output_tokens
+
+    def reply(self, reply: EngineReply) -> None:
+        """Send a reply to the engine's client."""
+        self._reply(reply)
+
+    @property
+    def has_commands(self) -> bool:
+        """True if `take_commands` has something to do."""
+        return bool(self._inbox)
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is a step to compute."""
+        return not self._stands_still and bool(self._batcher.live)
+
+    def take_commands(self) -> bool:
+        """Handle all pending commands. Return False after `Shutdown`."""
+        with self._wake:
+            items = list(self._inbox)
+            self._inbox.clear()
+        return all(self._handle(item) for item in items)
+
+    def step(self) -> bool:
+        """Compute one step. Return False if no request could have a slot and blocks."""
+        return self._step()
+
+    def abort(self, id: str) -> None:
+        """End a request with the tokens that it has, as `Abort` does."""
+        if id in self._live:
+            self._finish(self._live[id], FinishReason.ABORTED)
+
+    def close(self) -> None:
+        """End the threads of the engine."""
+        for part in ("_exchange", "_staging"):
+            if hasattr(self, part):
+                getattr(self, part).close()
+
+    def build(self) -> None:
+        """Build the engine, and reply `Ready`."""
+        with torch.inference_mode():
+            self._build()
+
     def _build(self) -> None:
         spec = self.spec
-        self._runner = Runner(spec)
+        self._runner = Runner(spec, self._make_pool)
         pool = self._runner.pool
         self._ledger = BlockLedger(
             blocks=pool.blocks,
@@ -214,8 +283,7 @@ class EngineLoop:
             case Add(request=request, report_s=report_s):
                 self._add(request, report_s=report_s)
             case Abort(id=id):
-                if id in self._live:
-                    self._finish(self._live[id], FinishReason.ABORTED)
+                self.abort(id)
             case Rerank(id=id, rank=rank):
                 if math.isfinite(rank):
                     self._batcher.rerank(id, rank)
@@ -350,7 +418,7 @@ class EngineLoop:
         A failure before the copy changes nothing; the copy itself is between checked
         shapes.
         """
-        started, model, released = self._clock(), self._runner.model, self._runner.released
+        started, model, released = (self._clock(), self._runner.model, self._runner.released)
         try:
             tensors = read()
             model.check(tensors)
@@ -377,11 +445,13 @@ class EngineLoop:
 
     # Steps
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
         started = self._clock()
         plan = self._batcher.plan()
         work = plan.work if self._watch is not None else None
         self._track_slots(plan, started)
+        if not plan.decode and not plan.prefill:
+            return False  # blocks are absent, or prompts have no share of this step
         self._compute(plan)
         self._steps += 1
         ended = self._clock()
@@ -391,6 +461,7 @@ class EngineLoop:
             self._watch(work, ended - started)
         if self._streams and ended >= self._progress_at:
             self._report_progress(ended)
+        return True
 
     def _compute(self, plan: StepPlan) -> None:
         """Run the model over the plan, and sample the next token of each sequence that

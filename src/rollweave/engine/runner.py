@@ -6,7 +6,7 @@ The planner's entries name blocks; this module maps them to memory.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 class Runner:
-    """The torch half of an engine, built from a checkpoint directory.
+    """The torch half of an engine, built from a checkpoint directory. `make_pool`
+    returns the pool of its blocks.
 
     Raises ConfigError if the directory or the spec is not usable.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, make_pool: Callable[..., PagedPool] = PagedPool) -> None:
         directory, self._spec = Path(spec.model), spec
         self.shape: ModelShape = read_shape(directory)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(spec.dtype)
@@ -59,7 +60,7 @@ class Runner:
                 self.model.weights.load(tensors.items())
             if spec.lora_scale is not None:
                 self.model.base = AdapterBase(tensors, self.shape, scale=spec.lora_scale)
-        self.pool = PagedPool(
+        self.pool = make_pool(
             self.shape,
             blocks=spec.kv_tokens // spec.block_tokens,
             block_tokens=spec.block_tokens,

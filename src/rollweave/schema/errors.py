@@ -38,6 +38,10 @@ class EngineLostError(EngineError):
     """The engine's process or connection is gone."""
 
 
+class PagesError(EngineError):
+    """There are not enough pages of memory, or the system refuses to map them."""
+
+
 class HostError(RollweaveError):
     """A host cannot join a run, or is lost to it."""
 

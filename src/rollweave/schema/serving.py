@@ -228,11 +228,34 @@ class KvManifest(Struct, frozen=True, kw_only=True):
     where: KvMemory | KvPort
 
 
+class LendingStats(Struct, frozen=True, kw_only=True):
+    """The loans of a serving engine (`LendSpec`), and their totals since it started.
+
+    `lent` is true while a run's model computes here. `cuts` of the budget returned
+    pages to serving. `aborted` rollouts were handed back, among them all that were live
+    at each of the `stalls`. `activation_s` is the time from the latest run's request
+    until its model was ready.
+    """
+
+    lent: bool
+    loans: int
+    budget_pages: int
+    rollout_pages: int
+    total_pages: int
+    pages_moved: int
+    cuts: int
+    aborted: int
+    stalls: int
+    rollout_steps: int
+    rollout_tokens: int
+    activation_s: float
+
+
 class EngineStats(Struct, frozen=True, kw_only=True):
     """A sample of an engine's state.
 
     Times are in seconds since the engine started, and token counts are totals since
-    then.
+    then. `lending` is that of an engine that lends its slack.
     """
 
     version: int
@@ -249,6 +272,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     suspended_s: float = 0.0
     uptime_s: float = 0.0
     steps: int = 0
+    lending: LendingStats | None = None
 
 
 # Commands to an engine's loop.
@@ -564,6 +588,23 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     context: int = 0
 
 
+LENT_SOCKET = "ROLLWEAVE_LENT_SOCKET"
+"""Environment variable with the socket of the serving engine that a host lends: its
+engine process borrows that engine instead of starting one.
+"""
+
+
+class LendSpec(Struct, frozen=True, kw_only=True):
+    """The slack that a serving engine lends to a run: whose engine process connects to
+    `socket`, what its own requests are promised, and the size of a page of KV.
+    """
+
+    socket: str
+    ttft_s: float
+    tpot_s: float
+    page_bytes: int = 2 << 20
+
+
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """The settings of one engine. `model` is a checkpoint directory; `deterministic`
     trades speed for results that do not depend on the batch, bit for bit.
@@ -577,6 +618,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     multiplied by it. On a GPU, `paged_attention` uses a kernel that reads KV where it
     lies, and `cuda_graphs` replays recorded decoding steps; neither is used if
     `deterministic`. With `routes`, results have the routes of their tokens.
+    With `lend`, the engine's process lends what its requests leave.
     """
 
     id: EngineId
@@ -600,3 +642,4 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     paged_attention: bool = True
     cuda_graphs: bool = True
     routes: bool = False
+    lend: LendSpec | None = None

@@ -137,3 +137,41 @@ def test_any_history_agrees_with_the_model(data: st.DataObject) -> None:
         ledger.check()
         assert ledger.used == len(model.refs)
         assert all(ledger.references(block) == count for block, count in model.refs.items())
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "return", "remove", "restore"]), st.integers(0, 7)),
+        max_size=40,
+    )
+)
+def test_absent_blocks_are_neither_held_nor_hit(steps: list[tuple[str, int]]) -> None:
+    ledger = BlockLedger(blocks=8, block_tokens=SIZE)
+    held: list[int] = []
+    absent: set[int] = set()
+    for number, (step, block) in enumerate(steps):
+        if step == "take" and ledger.free:
+            held.extend(ledger.allocate(1))
+            ledger.commit(held[-1], ledger.keys([number] * SIZE)[0])
+            assert held[-1] not in absent
+        elif step == "return" and held:
+            ledger.release([held.pop(0)])
+        elif step == "remove":
+            if block in held or block in absent:
+                with pytest.raises(ValueError, match=f"a removed block must be free, got {block}"):
+                    ledger.remove([block])
+            else:
+                ledger.remove([block])
+                absent.add(block)
+        elif step == "restore":
+            if block in absent:
+                ledger.restore([block])
+                absent.remove(block)
+            else:
+                with pytest.raises(ValueError, match="restored blocks must be absent"):
+                    ledger.restore([block])
+        ledger.check()
+        assert ledger.free == 8 - len(held) - len(absent)
+        assert ledger.used == len(held)
+        for earlier in range(number + 1):
+            assert not absent & set(ledger.match(ledger.keys([earlier] * SIZE)))

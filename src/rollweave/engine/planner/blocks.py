@@ -2,10 +2,11 @@
 a later turn. Pure bookkeeping.
 
 Invariants (`check`): every block is exactly one of *blank* (free, without content),
-*idle* (free, but its content is indexed and may be hit) or *held* (reference count
-above zero). An index entry names a block that holds exactly the tokens of its key. Keys
-chain over the whole prefix and start from the id of the weights that computed it, and a
-change of weights clears the index: KV of old weights can never be hit after an update.
+*idle* (free, but its content is indexed and may be hit), *held* (reference count above
+zero) or *absent* (without memory, after `remove`). An index entry names a block that
+holds exactly the tokens of its key. Keys chain over the whole prefix and start from the
+id of the weights that computed it, and a change of weights clears the index: KV of old
+weights can never be hit after an update.
 """
 
 import hashlib
@@ -54,6 +55,7 @@ class BlockLedger:
         self._index: dict[Key, int] = {}
         self._blank = list(range(blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._absent: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -64,7 +66,7 @@ class BlockLedger:
 
     @property
     def used(self) -> int:
-        return self.total - self.free
+        return self.total - self.free - len(self._absent)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -161,6 +163,31 @@ class BlockLedger:
         self._blank.extend(self._idle)
         self._idle.clear()
 
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Make free blocks absent, and forget their content: they lose their memory.
+
+        Raises ValueError, with nothing changed, if one of them is held or absent.
+        """
+        removed = set(blocks)
+        for block in removed:
+            if self._refs[block] or block in self._absent:
+                raise ValueError(f"a removed block must be free, got {block}")
+        for block in removed & self._idle.keys():
+            del self._idle[block]
+            self._evict(block)
+        self._blank = [block for block in self._blank if block not in removed]
+        self._absent |= removed
+
+    def restore(self, blocks: Iterable[int]) -> None:
+        """Make absent blocks blank: they have memory again. Raises ValueError, with
+        nothing changed, if one of them is not absent.
+        """
+        restored = set(blocks)
+        if not restored <= self._absent:
+            raise ValueError(f"restored blocks must be absent, got {restored - self._absent}")
+        self._absent -= restored
+        self._blank.extend(sorted(restored, reverse=True))
+
     def references(self, block: int) -> int:
         return self._refs[block]
 
@@ -175,7 +202,8 @@ class BlockLedger:
         blank, idle = set(self._blank), set(self._idle)
         held = {block for block in range(self.total) if self._refs[block]}
         assert len(blank) == len(self._blank), "a block is blank twice"
-        assert len(blank) + len(idle) + len(held) == len(blank | idle | held) == self.total, (
+        states = (blank, idle, held, self._absent)
+        assert sum(map(len, states)) == len(set().union(*states)) == self.total, (
             "a block is lost, or in two states"
         )
         assert min(self._refs) >= 0, "a block was released too often"

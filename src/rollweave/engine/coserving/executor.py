@@ -1,0 +1,615 @@
+"""The co-serving executor (ROSE §4.1): a serving model, and the model of a run that
+borrows what serving leaves.
+
+One thread takes commands of both, and computes one step at a time. Serving comes first:
+after each of its steps, a rollout step may follow if `core/policy/admission` finds that
+every serving request can wait for it, and one that arrives in the meantime, too. Pages
+follow `core/policy/kv_budget`. A rollout that must go is aborted and keeps its tokens:
+the run continues it elsewhere. The borrower's model is built beside the steps, on a
+thread of its own, and lost without a trace when its connection ends.
+"""
+
+import gc
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rollweave.core.policy.admission import (
+    Admission,
+    Profile,
+    QueuedPrefill,
+    Slo,
+    StepKind,
+    stalled,
+)
+from rollweave.core.policy.kv_budget import Holding, KvBudget, victims
+from rollweave.engine.coserving.lending import LendingSocket
+from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
+from rollweave.engine.coserving.profiles import measure_profile
+from rollweave.engine.loop import EngineLoop
+from rollweave.engine.pages.base import PagePool
+from rollweave.engine.pages.mmap import MmapPages
+from rollweave.engine.planner.batching import StepWork
+from rollweave.io.device import device_named
+from rollweave.schema.errors import ConfigError, PagesError
+from rollweave.schema.serving import (
+    Add,
+    EngineCommand,
+    EngineFatal,
+    EngineReply,
+    EngineSpec,
+    LendingStats,
+    Load,
+    Sampled,
+)
+from rollweave.weights.checkpoint import ModelShape, read_shape
+
+LEASES_S = 1.0
+"""Seconds between two searches for pages whose lease is over."""
+
+RECENT_S = 60.0
+"""Seconds of serving whose largest use of pages counts as recent."""
+
+RETRY_S = 0.005
+"""Seconds until a rollout step that was not admitted is considered again."""
+
+RECENT_PROMPTS = 64
+"""Number of serving prompts whose longest is expected next."""
+
+FIRST_PROMPT = 64
+"""Tokens of the prompt that is expected before there was any."""
+
+
+class Tenant:
+    """One of the models: its loop, its memory, and its profile."""
+
+    def __init__(self, loop: EngineLoop, pool: MappedPool) -> None:
+        self.loop, self.pool = loop, pool
+        self.memory: ModelMemory | None = None
+        self.profile: Profile | None = None
+        self.error = ""
+
+    def build(self) -> None:
+        """Build the model, on any thread. `error` says why that failed."""
+        try:
+            self.loop.build()
+            with torch.inference_mode():
+                self.profile = measure_profile(
+                    self.loop.runner,
+                    blocks=self.pool.group_blocks,
+                    slots=self.loop.spec.max_slots,
+                )
+            planner = self.loop.planner
+            self.memory = ModelMemory(self.pool, planner.ledger, planner)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+
+class CoServing:
+    """The loop of an engine process that lends. `post` queues a command for the serving
+    model, from any thread; `run` blocks until `Shutdown`.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        reply: Callable[[EngineReply], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert spec.lend is not None, "an engine that does not lend"
+        self.spec, self.lend, self._reply, self._clock = spec, spec.lend, reply, clock
+        self._slo = Slo(ttft_s=spec.lend.ttft_s, tpot_s=spec.lend.tpot_s)
+        self._wake = threading.Condition()
+        self._events: deque[Callable[[], None]] = deque()
+        self._arrived: dict[str, float] = {}
+        self._newest: dict[str, tuple[int, float]] = {}
+        """Number of sampled tokens of each serving request, and when it changed."""
+        self._prompts: deque[int] = deque([FIRST_PROMPT], maxlen=RECENT_PROMPTS)
+        self._uses: deque[tuple[float, int]] = deque()
+        self._borrowed: Tenant | None = None
+        self._loan = False
+        self._ready = False
+        self._admission: Admission | None = None
+        self._progressed = self._leases_at = 0.0
+        self._cuts = self._aborted = self._stalls = self._loans = self._rollout_steps = 0
+        self._rollout_tokens = 0
+        self._activation_s = 0.0
+        self._serving_loop = EngineLoop(
+            spec,
+            self._serving_reply,
+            clock=clock,
+            wake=self._wake,
+            watch=self._watch_serving,
+            make_pool=self._serving_pool,
+        )
+        self._serving: Tenant | None = None
+
+    # Calls of other threads
+
+    def post(self, command: EngineCommand) -> None:
+        """Queue a command of the serving model's clients."""
+        if isinstance(command, Add):
+            self._arrived[command.request.id] = self._clock()
+        self._serving_loop.post(command)
+
+    def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
+        """Begin a loan. Return why there is none, or ""."""
+        with self._wake:
+            if self._loan:
+                return f"engine {self.spec.model} is lent to another run"
+            self._loan = True
+        self._call(lambda: self._begin(spec, reply))
+        return ""
+
+    def borrow_post(self, command: EngineCommand) -> None:
+        """Queue a command of the borrower."""
+        self._call(lambda: self._forward(command))
+
+    def end(self) -> None:
+        """End the loan: the borrower is gone."""
+        self._call(self._end)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        with self._wake:
+            self._events.append(function)
+            self._wake.notify()
+
+    # The thread of the executor
+
+    def run(self) -> None:
+        """Build the serving model, lend at the socket, and serve."""
+        try:
+            self._build()
+            listener = LendingSocket(self.lend.socket, _Borrowing(self))
+        except Exception as error:
+            self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
+            return
+        self._ready = True
+        self._reply(self._first_reply)
+        try:
+            with torch.inference_mode():
+                while self._serving_loop.take_commands():
+                    self._take_events()
+                    if not self._compute():
+                        self._wait()
+        except Exception as error:
+            self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
+        finally:
+            listener.close()
+            self._end()
+            self._serving_loop.close()
+
+    def _build(self) -> None:
+        if device_named(self.spec.device).type != "cpu":
+            raise ConfigError("--device must be cpu with --lend: pages of a GPU were never run")
+        torch.set_num_threads(self.spec.threads)
+        self._serving_loop.build()
+        assert isinstance(self._serving_loop.runner.pool, MappedPool)
+        self._serving = serving = Tenant(self._serving_loop, self._serving_loop.runner.pool)
+        planner = self._serving_loop.planner
+        with torch.inference_mode():
+            serving.profile = measure_profile(
+                self._serving_loop.runner,
+                blocks=serving.pool.group_blocks,
+                slots=self.spec.max_slots,
+            )
+        serving.memory = ModelMemory(serving.pool, planner.ledger, planner)
+        for name, limit, alone in (
+            (
+                "--ttft-ms",
+                self._slo.ttft_s,
+                serving.profile.chunked.seconds(FIRST_PROMPT),
+            ),
+            ("--tpot-ms", self._slo.tpot_s, serving.profile.decode.seconds(1)),
+        ):
+            if limit <= alone:
+                raise ConfigError(
+                    f"{name} must be more than the {1e3 * alone:.1f} ms that the engine takes "
+                    f"alone, got {1e3 * limit:g}"
+                )
+        while serving.memory.pool.groups > len(serving.pool.mapped):
+            serving.memory.grow(self._clock())
+
+    def _serving_reply(self, reply: EngineReply) -> None:
+        """Pass a reply on. The first one, `Ready`, waits for the profile."""
+        if not self._ready:
+            self._first_reply = reply
+            return
+        if isinstance(reply, Sampled):
+            stats = msgspec.structs.replace(reply.stats, lending=self.stats())
+            reply = msgspec.structs.replace(reply, stats=stats)
+        self._reply(reply)
+
+    def _serving_pool(self, shape: ModelShape, **options: Any) -> MappedPool:
+        blocks, dtype = options["blocks"], options["dtype"]
+        size, layer_pages = group_size(
+            shape,
+            block_tokens=options["block_tokens"],
+            dtype=dtype,
+            page_bytes=self.lend.page_bytes,
+        )
+        groups = max(1, -(-blocks // size))
+        self._pages = PagePool(MmapPages(self.lend.page_bytes), groups * layer_pages * shape.layers)
+        self._budget = KvBudget(self._pages.total)
+        return MappedPool(
+            self._pages,
+            shape,
+            groups=groups,
+            block_tokens=options["block_tokens"],
+            device=options["device"],
+            dtype=dtype,
+        )
+
+    def _take_events(self) -> None:
+        while self._events:
+            self._events.popleft()()
+        if self._borrowed is not None and self._admission is not None:
+            self._borrowed.loop.take_commands()
+
+    def _wait(self) -> None:
+        with self._wake:
+            if self._events or self._serving_loop.has_commands:
+                return
+            borrowed = self._borrowed
+            timeout = RETRY_S if self._serving_loop.has_work else None
+            if borrowed is not None and self._admission is not None:
+                if borrowed.loop.has_commands:
+                    return
+                timeout = RETRY_S if borrowed.loop.has_work else LEASES_S
+            self._wake.wait(timeout)
+
+    def _compute(self) -> bool:
+        """Compute a serving step and a rollout step, as far as there are any. Return
+        whether there was one.
+        """
+        computed = False
+        if self._borrowed is not None and self._admission is not None:
+            self._keep_memory(self._clock())
+        if self._serving_loop.has_work:
+            self._make_room()
+            computed = self._serving_loop.step()
+            self._note_tokens(self._clock())
+        if self._borrowed is not None and self._admission is not None:
+            computed = self._roll(self._borrowed, self._admission) or computed
+        return computed
+
+    # Serving
+
+    def _make_room(self) -> None:
+        """Give the serving model the pages that its requests need."""
+        assert self._serving is not None
+        memory = self._serving.memory
+        assert memory is not None
+        for _ in range(memory.missing_groups()):
+            while self._pages.free < memory.pool.group_pages and self._cut_one():
+                pass
+            if self._pages.free < memory.pool.group_pages:
+                self._recall("the serving model needs all pages")
+            if self._pages.free < memory.pool.group_pages:
+                return  # the borrower's model is being built, and goes afterwards
+            memory.grow(self._clock())
+
+    def _note_tokens(self, now: float) -> None:
+        live = self._serving_loop.live
+        for id, state in live.items():
+            count = len(state.logprobs)
+            if self._newest.get(id, (0, 0.0))[0] != count:
+                self._newest[id] = (count, now)
+        for table in (self._newest, self._arrived):
+            if len(table) > 2 * len(live) + RECENT_PROMPTS:
+                for id in [id for id in table if id not in live]:
+                    table.pop(id, None)
+
+    def _slack(self, admission: Admission, now: float) -> float:
+        """Return the slack of all serving requests, and of one that arrives now."""
+        planner, prefills, newest, ahead = self._serving_loop.planner, [], [], 0
+        for entry in [*planner.running, *planner.waiting]:
+            count, token_at = self._newest.get(entry.id, (0, now))
+            if count:
+                newest.append(token_at)
+                continue
+            missing = len(entry.tokens) - entry.computed
+            prefills.append(
+                QueuedPrefill(
+                    arrived=self._arrived.get(entry.id, now),
+                    tokens=missing,
+                    ahead=ahead,
+                )
+            )
+            ahead += missing
+        prefills.append(QueuedPrefill(arrived=now, tokens=max(self._prompts), ahead=ahead))
+        return admission.slack(now, prefills, newest)
+
+    def _watch_serving(self, work: StepWork, seconds: float) -> None:
+        if self._admission is None:
+            return
+        if work.prefill_tokens:
+            self._prompts.append(work.prefill_tokens)
+        profile = self._admission.profile
+        kind = StepKind.SERVING_PREFILL if work.prefill_tokens else StepKind.SERVING_DECODE
+        profiled = profile.chunked.seconds(work.prefill_tokens) + profile.decode.seconds(
+            work.decode
+        )
+        self._admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)
+
+    # The borrower
+
+    def _begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+        """Take memory for the borrower's model, and build it beside the steps."""
+        started = self._clock()
+        try:
+            tenant = self._tenant(spec, reply)
+        except Exception as error:
+            reply(EngineFatal(error=str(error)))
+            return
+        self._borrowed = tenant
+        self._loans += 1
+
+        def build() -> None:
+            tenant.build()
+            self._call(lambda: self._built(tenant, started, reply))
+
+        threading.Thread(target=build, name="borrower's model", daemon=True).start()
+
+    def _tenant(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> Tenant:
+        spec = msgspec.structs.replace(spec, profile=False)  # it would use all blocks
+        shape = read_shape(Path(spec.model))
+        dtype = getattr(torch, spec.dtype)
+        size, layer_pages = group_size(
+            shape,
+            block_tokens=spec.block_tokens,
+            dtype=dtype,
+            page_bytes=self.lend.page_bytes,
+        )
+        group_pages = layer_pages * shape.layers
+        groups = min(-(-spec.kv_tokens // (size * spec.block_tokens)), self._most // group_pages)
+        if groups < 1:
+            raise ConfigError(
+                f"engines.kv_tokens must leave the serving model its headroom: the first "
+                f"{size * spec.block_tokens} tokens take {group_pages} pages, got a pool whose "
+                f"rollouts may have {self._most}"
+            )
+        assert self._serving is not None
+        while self._pages.free < group_pages:
+            memory = self._serving.memory
+            assert memory is not None
+            unused = memory.unused()
+            if not unused:
+                raise PagesError("the serving model uses all pages")
+            memory.shrink(unused[0])
+        pool = MappedPool(
+            self._pages,
+            shape,
+            groups=groups,
+            block_tokens=spec.block_tokens,
+            device=device_named(spec.device),
+            dtype=dtype,
+        )
+        loop = EngineLoop(
+            spec,
+            reply,
+            clock=self._clock,
+            wake=self._wake,
+            watch=self._watch_rollouts,
+            make_pool=lambda _, **__: pool,
+        )
+        return Tenant(loop, pool)
+
+    @property
+    def _most(self) -> int:
+        """Maximum number of pages that rollouts may ever have."""
+        return self._budget.total - self._budget.headroom
+
+    def _built(self, tenant: Tenant, started: float, reply: Callable[[EngineReply], None]) -> None:
+        if tenant is not self._borrowed:
+            tenant.pool.close()  # the loan ended in the meantime
+            return
+        if tenant.profile is None:
+            reply(EngineFatal(error=tenant.error))
+            return
+        assert self._serving is not None
+        assert self._serving.profile is not None
+        self._admission = Admission(
+            slo=self._slo, profile=self._serving.profile, rollout=tenant.profile
+        )
+        self._activation_s = self._clock() - started
+        self._progressed = self._clock()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Begin an RL step: the borrower has new weights."""
+        self._budget.begin_step(max((pages for _, pages in self._uses), default=self._in_use()))
+
+    def _forward(self, command: EngineCommand) -> None:
+        if self._borrowed is None:
+            return
+        if self._admission is not None:
+            if isinstance(command, Load):
+                self._begin_step()
+            if isinstance(command, Add) and not self._borrowed.loop.has_work:
+                self._progressed = self._clock()
+        self._borrowed.loop.post(command)
+
+    def _recall(self, reason: str) -> None:
+        """Take all pages back. The borrower's process ends, and with it the loan."""
+        if self._borrowed is not None:
+            self._borrowed.loop.reply(EngineFatal(error=reason))
+            self._drop()
+
+    def _end(self) -> None:
+        self._drop()
+        with self._wake:
+            self._loan = False
+
+    def _drop(self) -> None:
+        """Drop the borrower's model and return its pages."""
+        tenant, self._borrowed = self._borrowed, None
+        building = self._admission is None
+        self._admission = None
+        if tenant is not None:
+            self._rollout_tokens += tenant.loop.output_tokens
+            tenant.loop.close()
+            if not building or tenant.error:
+                tenant.pool.close()
+            del tenant
+            gc.collect()
+
+    # Rollouts
+
+    def _roll(self, tenant: Tenant, admission: Admission) -> bool:
+        """Compute a rollout step if it may run now. Return whether it did."""
+        loop, memory, now = tenant.loop, tenant.memory, self._clock()
+        assert memory is not None
+        if not loop.has_work:
+            self._progressed = now
+            return False
+        planner = loop.planner
+        decode = len(planner.running)
+        slack = self._slack(admission, now)
+        for _ in range(memory.missing_groups()):
+            if not self._grow_rollouts(memory):
+                break
+        if not planner.running:
+            planner.slots = self._slots(admission, loop.spec.max_slots)
+        chunk = admission.chunk(slack, decode=decode)
+        if admission.admits(slack, prompt=chunk, decode=decode, kv_fits=True) and (chunk or decode):
+            planner.chunk_tokens = chunk
+            if loop.step():
+                self._rollout_steps += 1
+                self._progressed = self._clock()
+                return True
+        if stalled(self._progressed, now):
+            self._stalls += 1
+            for id in list(loop.live):
+                self._abort(id)
+        return False
+
+    def _slots(self, admission: Admission, most: int) -> int:
+        """Return how many rollouts may decode at once beside serving requests."""
+        room = self._slo.tpot_s - admission.profile.decode.seconds(1)
+        slots = most
+        while slots > 1 and admission.step_s(prompt=0, decode=slots) > room:
+            slots //= 2
+        return slots
+
+    def _grow_rollouts(self, memory: ModelMemory) -> bool:
+        need = memory.pool.group_pages
+        if not self._budget.fits(serving=self._in_use(), held=memory.pages, more=need):
+            return False
+        assert self._serving is not None
+        serving = self._serving.memory
+        assert serving is not None
+        while self._pages.free < need:
+            unused = serving.unused()
+            if not unused:
+                return False
+            serving.shrink(unused[0])
+        memory.grow(self._clock())
+        return True
+
+    def _watch_rollouts(self, work: StepWork, seconds: float) -> None:
+        if self._admission is None:
+            return
+        kind = StepKind.ROLLOUT_PREFILL if work.prefill_tokens else StepKind.ROLLOUT_DECODE
+        profiled = self._admission.profiled_s(prompt=work.prefill_tokens, decode=work.decode)
+        self._admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)
+
+    def _abort(self, id: str) -> None:
+        """Hand a rollout back with its tokens."""
+        assert self._borrowed is not None
+        self._aborted += 1
+        self._borrowed.loop.abort(id)
+
+    # Memory
+
+    def _in_use(self) -> int:
+        """Return the pages that serving requests use now."""
+        assert self._serving is not None
+        memory = self._serving.memory
+        assert memory is not None
+        unused = self._serving_loop.planner.ledger.free // memory.pool.group_blocks
+        return max(1, len(memory.pool.mapped) - unused) * memory.pool.group_pages
+
+    def _keep_memory(self, now: float) -> None:
+        """Cut the rollouts' budget in a burst, and return pages whose lease is over."""
+        use = self._in_use()
+        self._uses.append((now, use))
+        while self._uses[0][0] < now - RECENT_S:
+            self._uses.popleft()
+        before = self._budget.budget
+        self._budget.observe(use)
+        assert self._borrowed is not None
+        memory = self._borrowed.memory
+        assert memory is not None
+        if self._budget.budget < before:
+            self._cuts += 1
+            while self._budget.excess(memory.pages) and self._cut_one():
+                pass
+        if now >= self._leases_at:
+            self._leases_at = now + LEASES_S
+            for group in memory.expired(now):
+                memory.shrink(group)
+
+    def _cut_one(self) -> bool:
+        """Return a group of the rollouts' pages: a cached one, or else those of the
+        request that is aborted for it. Return False if there is none.
+        """
+        if self._borrowed is None or self._admission is None:
+            return False
+        memory, loop = self._borrowed.memory, self._borrowed.loop
+        assert memory is not None
+        while not (unused := memory.unused()):
+            entries = loop.planner.live.values()
+            holdings = [
+                Holding(
+                    id=entry.id,
+                    pages=len(entry.blocks),
+                    rank=entry.rank,
+                    arrival=entry.arrival,
+                )
+                for entry in entries
+            ]
+            chosen = victims(holdings, 1)
+            if not chosen:
+                return False
+            self._abort(chosen[0])
+        memory.shrink(unused[0])
+        return True
+
+    def stats(self) -> LendingStats:
+        """Return what the loan has brought and cost so far."""
+        borrowed = self._borrowed
+        memory = borrowed.memory if borrowed is not None else None
+        return LendingStats(
+            lent=borrowed is not None and self._admission is not None,
+            loans=self._loans,
+            budget_pages=self._budget.budget,
+            rollout_pages=memory.pages if memory is not None else 0,
+            total_pages=self._pages.total,
+            pages_moved=self._pages.moved,
+            cuts=self._cuts,
+            aborted=self._aborted,
+            stalls=self._stalls,
+            rollout_steps=self._rollout_steps,
+            rollout_tokens=self._rollout_tokens
+            + (borrowed.loop.output_tokens if borrowed is not None else 0),
+            activation_s=self._activation_s,
+        )
+
+
+class _Borrowing:
+    """The executor as the listener calls it (`Lender`)."""
+
+    def __init__(self, executor: CoServing) -> None:
+        self.begin, self.post, self.end = (
+            executor.begin,
+            executor.borrow_post,
+            executor.end,
+        )

@@ -1,0 +1,179 @@
+"""The KV cache of one of several models over one pool of pages.
+
+The pool of blocks (`engine/kv.py`) is a tensor over a range of addresses, so attention
+does not change. Blocks come and go in *groups*: as few neighbors as fill whole pages in
+each layer. Blocks without memory are absent from the ledger, so no request can hold
+one. The first group always has memory, because attention pads with the first block.
+"""
+
+import math
+
+import torch
+
+from rollweave.core.policy.kv_budget import Leases
+from rollweave.engine.kv import PagedPool
+from rollweave.engine.pages.base import PagePool
+from rollweave.engine.planner.batching import Batcher
+from rollweave.engine.planner.blocks import BlockLedger
+from rollweave.weights.checkpoint import ModelShape
+
+
+def group_size(
+    shape: ModelShape, *, block_tokens: int, dtype: torch.dtype, page_bytes: int
+) -> tuple[int, int]:
+    """Return the number of blocks in a group, and of pages that they take in each
+    layer.
+    """
+    block_bytes = block_tokens * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    blocks = page_bytes // math.gcd(page_bytes, block_bytes)
+    return blocks, blocks * block_bytes // page_bytes
+
+
+class MappedPool(PagedPool):
+    """A pool of blocks whose memory is mapped group by group.
+
+    Raises `PagesError` if there are no pages for the first group.
+    """
+
+    def __init__(
+        self,
+        pages: PagePool,
+        shape: ModelShape,
+        *,
+        groups: int,
+        block_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.group_blocks, self._layer_pages = group_size(
+            shape,
+            block_tokens=block_tokens,
+            dtype=dtype,
+            page_bytes=pages.driver.page_bytes,
+        )
+        self.groups, self.group_pages = groups, self._layer_pages * shape.layers
+        self._range = pages.reserve(groups * self.group_pages)
+        self.mapped: set[int] = set()
+        self.closed = False
+        super().__init__(
+            shape,
+            blocks=groups * self.group_blocks,
+            block_tokens=block_tokens,
+            device=device,
+            dtype=dtype,
+        )
+        self.map(0)
+
+    def _memory(self, blocks: int) -> torch.Tensor:
+        if not blocks:
+            for group in list(self.mapped):
+                self.unmap(group)
+            return super()._memory(0)
+        flat = self._range.tensor().view(self._dtype)
+        return flat.view(self._layers, blocks * self.block_tokens, self.width)
+
+    def blocks_of(self, group: int) -> range:
+        """Return the blocks of a group."""
+        return range(group * self.group_blocks, (group + 1) * self.group_blocks)
+
+    def map(self, group: int) -> None:
+        """Give a group memory. Raises `PagesError`, with nothing changed, without
+        enough pages.
+        """
+        places = self._places(group)
+        done: list[int] = []
+        try:
+            for place in places:
+                self._range.map(place)
+                done.append(place)
+        except BaseException:
+            for place in done:
+                self._range.unmap(place)
+            raise
+        self.mapped.add(group)
+
+    def unmap(self, group: int) -> None:
+        """Take a group's memory."""
+        for place in self._places(group):
+            self._range.unmap(place)
+        self.mapped.remove(group)
+
+    def _places(self, group: int) -> list[int]:
+        first, layer = group * self._layer_pages, self.groups * self._layer_pages
+        return [
+            number * layer + first + page
+            for number in range(self._layers)
+            for page in range(self._layer_pages)
+        ]
+
+    def clear(self) -> None:
+        for group in self.mapped:
+            blocks = self.blocks_of(group)
+            self.by_block[:, blocks.start : blocks.stop] = 0
+
+    def close(self) -> None:
+        """Return all pages. Nothing may read the pool any longer."""
+        if not self.closed:
+            self.closed = True
+            self.mapped.clear()
+            self._range.close()
+
+
+class ModelMemory:
+    """The groups of one model: which have memory, and which are used."""
+
+    def __init__(self, pool: MappedPool, ledger: BlockLedger, batcher: Batcher) -> None:
+        self.pool, self._ledger, self._batcher = pool, ledger, batcher
+        self._leases: Leases[int] = Leases()
+        absent = [group for group in range(pool.groups) if group not in pool.mapped]
+        ledger.remove([block for group in absent for block in pool.blocks_of(group)])
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that the model holds."""
+        return len(self.pool.mapped) * self.pool.group_pages
+
+    def missing_groups(self) -> int:
+        """Return how many more groups the live requests need for their next tokens."""
+        batcher, ledger = self._batcher, self._ledger
+        if not batcher.live:
+            return 0
+        slots = max(batcher.slots, len(batcher.running))
+        entries = [*batcher.running, *batcher.waiting[: slots - len(batcher.running)]]
+        blocks = len(entries) + sum(
+            max(0, ledger.blocks_for(len(entry.tokens) + 1) - len(entry.blocks))
+            for entry in entries
+        )
+        room = self.pool.groups - len(self.pool.mapped)
+        return min(room, max(0, -(-(blocks - ledger.free) // self.pool.group_blocks)))
+
+    def grow(self, now: float) -> None:
+        """Give memory to one more group. Raises `PagesError` without enough pages."""
+        group = next(n for n in range(self.pool.groups) if n not in self.pool.mapped)
+        self.pool.map(group)
+        self._ledger.restore(self.pool.blocks_of(group))
+        self._leases.renew(group, now)
+
+    def unused(self) -> list[int]:
+        """Return the groups with memory that no request uses, except the first one."""
+        return [
+            group
+            for group in sorted(self.pool.mapped, reverse=True)
+            if group and not any(map(self._ledger.references, self.pool.blocks_of(group)))
+        ]
+
+    def shrink(self, group: int) -> None:
+        """Return the pages of an unused group, and forget what it caches."""
+        self._ledger.remove(self.pool.blocks_of(group))
+        self.pool.unmap(group)
+        self._leases.forget(group)
+
+    def expired(self, now: float) -> list[int]:
+        """Return the groups that no request has used for the time of a lease. Call it
+        about every second.
+        """
+        unused = set(self.unused())
+        for group in self.pool.mapped - unused:
+            self._leases.renew(group, now)
+        known = set(self._leases.expired(now))
+        return [group for group in unused if group in known]

@@ -1,0 +1,261 @@
+"""Two models in one process: what serving clients and the borrower see."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollweave.engine.coserving.executor import CoServing
+from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame
+from rollweave.schema.base import EngineId
+from rollweave.schema.serving import (
+    Add,
+    EngineCommand,
+    EngineFatal,
+    EngineReply,
+    EngineSpec,
+    FinishReason,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    LendSpec,
+    Ready,
+    Sampling,
+    Shutdown,
+)
+from tests.support.tiny_models import build, oracle_greedy, save
+
+WAIT_S = 30.0
+PAGE = 16_384
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
+    found = {}
+    for kind in ("qwen3", "llama"):
+        model, directory = build(kind), tmp_path_factory.mktemp(kind)
+        save(model, directory)
+        found[kind] = (directory, model)
+    return found
+
+
+class Replies:
+    """Replies of an engine, for which another thread waits."""
+
+    def __init__(self) -> None:
+        self._all: list[EngineReply] = []
+        self._changed = threading.Condition()
+
+    def put(self, reply: EngineReply) -> None:
+        with self._changed:
+            self._all.append(reply)
+            self._changed.notify_all()
+
+    def wait_for(self, kind: type[EngineReply], count: int = 1) -> list[EngineReply]:
+        def found() -> list[EngineReply]:
+            return [reply for reply in self._all if isinstance(reply, kind)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, WAIT_S), self._all
+            return found()
+
+    def results(self, count: int) -> dict[str, GenerateResult]:
+        done = self.wait_for(Generated, count)
+        return {reply.result.id: reply.result for reply in done if isinstance(reply, Generated)}
+
+
+class Borrower:
+    """The other end of a loan."""
+
+    def __init__(self, path: str, spec: EngineSpec) -> None:
+        self.replies = Replies()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self.send(spec)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, value: EngineSpec | EngineCommand) -> None:
+        self._socket.sendall(b"".join(frame(encode(value))))
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self) -> None:
+        decoder, reply_of = FrameDecoder(), decoder_of(EngineReply)
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(1 << 16):
+                for payload in decoder.feed(data):
+                    self.replies.put(reply_of(payload))
+
+
+class Lender:
+    """An executor on a thread, and its clients' replies."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.replies = Replies()
+        self.executor = CoServing(spec, self.replies.put)
+        self.thread = threading.Thread(target=self.executor.run)
+        self.thread.start()
+        assert spec.lend is not None
+        self.socket = spec.lend.socket
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.executor.stats()
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def lending(
+    model: Path, folder: Path, *, ttft_s: float = 2.0, tpot_s: float = 1.0, kv_tokens: int = 4096
+) -> Iterator[Lender]:
+    lend = LendSpec(socket=str(folder / "s"), ttft_s=ttft_s, tpot_s=tpot_s, page_bytes=PAGE)
+    spec = EngineSpec(
+        id=EngineId("s"), model=str(model), kv_tokens=kv_tokens, max_slots=16, lend=lend
+    )
+    lender = Lender(spec)
+    try:
+        yield lender
+    finally:
+        lender.executor.post(Shutdown())
+        lender.thread.join(WAIT_S)
+        assert not lender.thread.is_alive()
+
+
+def asks(name: str, *, tokens: int = 8, prompt: int = 9, first: int = 0) -> Add:
+    return Add(
+        request=GenerateRequest(
+            id=name,
+            tokens=tuple(1 + (first + at) % 90 for at in range(prompt)),
+            sampling=Sampling(temperature=0, max_tokens=tokens),
+        )
+    )
+
+
+def borrowed(model: Path, *, kv_tokens: int = 1024) -> EngineSpec:
+    return EngineSpec(id=EngineId("e1"), model=str(model), kv_tokens=kv_tokens, max_slots=4)
+
+
+def test_both_models_answer_as_they_do_alone(
+    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+) -> None:
+    (serving, serving_model), (rollout, rollout_model) = models["qwen3"], models["llama"]
+    with lending(serving, tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(rollout))
+        borrower.replies.wait_for(Ready)
+        for number in range(4):
+            lender.executor.post(asks(f"s{number}", prompt=9 + number))
+            borrower.send(asks(f"r{number}", prompt=9 + number))
+        answers = {**lender.replies.results(4), **borrower.replies.results(4)}
+        for name, result in answers.items():
+            prompt = list(asks("", prompt=9 + int(name[1])).request.tokens)
+            model = serving_model if name.startswith("s") else rollout_model
+            assert list(result.tokens) == oracle_greedy(model, prompt, 8)
+        stats = lender.executor.stats()
+        assert stats.lent
+        assert stats.rollout_tokens == 32
+        assert stats.aborted == 0
+        borrower.close()
+
+
+def test_a_borrower_that_dies_leaves_nothing_and_the_next_one_is_served(
+    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+) -> None:
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        for loan in (1, 2):
+            borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+            borrower.replies.wait_for(Ready)
+            other = Borrower(lender.socket, borrowed(models["llama"][0]))
+            (refusal,) = other.replies.wait_for(EngineFatal)
+            assert isinstance(refusal, EngineFatal)
+            assert refusal.error.endswith("is lent to another run")
+            other.close()
+            borrower.send(asks("r", tokens=400))
+            lender.executor.post(asks(f"s{loan}", tokens=30))
+            borrower.close()
+            assert len(lender.replies.results(loan)[f"s{loan}"].tokens) == 30
+            lender.until(lambda: not lender.executor.stats().lent)
+            assert lender.executor.stats().rollout_pages == 0
+
+
+def test_a_burst_of_serving_takes_the_pages_of_rollouts(
+    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+) -> None:
+    with lending(models["qwen3"][0], tmp_path, kv_tokens=2048) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        borrower.replies.wait_for(Ready)
+        for number in range(4):
+            borrower.send(asks(f"r{number}", tokens=220, prompt=200, first=number))
+        lender.until(lambda: lender.executor.stats().rollout_tokens > 20)
+        for number in range(12):
+            lender.executor.post(asks(f"s{number}", tokens=40, prompt=110, first=number))
+        served = lender.replies.results(12)
+        assert {len(result.tokens) for result in served.values()} == {40}
+        stats = lender.executor.stats()
+        assert stats.cuts
+        assert stats.aborted
+        lost = [
+            result
+            for result in borrower.replies.results(stats.aborted).values()
+            if result.finish is FinishReason.ABORTED
+        ]
+        assert lost
+        assert all(len(result.tokens) == len(result.logprobs) for result in lost)
+        borrower.close()
+
+
+def test_a_rollout_without_progress_is_handed_back(
+    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+) -> None:
+    with lending(models["qwen3"][0], tmp_path, kv_tokens=256) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0], kv_tokens=1024))
+        borrower.replies.wait_for(Ready)
+        borrower.send(asks("r", prompt=370))  # the budget is two groups of 128 tokens
+        assert borrower.replies.results(1)["r"].finish is FinishReason.ABORTED
+        assert lender.executor.stats().stalls == 1
+        borrower.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"ttft_s": 1e-6}, r"--ttft-ms must be more than the .* ms that the engine takes alone"),
+        ({"tpot_s": 1e-6}, r"--tpot-ms must be more than the .* ms that the engine takes alone"),
+    ],
+)
+def test_a_promise_that_the_engine_breaks_alone_is_refused(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    limits: dict[str, float],
+    text: str,
+) -> None:
+    with lending(models["qwen3"][0], tmp_path, **limits) as lender:  # type: ignore[arg-type]
+        (fatal,) = lender.replies.wait_for(EngineFatal)
+        assert isinstance(fatal, EngineFatal)
+        with pytest.raises(AssertionError, match=text):
+            raise AssertionError(fatal.error)
+
+
+def test_a_model_that_does_not_fit_is_refused_and_serving_continues(
+    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
+) -> None:
+    with lending(models["qwen3"][0], tmp_path, kv_tokens=64) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        (fatal,) = borrower.replies.wait_for(EngineFatal)
+        assert isinstance(fatal, EngineFatal)
+        assert fatal.error.startswith("engines.kv_tokens must leave the serving model its headroom")
+        lender.executor.post(asks("s", tokens=3))
+        assert len(lender.replies.results(1)["s"].tokens) == 3
+        borrower.close()
