@@ -63,6 +63,8 @@ class Fleet:
         """
         fleet, known = cls(), {} if before is None else before._turns
         live, ids, expected, departing, prefill = set(), set(), set(), [], []
+        own: list[int] = []  # versions
+        borrowed: list[int] = []
         required = min(
             (
                 engine.version
@@ -100,11 +102,9 @@ class Fleet:
                 expected.add(engine.loading_id if loading else engine.publication_id)
                 if engine.version >= 0:
                     live.add(engine.pool)
-                    # borrowed engines may lag behind, and are not waited for
-                    if not engine.lender and (
-                        fleet.version is None or engine.version < fleet.version
-                    ):
-                        fleet.version = engine.version
+                    (borrowed if engine.lender else own).append(engine.version)
+        # borrowed engines may lag behind, and are not waited for while there are others
+        fleet.version = min(own or borrowed, default=None)
         fleet.live_pools = frozenset(live - {""})
         fleet.departing, fleet.prefill = tuple(departing), tuple(prefill)
         fleet.hosts = frozenset(engine.host for engine in state.engines.values())
