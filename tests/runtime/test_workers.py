@@ -36,7 +36,7 @@ LIMIT_S = 60.0
 def located(
     directory: Path,
     *,
-    workers: int = 2,
+    workers: int | Mapping[str, Any] = 2,
     is_open: bool = True,
     task: Mapping[str, Any] | None = None,
     **more: Any,
@@ -50,7 +50,7 @@ def located(
         directory,
         task={"env": "tests.support.game:Located", **(task or {})},
         options={"where": str(where)},
-        workers={"count": workers},
+        workers={"count": workers} if isinstance(workers, int) else workers,
         **more,
     )
 

@@ -22,6 +22,7 @@ def test_every_command_has_one_handler() -> None:
         fleet=part,
         trainer=part,
         relays=part,
+        workers=part,
         predictor=part,
         limits=part,
         observer=part,

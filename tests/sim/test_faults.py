@@ -41,6 +41,11 @@ def test_a_seed_determines_its_report() -> None:
     assert len({report.events for report in reports}) == 3
 
 
+def test_workers_that_come_and_go_are_lost() -> None:
+    assert scenario(3).workers.elastic
+    assert search(3).faults["worker lost"]
+
+
 def test_every_mode_and_every_fault_occurs() -> None:
     assert {scenario(seed).rollout.mode for seed in range(SEEDS)} == set(MODES)
     assert scenario(5).trainer.colocated

@@ -102,7 +102,7 @@ def restart_controller(world: World) -> None:
         )
     )
     if world.finish is None:
-        for name in world.worker_epoch:
+        for name in world.first_workers():
             world.join_worker(name)
         for name in world.engine_epoch:
             world.join(name)

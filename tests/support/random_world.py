@@ -141,7 +141,7 @@ class World:
                 workers=self.worker_slots(),
             )
         )
-        for name in self.worker_epoch:
+        for name in self.first_workers():
             self.join_worker(name)
         for name in self.relay_epoch:
             self.join_relay(name)
@@ -176,7 +176,11 @@ class World:
         self.ready_workers.clear()
         self.worker_epoch = dict.fromkeys(self.worker_epoch, 0)
         self.worker_host = dict.fromkeys(self.worker_epoch, 0)
-        return tuple(e.WorkerSlot(id=name) for name in self.worker_epoch)
+        return tuple(e.WorkerSlot(id=name) for name in self.first_workers())
+
+    def first_workers(self) -> list[str]:
+        """The workers with which a world begins."""
+        return list(self.worker_epoch)[: self.config.workers.first]
 
     def join_worker(self, name: str) -> None:
         """The worker is ready later, unless it fails to start."""
@@ -452,7 +456,7 @@ class World:
                 self.ready_workers.discard(command.worker_id)
                 self.join_worker(command.worker_id)
             case c.RemoveWorker():
-                self.lost_worlds += 1
+                self.lost_worlds += command.reason != "it was not needed"
                 self.ready_workers.discard(command.worker_id)
             case c.Evict():
                 self.records.evict(command, self.core.state)

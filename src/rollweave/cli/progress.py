@@ -234,6 +234,12 @@ class Terminal:
         grid.add_row(
             "rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting"
         )
+        if workers := last.get("workers"):
+            grid.add_row(
+                "workers",
+                f"{workers['running']:.0f} running, {workers['wanted']:.0f} wanted, "
+                f"{workers['queued']:.0f} trajectories queued",
+            )
         cut = _sums([line.get("cut_turns", {}) for line in self._recent])
         if text := cut_turns_line(cut, sum(line.get("turns", 0) for line in self._recent)):
             grid.add_row("cut", f"[yellow]{escape(text)}[/]")

@@ -18,7 +18,12 @@ from rollweave.cli.console import FAILED, err, out, print_error
 from rollweave.cli.faults import search_seeds, show_ignored
 from rollweave.cli.progress import display
 from rollweave.record.report.page import write_report
-from rollweave.record.summary import account_line, scheduling_line, weights_line
+from rollweave.record.summary import (
+    account_line,
+    scheduling_line,
+    weights_line,
+    workers_line,
+)
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -123,6 +128,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "pools": outcome.pools_busy,
         "weights": outcome.summary.weights,
         "serving": None if outcome.serving is None else msgspec.to_builtins(outcome.serving),
+        "workers": outcome.summary.workers,
         "staleness": staleness(outcome),
         "gpus": outcome.gpus,
         "gpu_hours": outcome.gpu_hours,
@@ -213,6 +219,8 @@ def show(outcome: Outcome, *, kv: str) -> None:
         )
     if scheduling := scheduling_line(summary.scheduling):
         table.add_row("scheduling", scheduling)
+    if workers := workers_line(summary.workers, summary.wall_s):
+        table.add_row("workers", workers)
     if weights := weights_line(summary.weights):
         table.add_row("weights", weights)
     if outcome.serving is not None:

@@ -22,6 +22,7 @@ from rollweave.record.summary import (
     headline_figures,
     scheduling_line,
     weights_line,
+    workers_line,
 )
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
@@ -118,6 +119,8 @@ def print_summary(summary: Summary, directory: Path) -> None:
         table.add_row("engines", _counts(summary.engines))
     if scheduling := scheduling_line(summary.scheduling):
         table.add_row("scheduling", scheduling)
+    if workers := workers_line(summary.workers, summary.wall_s):
+        table.add_row("workers", workers)
     if weights := weights_line(summary.weights):
         table.add_row("weights", weights)
     table.add_row(

@@ -26,6 +26,7 @@ from rollweave.core.state import (
     State,
     Trajectory,
     Turn,
+    Worker,
     WorkerStatus,
 )
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -46,6 +47,10 @@ LEGAL: Mapping[Stage, frozenset[Stage]] = {
     Stage.ENDED: frozenset({Stage.OVER}),
 }
 """Legal transitions between the stages of an attempt."""
+
+
+COMING = (WorkerStatus.STARTING, WorkerStatus.RETIRING, WorkerStatus.STOPPED)
+"""Statuses of workers that can be ready when they are needed."""
 
 
 def index_of(state: State, stage: Stage) -> dict[TrajectoryId, None] | None:
@@ -188,10 +193,17 @@ def choose_worker(run: Run) -> str | None:
         for name, worker in workers.items()
         if worker.status is WorkerStatus.READY
     }
-    awaited = sum(
-        worker.status is WorkerStatus.STARTING and not worker.epoch for worker in workers.values()
-    )
+    awaited = sum(_is_awaited(run, worker) for worker in workers.values())
     return worker_for(ready, awaited=awaited, at_once=run.config.rollout.max_running)
+
+
+def _is_awaited(run: Run, worker: Worker) -> bool:
+    """True if the worker should get its share of the attempts once it is ready: when
+    it starts for the first time or, if their number changes, when attempts need it.
+    """
+    if run.config.workers.elastic:
+        return worker.status in COMING
+    return worker.status is WorkerStatus.STARTING and not worker.epoch
 
 
 def enter_worker(run: Run, trajectory: Trajectory, worker: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
-from rollweave.core.state import Engine, State
+from rollweave.core.state import Engine, State, WorkerStatus
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -138,7 +138,8 @@ def bind_workers(
     ranks: Sequence[RankSlot] = (),
 ) -> tuple[tuple[WorkerSlot, ...], list[Unbound]]:
     """Return the rollout workers with their places beside these engines and ranks of
-    the trainer, and the processes without a place.
+    the trainer, and the processes without a place: of all workers that there may be at
+    once.
     """
     bound = _bound_ranks(config, {host.number: host for host in hosts}, ranks)
     bound += [
@@ -269,6 +270,7 @@ def _bound(config: RunConfig, state: State, *, engines: bool = True, ranks: bool
             pool=_pool_of(config, config.workers.pool, up.get(worker.host)),
         )
         for worker in state.workers.values()
+        if worker.status is not WorkerStatus.STOPPED
     ]
     of_trainer = _bound_ranks(config, up, state.hosts.ranks if ranks else ())
     return [*of_engines, *workers, *of_trainer]

@@ -5,11 +5,13 @@ Tests check them after every event; production code never does.
 
 import math
 
+from rollweave.core import scaling
 from rollweave.core.accounting import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
+from rollweave.core.scaling import GONE
 from rollweave.core.state import (
     ALIVE,
     EngineStatus,
@@ -26,6 +28,7 @@ from rollweave.core.state import (
     WorkerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
+from rollweave.core.workers import PROCESSLESS
 from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
 
@@ -351,10 +354,11 @@ def _check_workers(run: Run) -> None:
         assert not worker.attempts or worker.status in (
             WorkerStatus.READY,
             WorkerStatus.DRAINING,
+            WorkerStatus.RETIRING,
         ), worker
         assert (
             worker.host in state.hosts.up
-            or worker.status in (WorkerStatus.UNPLACED, WorkerStatus.FAILED)
+            or worker.status in PROCESSLESS
             or state.phase is Phase.FINISHED
         ), worker
         for trajectory_id in worker.attempts:
@@ -365,6 +369,27 @@ def _check_workers(run: Run) -> None:
         with_worker = trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED
         assert with_worker or not trajectory.worker, trajectory
         assert not with_worker or bool(trajectory.worker) == bool(state.workers), trajectory
+    _check_scaling(run)
+
+
+def _check_scaling(run: Run) -> None:
+    """Assert that there are as many workers as there should be, none too many, and that
+    no attempt waits for a worker that is not on its way.
+    """
+    state, wanted, part = run.state, run.config.workers, run.state.scaling
+    statuses = [worker.status for worker in state.workers.values()]
+    if not wanted.elastic:
+        assert WorkerStatus.STOPPED not in statuses, statuses
+        assert WorkerStatus.RETIRING not in statuses, statuses
+        return
+    if state.phase is Phase.FINISHED or not part.peaks:
+        return
+    here = sum(status not in GONE for status in statuses)
+    failed = statuses.count(WorkerStatus.FAILED)
+    assert here == min(part.target, wanted.count - failed), (here, part)
+    assert wanted.first <= part.target <= wanted.count, part
+    if scaling.waiting(run):
+        assert here, "attempts wait, and no worker is on its way"
 
 
 def _check_saving(run: Run) -> None:

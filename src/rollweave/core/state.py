@@ -13,6 +13,7 @@ from rollweave.core.counters import Counters, Idle
 from rollweave.core.policy.profile import DomainProfile, TokenCosts, Worked
 from rollweave.core.policy.turn_times import Fit, TurnTimes
 from rollweave.core.policy.work import Rate
+from rollweave.core.policy.worker_count import Peak
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.sections import EnginePhase
 from rollweave.schema.events import StepTime
@@ -304,6 +305,8 @@ class WorkerStatus(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"  # gets no more attempts, and moves when its last one is over
+    RETIRING = "retiring"  # gets no more attempts, and stops when its last one is over
+    STOPPED = "stopped"  # has no process: there are enough without it
     UNPLACED = "unplaced"  # there is no host for it
     FAILED = "failed"  # given up after repeated failure
 
@@ -320,6 +323,19 @@ class Worker(msgspec.Struct):
     displaced: bool = False  # the host on which it was is gone
     candidates: list[int] = []  # hosts that have joined since it was displaced
     attempts: dict[TrajectoryId, None] = {}  # attempts that it runs, or that it will score
+
+
+class Scaling(msgspec.Struct):
+    """The number of rollout workers that there should be, if it changes (owner:
+    `core/scaling`).
+    """
+
+    peaks: list[Peak] = []  # of the need for workers (core/policy/worker_count)
+    target: int = 0  # workers that there should be
+    start_s: float = 0.0  # seconds of the longest start so far
+    starts: int = 0  # of workers, because they were needed
+    worker_s: float = 0.0  # seconds in which workers had a process, summed until `at`
+    at: float = 0.0
 
 
 class RelayStatus(enum.StrEnum):
@@ -717,6 +733,7 @@ class State(msgspec.Struct):
     drawing: Drawing = msgspec.field(default_factory=Drawing)
     membership: Membership = msgspec.field(default_factory=Membership)
     hosts: Hosts = msgspec.field(default_factory=Hosts)
+    scaling: Scaling = msgspec.field(default_factory=Scaling)
     allocation: Allocation = msgspec.field(default_factory=Allocation)
     affinity: Affinity = msgspec.field(default_factory=Affinity)
     phases: Phases = msgspec.field(default_factory=Phases)

@@ -225,6 +225,11 @@ def start_inits(run: Run) -> None:
         )
 
 
+def may_start(run: Run) -> bool:
+    """True if a trajectory in the queue could start, given a place."""
+    return run.serving_version() is not None and _first_to_start(run) is not None
+
+
 def _count_inherent(run: Run, trajectory: Trajectory) -> None:
     if run.state.groups[trajectory.group_id].purpose is Purpose.TRAIN:
         age = staleness(trajectory.initiated, run.state.publication.version)

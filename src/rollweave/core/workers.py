@@ -7,33 +7,50 @@ where they may continue with their recorded turns (`core/continuation`). The wor
 restarted on its host or, if that host is lost or given up, on another one as
 soon as there is one. From there it moves to a host that joins once its attempts are
 over, one worker at a time. Without workers, attempts run in the controller.
+
+If the number of workers changes, `core/scaling` decides it. A worker of which there is
+no need retires: it stops once its attempts are over, unless it is needed again before.
 """
 
 from rollweave.core import attempts, bindings, continuation, trajectories
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Phase, Worker, WorkerStatus
+from rollweave.core.state import ALIVE, Phase, State, Worker, WorkerStatus
 from rollweave.schema.commands import RemoveWorker, RestartWorker
+from rollweave.schema.config.sections import WorkersConfig
 from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
 from rollweave.schema.work import StopReason
 
+PROCESSLESS = (WorkerStatus.UNPLACED, WorkerStatus.FAILED, WorkerStatus.STOPPED)
+"""Statuses in which a worker has no process."""
+
 
 def start(run: Run, slots: tuple[WorkerSlot, ...]) -> None:
-    """Record the workers that a new world starts."""
-    run.state.workers = {
-        slot.id: Worker(id=slot.id, host=slot.host, since=run.now) for slot in slots
-    }
+    """Record the workers that a new world starts, and those that may start later."""
+    state, wanted = run.state, run.config.workers
+    _charge(run)
+    state.workers = {slot.id: Worker(id=slot.id, host=slot.host, since=run.now) for slot in slots}
+    for name in _names(wanted) if wanted.elastic else ():
+        stopped = Worker(id=name, host=0, status=WorkerStatus.STOPPED, since=run.now)
+        state.workers.setdefault(name, stopped)
+    state.scaling.peaks, state.scaling.target = [], wanted.first
 
 
 def on_joined(run: Run, event: WorkerJoined) -> None:
     worker = _find(run, event.worker_id, event.epoch)
     if worker is not None and worker.status is WorkerStatus.STARTING:
+        run.state.scaling.start_s = max(run.state.scaling.start_s, run.now - worker.since)
         _enter(run, worker, WorkerStatus.READY)
 
 
 def on_lost(run: Run, event: WorkerLost) -> None:
     worker = _find(run, event.worker_id, event.epoch)
-    if worker is not None:
-        _end_attempts(run, worker, event.error, suspect=True)
+    if worker is None:
+        return
+    _end_attempts(run, worker, event.error, suspect=True)
+    if worker.status is WorkerStatus.RETIRING:
+        run.warn(worker.id, f"lost while it retired: {event.error}", count="worker_lost")
+        _stop(run, worker, "it was lost")
+    else:
         _restart(run, worker, f"lost: {event.error}")
 
 
@@ -51,12 +68,41 @@ def advance(run: Run) -> None:
     up = run.state.hosts.up
     for worker in run.state.workers.values():
         if worker.status is WorkerStatus.UNPLACED or (
-            worker.host not in up and worker.status is not WorkerStatus.FAILED
+            worker.host not in up and worker.status not in PROCESSLESS
         ):
             reason = f"host {worker.host} was given up"
             _end_attempts(run, worker, reason, suspect=False)
-            _begin(run, worker, reason)
+            if worker.status is WorkerStatus.RETIRING:
+                _stop(run, worker, reason)
+            else:
+                _begin(run, worker, reason)
     _move_back(run)
+
+
+def wake(run: Run, worker: Worker) -> None:
+    """Let a worker that retires take attempts again, or start one that has stopped, if
+    there is a place for it.
+    """
+    if worker.status is WorkerStatus.RETIRING:
+        _enter(run, worker, WorkerStatus.READY)
+        return
+    run.state.scaling.starts += 1
+    _begin(run, worker, "attempts wait for a place", moves=True)
+
+
+def retire(run: Run, worker: Worker) -> None:
+    """Stop the worker once its attempts are over."""
+    if worker.attempts:
+        _enter(run, worker, WorkerStatus.RETIRING)
+    else:
+        _stop(run, worker, "it was not needed")
+
+
+def stop_retired(run: Run) -> None:
+    """Stop the workers that retire and have no more attempts."""
+    for worker in run.state.workers.values():
+        if worker.status is WorkerStatus.RETIRING and not worker.attempts:
+            _stop(run, worker, "it was not needed")
 
 
 def _move_back(run: Run) -> None:
@@ -70,7 +116,8 @@ def _move_back(run: Run) -> None:
         if any(one.status is WorkerStatus.STARTING for one in workers):
             return
         place = bindings.bind_worker(run.config, run.state, worker.id)
-        if worker.status is WorkerStatus.FAILED or place not in worker.candidates:
+        stays = worker.status in PROCESSLESS or worker.status is WorkerStatus.RETIRING
+        if stays or place not in worker.candidates:
             worker.candidates.clear()  # it waits for another host
             if worker.status is WorkerStatus.DRAINING:
                 _enter(run, worker, WorkerStatus.READY)
@@ -99,8 +146,34 @@ def _find(run: Run, worker_id: str, epoch: int) -> Worker | None:
     return worker if worker is not None and worker.epoch == epoch else None
 
 
+def processes(state: State) -> int:
+    """Return the number of workers that have a process."""
+    return sum(worker.status not in PROCESSLESS for worker in state.workers.values())
+
+
+def _names(wanted: WorkersConfig) -> list[str]:
+    return [f"w{number}" for number in range(wanted.count)]
+
+
 def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
+    _charge(run)
     worker.status, worker.since = status, run.now
+
+
+def _charge(run: Run) -> None:
+    """Count the seconds of all processes since the last change of one."""
+    part = run.state.scaling
+    part.worker_s += processes(run.state) * max(0.0, run.now - part.at)
+    part.at = max(part.at, run.now)
+
+
+def _stop(run: Run, worker: Worker, reason: str) -> None:
+    """End the worker's process, which has no attempts."""
+    worker.epoch += 1
+    worker.candidates.clear()
+    worker.displaced = False
+    _enter(run, worker, WorkerStatus.STOPPED)
+    run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
 
 
 def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rollweave.core.state import State
+from rollweave.core.workers import processes
 
 
 class CounterSnapshot:
@@ -25,6 +26,7 @@ class CounterSnapshot:
         inherent: dict[int, int],
         cut: dict[str, int],
         affinity: dict[str, Any],
+        workers: dict[str, float],
     ) -> None:
         self.at, self.counts, self.stops, self.idle, self.scheduling = (
             at,
@@ -34,7 +36,7 @@ class CounterSnapshot:
             scheduling,
         )
         self.weights, self.inherent, self.cut = weights, inherent, cut
-        self.affinity = affinity
+        self.affinity, self.workers = affinity, workers
 
     @classmethod
     def of(cls, state: State, at: float) -> "CounterSnapshot":
@@ -63,6 +65,7 @@ class CounterSnapshot:
             dict(counters.inherent),
             dict(counters.cut_turns),
             _affinity(state),
+            worker_figures(state, at),
         )
 
     def since(self, before: "CounterSnapshot") -> dict[str, Any]:
@@ -86,6 +89,7 @@ class CounterSnapshot:
                 for name, value in self.scheduling.items()
             },
             **({"affinity": self.affinity} if self.affinity else {}),
+            **({"workers": self._workers_since(before)} if self.workers else {}),
             "weights": {
                 name: round(value - before.weights[name], 4) for name, value in self.weights.items()
             },
@@ -99,6 +103,31 @@ class CounterSnapshot:
                 for component, causes in self.idle.items()
             },
         }
+
+    def _workers_since(self, before: "CounterSnapshot") -> dict[str, float]:
+        """Return the workers that there are and should be, with what was added."""
+        summed = {name: before.workers.get(name, 0.0) for name in ("starts", "seconds")}
+        return {
+            name: round(value - summed.get(name, 0.0), 4) for name, value in self.workers.items()
+        }
+
+
+def worker_figures(state: State, at: float) -> dict[str, float]:
+    """Return the number of rollout workers with a process, the number that there should
+    be, the trajectories that wait to be started, the starts of workers that were
+    needed, and the seconds of all workers until `at`. Empty if their number does not
+    change.
+    """
+    part = state.scaling
+    if not part.peaks:
+        return {}
+    return {
+        "running": processes(state),
+        "wanted": part.target,
+        "queued": len(state.pools.queued),
+        "starts": part.starts,
+        "seconds": part.worker_s + processes(state) * max(0.0, at - part.at),
+    }
 
 
 def _affinity(state: State) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 from rollweave.core.accounting import Account
 from rollweave.core.core import Core
 from rollweave.io.disk import replace_file
+from rollweave.record.steps import worker_figures
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 
@@ -28,7 +29,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     run; `ended_by` names the setting that ended it before `run.steps`, if one did.
     `engines` counts engines that joined the run and that were withdrawn. `weights` has
     the seconds in which engines that served received new weights, and those for which
-    they stopped.
+    they stopped. `workers` has the starts of rollout workers that were needed, and the
+    seconds of all workers, if their number changed.
     """
 
     success_rate: dict[str, float]
@@ -53,6 +55,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     idle: dict[str, dict[str, float]]
     scheduling: dict[str, float] = msgspec.field(default_factory=dict)
     weights: dict[str, float] = msgspec.field(default_factory=dict)
+    workers: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""
     ended_by: str = ""
     interrupted: bool = False
@@ -99,6 +102,11 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
         scheduling=msgspec.structs.asdict(counters.scheduling),
         weights=msgspec.structs.asdict(counters.weights),
+        workers={
+            name: round(value, 3)
+            for name, value in worker_figures(state, wall_s).items()
+            if name in ("starts", "seconds")
+        },
         error=state.error,
         ended_by=_ended_by(core),
         interrupted=state.skip_final_eval,
@@ -200,6 +208,16 @@ def weights_line(counted: Mapping[str, float]) -> str:
         sent = f" ({nbytes / 1e6:,.1f} MB between hosts)" if nbytes else ""
         text += f", {counted['fetch_s']:,.2f} s into relays{sent}"
     return text
+
+
+def workers_line(counted: Mapping[str, float], wall_s: float) -> str:
+    """Return a line of the summary on rollout workers whose number changed; "" if it
+    did not.
+    """
+    if not counted:
+        return ""
+    mean = counted["seconds"] / wall_s if wall_s else 0.0
+    return f"{mean:.2f} on average, {counted['starts']:,.0f} starts of workers that were needed"
 
 
 def account_line(account: Account) -> str:

@@ -317,7 +317,7 @@ class _Start:
             slots,
             hosts=hosts,
             ranks=ranks,
-            workers=workers,
+            workers=workers[: config.workers.first],
             relays=len(cluster.slots) or relays,
             life=self._turn_log.life,
         )

@@ -321,8 +321,8 @@ class RestartWorker(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RemoveWorker(TaggedStruct, frozen=True, kw_only=True):
-    """Kill what is left of the process, which is not started again for now. No answer
-    is owed.
+    """End the process, or kill what is left of it; it is not started again for now. No
+    answer is owed.
     """
 
     worker_id: str

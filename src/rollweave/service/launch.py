@@ -302,7 +302,11 @@ class _Launch:
         slots, _, _ = bind_all(self._config, slots, machine, trainer=False)
         workers, _ = bind_workers(self._config, machine, slots)
         first = beginning.first(
-            slots, hosts=machine, workers=workers, serving=True, life=self._turn_log.life
+            slots,
+            hosts=machine,
+            workers=workers[: self._config.workers.first],
+            serving=True,
+            life=self._turn_log.life,
         )
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)

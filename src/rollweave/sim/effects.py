@@ -15,6 +15,7 @@ from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.trainer import SimTrainer
+from rollweave.sim.workers import SimWorkers
 
 
 class SimObserver(Protocol):
@@ -33,7 +34,8 @@ class SimObserver(Protocol):
 class Effects:
     """Executes commands by a table from the type of a command to its handler.
 
-    `finish` is called once, with the error or "", when the core finishes the run.
+    `workers` is None if the attempts run in the controller. `finish` is called once,
+    with the error or "", when the core finishes the run.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Effects:
         fleet: SimFleet,
         trainer: SimTrainer,
         relays: SimRelays,
+        workers: SimWorkers | None,
         predictor: SimPredictor,
         limits: Callable[[str], Limits],
         observer: SimObserver,
         finish: Callable[[str], None],
     ) -> None:
         self._clock, self._post, self._limits, self._finish = clock, post, limits, finish
+        self._workers = workers
         self._timer = 0
         self.handlers: Mapping[type[c.Command], Callable[[Any], None]] = {
             c.DrawTask: self._draw,
@@ -79,8 +83,8 @@ class Effects:
             c.FetchWeights: relays.fetch,
             c.RestartRelay: relays.restart,
             c.RemoveRelay: relays.remove,
-            c.RestartWorker: _no_workers,
-            c.RemoveWorker: _no_workers,
+            c.RestartWorker: workers.restart if workers is not None else _no_workers,
+            c.RemoveWorker: workers.remove if workers is not None else _no_workers,
             c.TrainStep: trainer.train,
             c.MeasureRatios: trainer.measure,
             c.PublishWeights: trainer.publish,
@@ -121,8 +125,9 @@ class Effects:
             tag=command.name,
             limits=self._limits(command.name),
         )
-        self._post(e.GroupSubmitted(group_id=command.group_id, task=task))
+        submitted = e.GroupSubmitted(group_id=command.group_id, task=task)
+        (self._post if self._workers is None else self._workers.draw)(submitted)
 
 
 def _no_workers(command: c.RestartWorker | c.RemoveWorker) -> None:
-    raise AssertionError(f"a simulated run has no workers: {command}")
+    raise AssertionError(f"this simulated run has no workers: {command}")

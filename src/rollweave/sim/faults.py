@@ -34,6 +34,7 @@ from rollweave.sim.scenarios import (
     PROCESS_FAULTS,
     RELAY_FAULTS,
     STORM_S,
+    WORKER_FAULTS,
     FaultyWorkload,
     rates,
     scenario,
@@ -53,7 +54,15 @@ without faults.
 """
 
 
-OF_THE_CONTROLLER = (e.TimerFired, e.RunStarted, e.WorldLost, e.HostJoined, e.HostLost)
+OF_THE_CONTROLLER = (
+    e.TimerFired,
+    e.RunStarted,
+    e.WorldLost,
+    e.HostJoined,
+    e.HostLost,
+    e.WorkerJoined,
+    e.WorkerLost,
+)
 """Events of the controller itself, which no connection can lose or delay."""
 
 
@@ -208,6 +217,8 @@ class Chaos:
             world.effects,
         ):
             part._post = post
+        if world.workers is not None:
+            world.workers._post = post
         world.each_event = lambda: world.core.check()
 
     # Messages.
@@ -259,6 +270,7 @@ class Chaos:
             **PROCESS_FAULTS,
             **(RELAY_FAULTS if hosts.relays else {}),
             **(HOST_FAULTS if hosts.up else {}),
+            **(WORKER_FAULTS if self.world.workers is not None else {}),
             **({} if planned else FLEET_CHANGES),
             **(LENDER_FAULTS if self.world.serving is not None else {}),
         }
@@ -267,6 +279,7 @@ class Chaos:
             self._strike_engine,
             self._change_fleet,
             self._strike_relay,
+            self._strike_worker,
             self._strike_host,
             self._strike_lender,
             self._strike_other,
@@ -326,6 +339,13 @@ class Chaos:
                 relays.hang(relay, draw.choice([0.3, 2.0, 4.0, 60.0]))
             case _:
                 relays.refusals[relay] = draw.randint(1, 3)
+        return True
+
+    def _strike_worker(self, kind: str) -> bool:
+        workers = self.world.workers
+        if kind not in WORKER_FAULTS or workers is None or not workers.nodes:
+            return False
+        workers.lose(self._random.choice(list(workers.nodes)), "injected")
         return True
 
     def _strike_host(self, kind: str) -> bool:

@@ -9,11 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from rollweave.core.bindings import bind_all, crowded, one_machine
+from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimPoolConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import EngineSlot
+from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.sim.cost import slowdown_between_sites
 from rollweave.sim.hardware import GPUS, GPUS_PER_MACHINE
@@ -64,12 +64,18 @@ class SimHosts:
                 name=slot.name,
                 machine=slot.name,
                 cpus=GPUS_PER_MACHINE,
-                devices=tuple(range(GPUS_PER_MACHINE)),
+                devices=tuple(range(GPUS_PER_MACHINE if self._has_engines(pool) else 0)),
                 pools=tuple(name for name in known if known[name].resource == resource),
             )
         self.up[number] = slot
         self._pools.append(pool)
         return slot
+
+    def _has_engines(self, pool: str) -> bool:
+        """True unless only rollout workers use this pool."""
+        config = self._config
+        named = [config.trainer.pool, *(group.pool for group in config.engines)]
+        return pool != config.workers.pool or any(pool in config.pools_of(one) for one in named)
 
     def lose(self, number: int) -> str | None:
         """Remove a host. Returns its pool, or None if it is not up."""
@@ -117,6 +123,12 @@ class SimHosts:
                     f"{_count(self._config, slot.pool) if slot.pool else len(self.first)}"
                 )
         return placed
+
+    def place_workers(self, engines: Iterable[EngineSlot]) -> tuple[WorkerSlot, ...]:
+        """Return the rollout workers with which a world begins, with their places."""
+        hosts = self.first or one_machine(self.relays)
+        workers, _ = bind_workers(self._config, hosts, engines, self.ranks)
+        return workers[: self._config.workers.first]
 
     def _with_ranks(self) -> RunConfig:
         """Return the configuration with a rank for each GPU of the simulated
@@ -191,7 +203,7 @@ def gpu_of(config: RunConfig, pool: str) -> tuple[str, str]:
 
 def _count(config: RunConfig, pool: str) -> int:
     """Return the number of hosts of a pool: the configured one, or as many as its
-    engines need if the largest ones choose first.
+    engines need if the largest ones choose first; one if only workers are there.
     """
     assert config.sim is not None, "only a simulation has simulated hosts"
     given = config.sim.pools.get(pool, SimPoolConfig()).hosts
@@ -206,4 +218,4 @@ def _count(config: RunConfig, pool: str) -> int:
             free.append(max(0, GPUS_PER_MACHINE - degree))
         else:
             free[host] -= degree
-    return len(free)
+    return max(len(free), config.workers.elastic and config.workers.pool == pool)

@@ -53,6 +53,8 @@ def ignored(config: RunConfig) -> list[str]:
             for field in _changed(section, fields or tuple(type(section).model_fields))
         ]
     names += ["ablation.without"] if "cuda_graphs" in config.ablation.without else []
+    if config.workers.elastic:  # otherwise they start beside the engines
+        names = [name for name in names if not name.startswith("workers.")]
     names += ["lora"] if config.lora is not None else []
     names += ["rewards"] if config.rewards else []
     injected = config.injected

@@ -273,6 +273,16 @@ class Rollouts:
             for key in [key for key in self._recorded if key[0] == trajectory_id]:
                 del self._recorded[key]
 
+    def lose_worker(self, worker: str) -> None:
+        """End the attempts of a worker that is gone, whose turns are recorded."""
+        reported = self._fleet.reported_tokens()
+        for attempt in list(self._attempts.values()):
+            if attempt.start.worker == worker:
+                self._record(attempt, reported)
+                if attempt.engine is not None:
+                    self._fleet.abort(attempt.engine, attempt.key)
+                self._forget(attempt)
+
     def forget_all(self) -> None:
         """Drop everything in flight, which is lost with the controller.
 

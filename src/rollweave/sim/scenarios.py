@@ -53,6 +53,11 @@ They are no faults, but strike at the same moments.
 RELAY_FAULTS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "fetch refused": 3}
 """Additional process faults of runs with relays, by weight."""
 
+WORKER_FAULTS = {"worker lost": 4}
+"""Additional process faults of runs whose number of rollout workers changes, by
+weight.
+"""
+
 HOST_FAULTS = {"host lost": 2, "host joins": 2}
 """Additional faults of runs with several hosts, by weight."""
 
@@ -152,6 +157,7 @@ def scenario(seed: int) -> RunConfig:
     if "allocation" not in data:
         _split(data, random.Random(f"phases/{seed}"))
         _lend(data, random.Random(f"lending/{seed}"))
+    _scale(data, random.Random(f"workers/{seed}"))
     return RunConfig.model_validate(data)
 
 
@@ -190,6 +196,16 @@ def _lend(data: dict[str, Any], draw: random.Random) -> None:
         "prefill": draw.choice([0, 1]),
         "rate": draw.choice([0.05, 0.3, 1.0]),
     }
+
+
+def _scale(data: dict[str, Any], draw: random.Random) -> None:
+    """Let a third of the runs have a changing number of rollout workers."""
+    if draw.random() < 1 / 3:
+        data["workers"] = {
+            "count": draw.randint(1, 4),
+            "minimum": 0,
+            "idle_s": draw.choice([0.0, 5.0, 60.0]),
+        }
 
 
 def _decouple(data: dict[str, Any], draw: random.Random) -> None:

@@ -37,6 +37,7 @@ from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Judges
 from rollweave.sim.serving import serving_of
 from rollweave.sim.trainer import SimTrainer
+from rollweave.sim.workers import SimWorkers
 from rollweave.sim.workload import Workload, workload
 from rollweave.train.lengths import check_installed
 
@@ -137,6 +138,16 @@ class World:
             scored=self.rollouts.scored,
             trace=trace,
         )
+        self.workers = (
+            SimWorkers(
+                clock=self.clock,
+                post=self.post,
+                on_gone=self.rollouts.lose_worker,
+                trace=trace,
+            )
+            if config.workers.elastic
+            else None
+        )
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
         check_installed(config)
         self.predictor = SimPredictor(
@@ -149,6 +160,7 @@ class World:
             fleet=self.fleet,
             trainer=self.trainer,
             relays=self.relays,
+            workers=self.workers,
             predictor=self.predictor,
             limits={task.name: task.limits for task in config.tasks}.__getitem__,
             observer=observer,
@@ -167,6 +179,7 @@ class World:
                 engines=self.slots,
                 hosts=self.hosts.first,
                 ranks=self.hosts.ranks,
+                workers=self._start_workers(),
                 relays=self.hosts.relays,
             )
         )
@@ -198,6 +211,8 @@ class World:
         self.rollouts.forget_all()
         self.fleet.drop_all()
         self.relays.drop_all()
+        if self.workers is not None:
+            self.workers.drop_all()
         self.trainer.drop()
         self.predictor.drop()
         self.hosts.begin()
@@ -209,6 +224,7 @@ class World:
                 engines=self.slots,
                 hosts=self.hosts.first,
                 ranks=self.hosts.ranks,
+                workers=self._start_workers(),
                 missing=tuple(missing),
                 recorded=self.rollouts.recorded(continuable(core.state)),
                 relays=self.hosts.relays,
@@ -232,10 +248,20 @@ class World:
         if pool is not None:
             self.fleet.lose_host(number)
             self.relays.silence(relay_id(number))
+            if self.workers is not None:
+                self.workers.lose_host(number, error)
             if any(rank.host == number for rank in self.core.state.hosts.ranks):
                 self.trainer.drop()
             self.post(e.HostLost(host=number, error=error))
         return pool
+
+    def _start_workers(self) -> tuple[e.WorkerSlot, ...]:
+        """Start the workers with which a world begins."""
+        if self.workers is None:
+            return ()
+        slots = self.hosts.place_workers(self.slots)
+        self.workers.start(slots)
+        return slots
 
     def join_host(self, pool: str) -> None:
         """Let another host of this pool join."""

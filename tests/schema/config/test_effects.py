@@ -98,6 +98,11 @@ CASES = [
         "weights.transport has no effect while weights.relays is 0, got nixl",
     ),
     (
+        ["workers.count=2", "workers.idle_s=5.0"],
+        "workers.idle_s has no effect while the number of workers does not change "
+        "(workers.minimum), got 5.0",
+    ),
+    (
         ["workers.pool=cpus", "pools.cpus.resource=cpu", "cluster.address=a:1", "cluster.hosts=1"],
         "workers.pool has no effect while workers.count is 0, got cpus",
     ),

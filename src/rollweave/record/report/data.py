@@ -115,6 +115,12 @@ class RunData:
         """Return how long engines received new weights, and stopped for them."""
         return self._counted("weights")
 
+    def workers(self) -> dict[str, float]:
+        """Return the starts and seconds of rollout workers; empty unless their number
+        changed.
+        """
+        return self._counted("workers")
+
     def _counted(self, *names: str) -> dict[str, float]:
         """Return totals of the whole run, including lost steps: those of the summary,
         or without one those up to the last step.

@@ -21,7 +21,7 @@ from rollweave.record.report.charts import (
 from rollweave.record.report.data import RunData, read_run
 from rollweave.record.report.svg import bars, escape, number, stacked
 from rollweave.record.rundir import RunDir
-from rollweave.record.summary import cut_turns_line, headline_figures, weights_line
+from rollweave.record.summary import cut_turns_line, headline_figures, weights_line, workers_line
 
 TABLE_ROWS = 200
 """Maximum number of rows: a longer run lists every n-th step and the last."""
@@ -187,6 +187,8 @@ def _time(data: RunData) -> str:
     totals += stacked({"trainer": trainer}, TRAINER_CAUSES) + _legend(TRAINER_CAUSES, trainer)
     if weights := weights_line(data.weights()):
         totals += f"<p>New weights: {escape(weights)}.</p>"
+    if workers := workers_line(data.workers(), data.wall_s):
+        totals += f"<p>Rollout workers: {escape(workers)}.</p>"
     return f"{totals}<div class=pair>{idle_over_steps(data)}</div>"
 
 

@@ -56,6 +56,8 @@ class Supervisor(Generic[S, R]):
     ) -> None:
         self._tasks, self._start, self._watch, self._on_lost = tasks, start, watch, on_lost
         self._processes: dict[str, S] = {}
+        self._ending: dict[str, S] = {}
+        """The last epochs of removed processes, until they are closed."""
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -69,7 +71,7 @@ class Supervisor(Generic[S, R]):
 
     def begin(self, process: S) -> None:
         """Start an epoch, and kill the one that it replaces."""
-        former = self._processes.get(process.name)
+        former = self._processes.get(process.name) or self._ending.get(process.name)
         self._processes[process.name] = process
         if former is not None:
             _retire(former)
@@ -77,10 +79,19 @@ class Supervisor(Generic[S, R]):
             self._supervise(process, former), f"supervise {process.name}.{process.epoch}"
         )
 
-    def remove(self, name: str) -> S | None:
-        """Kill a process for good, and return its last epoch."""
+    def remove(self, name: str, *, in_order: bool = False) -> S | None:
+        """Kill a process for good, or let it end `in_order`, and return its last
+        epoch.
+        """
         process = self._processes.pop(name, None)
-        if process is not None:
+        if process is None:
+            return None
+        if not process.closed.is_set():
+            self._ending[name] = process
+        if in_order and process.link is not None:
+            process.retired = True
+            self._tasks.spawn(process.link.close(), f"close {name}.{process.epoch}")
+        else:
             _retire(process)
         return process
 
@@ -92,7 +103,7 @@ class Supervisor(Generic[S, R]):
 
     async def close(self) -> None:
         """End all processes, in order if they can."""
-        processes = list(self._processes.values())
+        processes = [*self._processes.values(), *self._ending.values()]
         self._processes.clear()
         for process in processes:
             process.retired = True
@@ -117,6 +128,8 @@ class Supervisor(Generic[S, R]):
             if process.link is not None:
                 process.link.kill()
             process.closed.set()
+            if self._ending.get(process.name) is process:
+                del self._ending[process.name]
 
 
 def _retire(process: Supervised[Any]) -> None:

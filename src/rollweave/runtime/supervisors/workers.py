@@ -100,7 +100,9 @@ class WorkerSupervisor:
         )
 
     def remove(self, command: RemoveWorker) -> None:
-        self._forsake(self._workers.remove(command.worker_id), command.reason)
+        worker = self._workers.get(command.worker_id)
+        in_order = worker is not None and _works(worker)
+        self._forsake(self._workers.remove(command.worker_id, in_order=in_order), command.reason)
 
     def port(self, worker_id: str) -> WorkerLink | None:
         """Return the link to a worker; None if it takes no attempts."""

@@ -93,6 +93,10 @@ RULES: dict[str, Rule] = {
     "sandbox.cache_gb": _has_images,
     "sandbox.mirror": _has_images,
     "warmup.batch": _unless(lambda config: config.warmup.steps, "while warmup.steps is 0"),
+    "workers.idle_s": _unless(
+        lambda config: config.workers.elastic,
+        "while the number of workers does not change (workers.minimum)",
+    ),
     "workers.pool": _unless(lambda config: config.workers.count, "while workers.count is 0"),
     "weights.transport": _unless(
         lambda config: config.weights.relays or config.cluster is not None,

@@ -1083,9 +1083,37 @@ class WorkersConfig(Section):
     count: Count = Field(
         0, description="Number of worker processes; 0: all of this runs in the controller."
     )
+    minimum: Count | None = Field(
+        None,
+        description="Number of workers that are always there; up to `count` start when attempts "
+        "wait for a place, and end when they are idle. All `count`, always, if unset.",
+    )
+    idle_s: NotNegative = Field(
+        60.0,
+        description="Seconds for which a worker is kept that has not been needed; at least as "
+        "long as a start takes.",
+    )
     pool: str | None = Field(
         None, description="Pool of hosts on which the workers run; any host if unset."
     )
+
+    @property
+    def elastic(self) -> bool:
+        """True if the number of workers changes."""
+        return self.minimum is not None and self.minimum < self.count
+
+    @property
+    def first(self) -> int:
+        """The number of workers with which a world begins."""
+        return self.count if self.minimum is None else self.minimum
+
+    @model_validator(mode="after")
+    def _minimum_is_at_most_count(self) -> Self:
+        if self.minimum is not None and self.minimum > self.count:
+            raise ValueError(
+                f"workers.minimum must be at most workers.count ({self.count}), got {self.minimum}"
+            )
+        return self
 
 
 class WeightsConfig(Section):

@@ -1,0 +1,107 @@
+"""The simulated rollout workers of a run whose number of workers changes: each starts
+in some seconds, and its loss ends its attempts.
+
+Invariants: commands and answers are those of `runtime/supervisors/workers.py`; a task
+is drawn as soon as a worker is up. A fixed number of workers starts beside the engines,
+and is not simulated.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rollweave.record.trace import WORKERS, Trace
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.sim.clock import Clock
+
+START_S = 5.0
+"""Seconds until a worker takes attempts. Assumption: the start of an interpreter that
+imports environments.
+"""
+
+
+@dataclass(slots=True)
+class Node:
+    """One worker process."""
+
+    id: str
+    host: int
+    epoch: int
+    up: bool = False
+    ticket: int = 0
+
+
+class SimWorkers:
+    """All workers. `on_gone` is called with the name of each process that ends."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+        on_gone: Callable[[str], None],
+        trace: Trace | None,
+    ) -> None:
+        self._clock, self._post, self._on_gone, self._trace = clock, post, on_gone, trace
+        self._draws: list[e.GroupSubmitted] = []
+        self.nodes: dict[str, Node] = {}
+
+    def start(self, slots: Iterable[e.WorkerSlot]) -> None:
+        """Start epoch 0 of each worker, at the beginning of a life."""
+        for slot in slots:
+            self._begin(Node(slot.id, slot.host, 0))
+
+    def restart(self, command: c.RestartWorker) -> None:
+        self._end(command.worker_id)
+        self._begin(Node(command.worker_id, command.host, command.epoch))
+
+    def remove(self, command: c.RemoveWorker) -> None:
+        self._end(command.worker_id)
+
+    def draw(self, event: e.GroupSubmitted) -> None:
+        """Report the task as soon as a worker is up, which draws it."""
+        self._draws.append(event)
+        self._send_draws()
+
+    def lose(self, name: str, error: str) -> None:
+        """Kill a worker."""
+        node = self.nodes[name]
+        self._end(name)
+        self._post(e.WorkerLost(worker_id=name, epoch=node.epoch, error=error))
+
+    def lose_host(self, number: int, error: str) -> None:
+        """Kill the workers of a host."""
+        for node in list(self.nodes.values()):
+            if node.host == number:
+                self.lose(node.id, error)
+
+    def drop_all(self) -> None:
+        """Drop all workers and draws, which are lost with the controller."""
+        for node in self.nodes.values():
+            self._clock.cancel(node.ticket)
+        self.nodes.clear()
+        self._draws.clear()
+
+    def _begin(self, node: Node) -> None:
+        self.nodes[node.id] = node
+        began = self._clock.now
+        node.ticket = self._clock.after(START_S, lambda: self._started(node, began))
+
+    def _started(self, node: Node, began: float) -> None:
+        node.up = True
+        if self._trace is not None:
+            self._trace.span(WORKERS, node.id, "start", began, self._clock.now, epoch=node.epoch)
+        self._post(e.WorkerJoined(worker_id=node.id, epoch=node.epoch))
+        self._send_draws()
+
+    def _end(self, name: str) -> None:
+        node = self.nodes.pop(name, None)
+        if node is not None:
+            self._clock.cancel(node.ticket)
+            self._on_gone(name)
+
+    def _send_draws(self) -> None:
+        if any(node.up for node in self.nodes.values()):
+            draws, self._draws = self._draws, []
+            for event in draws:
+                self._post(event)
