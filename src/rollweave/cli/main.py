@@ -455,6 +455,27 @@ def host(
 
 
 @app.command()
+def config(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[SECTION|KEY]", help="Show this section or this setting."),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of a file, for editors.")
+    ] = False,
+    markdown: Annotated[
+        bool,
+        typer.Option("--markdown", help="Print the reference of all settings (docs/CONFIG.md)."),
+    ] = False,
+) -> None:
+    """List the sections of a configuration file, or show the settings of one."""
+    with errors_reported():
+        from rollweave.cli.config import config as work
+
+        work(key, schema=schema, markdown=markdown)
+
+
+@app.command()
 def doctor() -> None:
     """Check this installation and this machine."""
     with errors_reported():

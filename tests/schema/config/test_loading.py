@@ -89,7 +89,8 @@ def test_a_domain_has_its_own_algorithm() -> None:
         ),
         (
             ["tasks.1.algorithm.kl=0.1"],
-            "unknown key tasks.1.algorithm.kl (did you mean algorithm.kl?)",
+            "unknown key tasks.1.algorithm.kl (did you mean algorithm.kl?); "
+            "see `rollweave config tasks.algorithm`",
         ),
         (
             ["tasks.1.group_size=1", "tasks.1.algorithm.advantage=reinforce_pp_baseline"],
@@ -175,18 +176,20 @@ def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "suggestion"),
+    ("key", "suggestion", "section"),
     [
-        ("rollout.grup_size", " (did you mean group_size?)"),
-        ("tasks.0.max_turn", " (did you mean max_turns?)"),
-        ("model.scratch.hiden", " (did you mean hidden?)"),
-        ("runn", " (did you mean run?)"),
-        ("trainer.alpha", " (did you mean rollout.alpha?)"),
-        ("run.zzzzz", " (run has name, dir, seed, steps, checkpoint_every, sinks)"),
+        ("rollout.grup_size", "did you mean group_size?", " rollout"),
+        ("tasks.0.max_turn", "did you mean max_turns?", " tasks"),
+        ("model.scratch.hiden", "did you mean hidden?", " model.scratch"),
+        ("runn", "did you mean run?", ""),
+        ("trainer.alpha", "did you mean rollout.alpha?", " trainer"),
+        ("run.zzzzz", "run has name, dir, seed, steps, checkpoint_every, sinks", " run"),
     ],
 )
-def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
-    assert problems(GOOD, f"{key}=1") == [f"--set (and my.toml): unknown key {key}{suggestion}"]
+def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str, section: str) -> None:
+    assert problems(GOOD, f"{key}=1") == [
+        f"--set (and my.toml): unknown key {key} ({suggestion}); see `rollweave config{section}`"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,8 @@ def test_what_must_be_set() -> None:
         ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
         (
             "weights.3=1",
-            "--set (and my.toml): unknown key weights.3 (weights has relays, transport, dtype)",
+            "--set (and my.toml): unknown key weights.3 (weights has relays, transport, dtype); "
+            "see `rollweave config weights`",
         ),
     ],
 )

@@ -285,7 +285,7 @@ def _line(
     if detail["type"] == "extra_forbidden":
         if (now := FORMER.get(named)) is not None:
             return f"{source}: {field} {now if now.startswith('is gone') else f'is now {now}'}"
-        return f"{source}: unknown key {field}{_suggestion(file, where)}"
+        return f"{source}: unknown key {field}{_suggestion(file, where)}{_pointer(file, where)}"
     if detail["type"] == "missing":
         return f"{source}: {field} must be set, got nothing"
     message, kind = detail["msg"], detail["type"]
@@ -312,6 +312,15 @@ def _suggestion(file: type[BaseModel], where: tuple[str | int, ...]) -> str:
         return f" (did you mean {elsewhere[0]}?)"
     place = ".".join(map(str, where[:-1]))
     return f" ({place or 'the file'} has {', '.join(keys)})" if keys else ""
+
+
+def _pointer(file: type[BaseModel], where: tuple[str | int, ...]) -> str:
+    """Point to the reference of the section, if this is a configuration."""
+    if file is not RunConfig:
+        return ""
+    key = ".".join(part for part in where[:-1] if isinstance(part, str))
+    known = where[0] in RunConfig.model_fields and _section(file, where[:-1]) is not None
+    return f"; see `rollweave config{f' {key}' if key and known else ''}`"
 
 
 def _section(file: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:

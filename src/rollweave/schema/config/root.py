@@ -80,10 +80,7 @@ class RunConfig(Section):
     faults: dict[Fault, NotNegative] = Field(
         default_factory=dict,
         description="Failures injected into real environments, for tests and benches; none in a "
-        "simulation. Shares of environment calls that raise (env_error), never return (env_hang) "
-        "or return no observation (env_garbage), and of rewards that raise (reward_error). "
-        "latency_s is the median of a log-normal latency added to each step, latency_sigma the "
-        "sigma of its logarithm (1 if missing).",
+        "simulation.",
     )
     watchdog: WatchdogConfig = WatchdogConfig()
     sandbox: SandboxConfig = SandboxConfig()

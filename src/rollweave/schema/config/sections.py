@@ -112,6 +112,8 @@ class ScratchModel(Section):
 
 
 class ModelConfig(Section):
+    """The model that is trained: a checkpoint, or random weights."""
+
     path: str | None = Field(
         None,
         description="Checkpoint directory (config.json, safetensors, tokenizer) to start from.",
@@ -303,6 +305,8 @@ class TaskConfig(Section):
 
 
 class RolloutConfig(Section):
+    """The rollouts: what belongs to a step, and how far they run ahead of training."""
+
     mode: ModeName = Field(ModeName.BOUNDED, description="Preset of the four pacing policies.")
     alpha: Count = Field(
         1,
@@ -597,6 +601,8 @@ TRAINER_THREADS = 1
 
 
 class TrainerConfig(Section):
+    """The trainer: its processes, and the optimizer."""
+
     ranks: PositiveInt = Field(
         1, description="Trainer processes (FSDP2 over gloo or NCCL beyond one)."
     )
@@ -1131,6 +1137,8 @@ class WeightsConfig(Section):
 
 
 class EvalConfig(Section):
+    """Evaluations on held-out tasks, while the run trains and at its end."""
+
     every: Count = Field(
         0,
         description="Steps between held-out evaluations, which choose the checkpoint `best`; the "
@@ -1163,12 +1171,16 @@ Fault = Literal[
 class Faults(Section):
     """The failures of [faults], with those that are not injected."""
 
-    env_error: Share = 0.0
-    env_hang: Share = 0.0
-    env_garbage: Share = 0.0
-    reward_error: Share = 0.0
-    latency_s: NotNegative = 0.0
-    latency_sigma: NotNegative = 1.0
+    env_error: Share = Field(0.0, description="Share of environment calls that raise.")
+    env_hang: Share = Field(0.0, description="Share of environment calls that never return.")
+    env_garbage: Share = Field(
+        0.0, description="Share of environment calls that return no observation."
+    )
+    reward_error: Share = Field(0.0, description="Share of rewards that raise.")
+    latency_s: NotNegative = Field(
+        0.0, description="Median of a log-normal latency added to each step of an environment."
+    )
+    latency_sigma: NotNegative = Field(1.0, description="Sigma of the logarithm of latency_s.")
 
 
 class WatchdogConfig(Section):
@@ -1283,6 +1295,8 @@ class SimConfig(Section):
 
 
 class RunSection(Section):
+    """The run: its name, its length and its checkpoints."""
+
     name: Annotated[
         str,
         matching(

@@ -1,0 +1,140 @@
+"""`rollweave config`: the reference of all settings, and the schema for editors."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from rollweave.cli.config import page
+from rollweave.cli.main import app
+from rollweave.schema.config.loading import loads, settings_of
+from rollweave.schema.config.reference import Setting, json_schema, part_or_setting, parts
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("**/*.toml"))
+
+MINIMAL = """
+[run]
+name = "reference"
+[model]
+path = "model"
+[[tasks]]
+env = "frozenlake"
+"""
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["config", *arguments])
+    return result.exit_code, result.output
+
+
+def test_every_setting_is_described_once() -> None:
+    listed = [setting.key for part in parts() for setting in part.settings]
+    keys = [key for key in settings_of(RunConfig) if key != "faults"]
+    assert sorted(key for key in listed if not key.startswith("faults.")) == sorted(keys)
+    assert [
+        setting.key for part in parts() for setting in part.settings if not setting.description
+    ] == []
+    assert [part.key for part in parts() if not part.description] == []
+
+
+def test_the_page_is_that_of_the_code() -> None:
+    assert (ROOT / "docs/CONFIG.md").read_text() == "\n".join(page()), (
+        "write it again: rollweave config --markdown > docs/CONFIG.md"
+    )
+
+
+def test_defaults_are_what_a_file_may_say() -> None:
+    """A default that is written into a file loads, and changes nothing."""
+    plain = loads(MINIMAL)
+    for part in parts():
+        if "[[" in part.header or "NAME" in part.header or part.key.count("."):
+            continue
+        if not isinstance(getattr(plain, part.key, None), BaseModel):
+            continue  # absent by default, or failures, of which each is a choice
+        lines = [
+            f"{setting.key} = {setting.default}"
+            for setting in part.settings
+            if setting.default is not None
+        ]
+        data = tomllib.loads("\n".join(lines))
+        overrides = [
+            f"{part.key}.{name}={json.dumps(value)}"
+            for name, value in data.get(part.key, {}).items()
+        ]
+        assert loads(MINIMAL, overrides) == plain, part.key
+
+
+def test_modes_are_those_in_which_a_setting_is_accepted() -> None:
+    alpha = part_or_setting("rollout.alpha")
+    assert isinstance(alpha, Setting)
+    for mode in ("sync", "one_step", "stream", "partial", "bounded", "decoupled"):
+        overrides = [f"rollout.mode={mode}", "rollout.alpha=3"]
+        if mode in alpha.modes:
+            assert loads(MINIMAL, overrides).rollout.alpha == 3
+        else:
+            with pytest.raises(ConfigError, match=r"rollout\.alpha"):
+                loads(MINIMAL, overrides)
+
+
+def whole(config: dict[str, Any]) -> bool:
+    """Return whether a file is a configuration: others describe hosts or agents."""
+    return "run" in config and "tasks" in config
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_satisfy_the_schema(path: Path) -> None:
+    config = tomllib.loads(path.read_text())
+    if whole(config):
+        jsonschema.Draft202012Validator(json_schema()).validate(config)
+
+
+def test_the_schema_refuses_what_the_program_refuses() -> None:
+    validator = jsonschema.Draft202012Validator(json_schema())
+    for section, key, value in (
+        ("rollout", "alpa", 1),
+        ("rollout", "alpha", -1),
+        ("rollout", "mode", "slow"),
+        ("run", "steps", "ten"),
+    ):
+        config = tomllib.loads(MINIMAL)
+        config.setdefault(section, {})[key] = value
+        assert not validator.is_valid(config), (section, key)
+    assert validator.is_valid(tomllib.loads(MINIMAL))
+
+
+def test_sections_and_settings_are_shown() -> None:
+    code, text = run()
+    assert code == 0
+    assert "[[tasks]]" in text
+    assert "[rollout]" in text
+    code, text = run("rollout")
+    assert code == 0
+    assert "groups_per_step" in text
+    code, text = run("tasks.max_turns")
+    assert code == 0
+    assert "--set tasks.0.max_turns=16" in text
+    code, text = run("--json-schema")
+    assert code == 0
+    assert json.loads(text)["properties"]["rollout"]
+
+
+def test_an_unknown_key_is_one_line() -> None:
+    for key, hint in (("alpha", "did you mean rollout.alpha or lora.alpha"), ("no", "lists them")):
+        with pytest.raises(ConfigError, match=hint):
+            part_or_setting(key)
+        assert run(key)[0] == 2
+
+
+def test_an_unknown_key_of_a_file_points_to_the_reference() -> None:
+    with pytest.raises(ConfigError, match="see `rollweave config rollout`"):
+        loads(MINIMAL, ["rollout.alpa=1"])
+    with pytest.raises(ConfigError, match="see `rollweave config`"):
+        loads(MINIMAL, ["rolout.alpha=1"])
