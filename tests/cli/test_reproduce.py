@@ -3,6 +3,7 @@ and writes nothing.
 """
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.cli.reproduce import BEGIN, END, insert_tables
+from rollweave.sim.papers.rows import Row
+from rollweave.sim.papers.running import Finished
 
 
 def invoke(*arguments: str) -> tuple[int, str, list[str]]:
@@ -81,3 +84,37 @@ def test_a_page_without_marks_becomes_the_tables(tmp_path: Path) -> None:
     assert insert_tables("new\n", page) == "new\n"
     page.write_text("# Old\n")
     assert insert_tables("new\n", page) == "new\n"
+
+
+def test_named_experiments_join_the_tables_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page has an older table of one experiment, which is replaced, and of another
+    one, which is kept.
+    """
+
+    def computed(value: float) -> Callable[..., Iterator[Finished]]:
+        return lambda experiments, **_: (
+            Finished(
+                experiment=one,
+                rows=(Row(experiment=one.name, row="x", published=None, ours=value),),
+                seconds=0.0,
+            )
+            for one in experiments
+        )
+
+    page = tmp_path / "page.md"
+    page.write_text(f"# Results\n{BEGIN}{END}after\n")
+    monkeypatch.setattr("rollweave.cli.reproduce.run", computed(1.5))
+    assert invoke("rollart-table5", "rollart-table4", "--write", str(page))[0] == 0
+    former = page.read_text()
+    monkeypatch.setattr("rollweave.cli.reproduce.run", computed(2.5))
+    assert invoke("rollart-table4", "--write", str(page))[0] == 0
+    replaced, kept = former.index("1.50×"), former.rindex("1.50×")
+    assert former.index("`rollart-table4`") < replaced < former.index("`rollart-table5`") < kept
+    assert page.read_text() == former[:replaced] + "2.50×" + former[replaced + 5 :]
+    code, _, errors = invoke("rollart-table4", "--quick", "--write", str(page))
+    assert (code, len(errors)) == (2, 1)
+    assert "--write must name a file whose tables were computed with --quick" in errors[0]
+    assert invoke("--write", str(page))[0] == 0
+    assert "1.50×" not in page.read_text()

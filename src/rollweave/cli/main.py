@@ -321,7 +321,8 @@ def reproduce(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the tables as Markdown to FILE, between its two marks if it has them.",
+            help="Write the tables as Markdown to FILE, between its two marks if it has them, "
+            "beside those of experiments that are not named.",
         ),
     ] = None,
 ) -> None:

@@ -14,22 +14,22 @@ from rich.markup import escape
 from rollweave.cli.console import FAILED, err, out, print_error
 from rollweave.io.disk import replace_file
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.papers.registry import select
+from rollweave.sim.papers.registry import EXPERIMENTS, select
 from rollweave.sim.papers.running import cores, run
 from rollweave.sim.papers.table import as_json as results_as_json
-from rollweave.sim.papers.table import as_markdown, as_text, heading
+from rollweave.sim.papers.table import as_text, heading, page, section, sections_of
 
 BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
 """Marks in a Markdown file between which the tables are generated."""
 
 
 def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path | None) -> None:
-    """Run the experiments of `names`, which are experiments or papers. Raises
-    ConfigError.
+    """Run the experiments of `names`, which are experiments or papers; all if there are
+    none. Tables of other experiments in the file `write` stay there if names are given.
+    Raises ConfigError.
     """
     experiments = select(names)
-    if write is not None:
-        _check_writable(write)
+    kept = _kept_tables(write, quick=quick, all_anew=not names) if write is not None else {}
     rows, failures = {}, []
     for finished in run(experiments, quick=quick, processes=cores()):
         name = finished.experiment.name
@@ -49,7 +49,9 @@ def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path |
         (experiment, rows[experiment.name]) for experiment in experiments if experiment.name in rows
     ]
     if write is not None and not failures:
-        replace_file(write, insert_tables(as_markdown(results, quick=quick), write).encode())
+        tables = kept | {one.name: section(one, rows) for one, rows in results}
+        ordered = [tables[name] for name in EXPERIMENTS if name in tables]
+        replace_file(write, insert_tables(page(ordered, quick=quick), write).encode())
         out.print(f"written to {write}", markup=False, soft_wrap=True)
     if as_json:
         sys.stdout.write(json.dumps(results_as_json(results)) + "\n")
@@ -67,8 +69,11 @@ def insert_tables(tables: str, file: Path) -> str:
     return f"{before}{begin}\n{tables}{end}{after}" if end else tables
 
 
-def _check_writable(path: Path) -> None:
-    """Raise ConfigError if `path` cannot be written, before the experiments run."""
+def _kept_tables(path: Path, *, quick: bool, all_anew: bool) -> dict[str, str]:
+    """Return the tables in the file, by their experiments, which those of other ones
+    are to join. Raises ConfigError if the file cannot be written, before the
+    experiments run.
+    """
     if path.is_dir():
         raise ConfigError(f"--write must name a file, got the directory {path}")
     if not os.access(path.parent, os.W_OK):
@@ -76,8 +81,19 @@ def _check_writable(path: Path) -> None:
             f"--write must name a file in a directory that can be written to, got {path}"
         )
     try:
-        insert_tables("", path)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--write must name a text file, or a new file, got {path}: {error}"
         ) from error
+    _, begin, tables = text.partition(BEGIN)
+    tables, end, _ = tables.partition(END)
+    if all_anew or not (begin and end and tables.strip()):
+        return {}
+    kept = sections_of(tables, quick=quick)
+    if kept is None:
+        form = "with" if quick else "without"
+        raise ConfigError(
+            f"--write must name a file whose tables were computed {form} --quick, got {path}"
+        )
+    return kept

@@ -4,10 +4,11 @@ for readers and one for programs.
 
 import json
 
+import msgspec
 import pytest
 
 from rollweave.sim.papers.rows import Experiment, Published, Row
-from rollweave.sim.papers.table import as_json, as_markdown, as_text, shown
+from rollweave.sim.papers.table import as_json, as_text, page, section, sections_of, shown
 
 
 def row(
@@ -61,13 +62,26 @@ def test_text_shows_every_row_with_its_note() -> None:
 
 
 def test_markdown_counts_missing_rows_and_keeps_its_columns() -> None:
-    page = as_markdown(
-        [(EXPERIMENT, [row(note="this | that"), row(ours=None), row(None, own=True)])], quick=True
-    )
-    assert "`rollweave reproduce --quick`: 3 rows, 1 of them missing" in page
-    assert "| a over b | 2.00× | 3.00× | 1.50 | this \\| that |" in page
-    assert "| a over b | 2.00× | missing |  |  |" in page
-    assert "| *a over b* |  | 3.00× |  |  |" in page
+    rows = [row(note="this | that"), row(ours=None), row(None, own=True)]
+    text = page([section(EXPERIMENT, rows)], quick=True)
+    assert "`rollweave reproduce --quick`: 3 rows, 1 of them missing" in text
+    assert "| a over b | 2.00× | 3.00× | 1.50 | this \\| that |" in text
+    assert "| a over b | 2.00× | missing |  |  |" in text
+    assert "| *a over b* |  | 3.00× |  |  |" in text
+
+
+def test_sections_are_read_as_they_were_written() -> None:
+    other = msgspec.structs.replace(EXPERIMENT, name="paper-fig2", title="Two")
+    sections = [section(EXPERIMENT, [row()]), section(other, [row(ours=None), row()])]
+    text = page(sections, quick=False)
+    assert sections_of(text, quick=False) == {
+        EXPERIMENT.name: sections[0],
+        "paper-fig2": sections[1],
+    }
+    read = sections_of(text, quick=False)
+    assert read is not None
+    assert page(read.values(), quick=False) == text
+    assert sections_of(text, quick=True) is None
 
 
 def test_json_has_the_contract_s_fields() -> None:

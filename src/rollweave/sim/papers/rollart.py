@@ -8,7 +8,7 @@ where training has its own GPUs, 32 H800 (§7.1). SWE is trained with 32B alone.
 import functools
 from collections.abc import Iterator
 
-from rollweave.sim.papers import rollart_parts
+from rollweave.sim.papers import rollart_costs, rollart_parts
 from rollweave.sim.papers.cluster import Pace, Setup, mean_of, pace, rollout_s
 from rollweave.sim.papers.rows import Experiment, Published, Row
 
@@ -442,4 +442,5 @@ EXPERIMENTS = (
         for size in MODELS
     ),
     *rollart_parts.EXPERIMENTS,
+    *rollart_costs.EXPERIMENTS,
 )

@@ -2,8 +2,9 @@
 Missing rows stay in the table.
 """
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollweave.sim.papers.rows import Experiment, Published, Row
@@ -12,6 +13,13 @@ NOT_IN_TEXT, MISSING = "not in text", "missing"
 
 ROW_WIDTH = 58
 """Columns for a row's name before its figures; longer names push them to the right."""
+
+
+PAGE_WIDTH = 88
+"""Maximum columns of prose in a page."""
+
+SECTION_NAME = re.compile(r"^`([^`]+)`, ", re.MULTILINE)
+"""The name of a section's experiment."""
 
 
 def heading(experiment: Experiment) -> str:
@@ -31,36 +39,47 @@ def as_text(experiment: Experiment, rows: Sequence[Row], *, width: int = 120) ->
     return "\n".join(lines)
 
 
-def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: bool) -> str:
-    """Return a page with a table for each experiment, below counts of missing and
-    distant rows.
+def section(experiment: Experiment, rows: Sequence[Row]) -> str:
+    """Return the heading and the table of one experiment in Markdown."""
+    lines = [f"### {experiment.title}", "", f"`{experiment.name}`, {experiment.source}", ""]
+    lines += ["| row | published | ours | ratio | note |", "|---|---:|---:|---:|---|"]
+    for row in rows:
+        name = f"*{_cell(row.row)}*" if row.own else _cell(row.row)
+        lines.append(
+            f"| {name} | {_published(row)} | {_ours(row)} | {_ratio(row)} | {_cell(row.note)} |"
+        )
+    return "\n".join(lines)
+
+
+def page(sections: Iterable[str], *, quick: bool) -> str:
+    """Return a page of such sections, below their counts of rows and missing rows."""
+    sections = list(sections)
+    rows = [line for text in sections for line in text.splitlines() if line.startswith("| ")]
+    missing = sum(f" | {MISSING} | " in line for line in rows)
+    intro = (
+        f"Written by `{_command(quick)}`: {len(rows) - len(sections)} rows, {missing} of them "
+        "missing. *Published* quotes the text of the paper; a range is matched as a range, and "
+        f'*ratio* is then ours over its nearer end, 1 inside it. "{NOT_IN_TEXT}": our copy does '
+        "not state the value. Rows in *italics* are our own variants. Nothing in the simulator is "
+        "fitted to these numbers."
+    )
+    heading = "## The papers' results on the simulated world"
+    return "\n\n".join([heading, textwrap.fill(intro, PAGE_WIDTH), *sections]) + "\n"
+
+
+def sections_of(text: str, *, quick: bool) -> dict[str, str] | None:
+    """Return the sections of a page by the names of their experiments; None if other
+    forms of the experiments wrote it.
     """
-    rows = [row for _, experiment_rows in results for row in experiment_rows]
-    missing = sum(row.ours is None for row in rows)
-    command = "rollweave reproduce --quick" if quick else "rollweave reproduce"
-    lines = [
-        "## The papers' results on the simulated world",
-        "",
-        f"Written by `{command}`: {len(rows)} rows, {missing} of them missing. *Published* quotes "
-        "the text of the paper; a range is matched as a range, and *ratio* is then ours over its "
-        f'nearer end, 1 inside it. "{NOT_IN_TEXT}": our copy does not state the value. Rows in '
-        "*italics* are our own variants. Nothing in the simulator is fitted to these numbers.",
-    ]
-    for experiment, experiment_rows in results:
-        lines += [
-            "",
-            f"### {experiment.title}",
-            "",
-            f"`{experiment.name}`, {experiment.source}",
-            "",
-        ]
-        lines += ["| row | published | ours | ratio | note |", "|---|---:|---:|---:|---|"]
-        for row in experiment_rows:
-            name = f"*{_cell(row.row)}*" if row.own else _cell(row.row)
-            lines.append(
-                f"| {name} | {_published(row)} | {_ours(row)} | {_ratio(row)} | {_cell(row.note)} |"
-            )
-    return "\n".join(lines) + "\n"
+    intro, *sections = f"{text.strip()}\n".split("\n### ")
+    if f"`{_command(quick)}`" not in intro:
+        return None
+    named = ((SECTION_NAME.search(one), one) for one in sections)
+    return {match[1]: f"### {one.strip()}" for match, one in named if match}
+
+
+def _command(quick: bool) -> str:
+    return "rollweave reproduce --quick" if quick else "rollweave reproduce"
 
 
 def as_json(results: Sequence[tuple[Experiment, Sequence[Row]]]) -> dict[str, Any]:
