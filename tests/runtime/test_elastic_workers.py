@@ -11,7 +11,6 @@ from rollweave.record.journal import Replay
 from rollweave.schema.commands import Command, RemoveWorker, RestartWorker
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
-from tests.runtime.test_workers import LIMIT_S, gone, located, outcomes, places
 from tests.support.fake_runs import (
     assert_no_processes,
     assert_trained_once,
@@ -22,6 +21,7 @@ from tests.support.fake_runs import (
     run,
     run_dir,
 )
+from tests.support.worker_runs import LIMIT_S, gone, located, outcomes, places
 
 
 def elastic(directory: Path, *, idle_s: float) -> RunConfig:

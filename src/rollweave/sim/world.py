@@ -138,21 +138,11 @@ class World:
             scored=self.rollouts.scored,
             trace=trace,
         )
-        self.workers = (
-            SimWorkers(
-                clock=self.clock,
-                post=self.post,
-                on_gone=self.rollouts.lose_worker,
-                trace=trace,
-            )
-            if config.workers.elastic
-            else None
-        )
+        self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
         check_installed(config)
-        self.predictor = SimPredictor(
-            clock=self.clock, post=self.post, name=config.rollout.predictor
-        )
+        predictor = config.rollout.predictor
+        self.predictor = SimPredictor(clock=self.clock, post=self.post, name=predictor)
         self.effects = Effects(
             clock=self.clock,
             post=self.post,
@@ -254,6 +244,14 @@ class World:
                 self.trainer.drop()
             self.post(e.HostLost(host=number, error=error))
         return pool
+
+    def _make_workers(self, trace: Trace | None) -> SimWorkers | None:
+        """Make the rollout workers; none if attempts run in the controller."""
+        if not self.config.workers.elastic:
+            return None
+        return SimWorkers(
+            clock=self.clock, post=self.post, on_gone=self.rollouts.lose_worker, trace=trace
+        )
 
     def _start_workers(self) -> tuple[e.WorkerSlot, ...]:
         """Start the workers with which a world begins."""
