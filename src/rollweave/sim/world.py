@@ -141,8 +141,7 @@ class World:
         self.workers = self._make_workers(trace)
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
         check_installed(config)
-        predictor = config.rollout.predictor
-        self.predictor = SimPredictor(clock=self.clock, post=self.post, name=predictor)
+        self.predictor = self._make_predictor()
         self.effects = Effects(
             clock=self.clock,
             post=self.post,
@@ -244,6 +243,10 @@ class World:
                 self.trainer.drop()
             self.post(e.HostLost(host=number, error=error))
         return pool
+
+    def _make_predictor(self) -> SimPredictor:
+        name = self.config.rollout.predictor
+        return SimPredictor(clock=self.clock, post=self.post, name=name)
 
     def _make_workers(self, trace: Trace | None) -> SimWorkers | None:
         """Make the rollout workers; none if attempts run in the controller."""

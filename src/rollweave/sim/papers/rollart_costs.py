@@ -1,4 +1,4 @@
-"""What disaggregation saves and what it costs: reserved GPUs of a judge (RollArt §3.2,
+"""The savings and the costs of disaggregation: reserved GPUs of a judge (RollArt §3.2,
 Fig. 6), and the transfers between clusters (§7.5).
 """
 
@@ -41,7 +41,7 @@ def fig6(quick: bool) -> list[Row]:
         Row(
             experiment="rollart-fig6",
             row="utilization of the judge's GPUs, all steps",
-            published=7.4,
+            published=None,
             ours=100 * used,
             unit="%",
             note=f"{mean_of(steps, 'step')}; assumption: a verdict takes {JUDGE_S:g} s of a GPU, "
