@@ -25,6 +25,7 @@ from tests.support.fake_runs import (
     turns_done,
     until_turns_done,
 )
+from tests.support.worker_runs import LIMIT_S, gone, located, outcomes, places
 
 
 def test_attempts_run_in_workers_as_in_the_controller(tmp_path: Path) -> None:
