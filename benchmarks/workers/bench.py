@@ -53,10 +53,10 @@ def bench_workers(*, quick: bool, progress: Callable[[str], None]) -> Result:
     plan = QUICK if quick else FULL
     loads: dict[int, list[Load]] = {count: [] for count in COUNTS}
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-        model = _model(Path(scratch), plan)
+        model = model_of(Path(scratch), plan)
         for number in range(plan.rounds):
             for count in COUNTS:
-                config = _config(Path(scratch) / f"{number}-{count}", plan, count, model=model)
+                config = config_of(Path(scratch) / f"{number}-{count}", plan, count, model=model)
                 loads[count].append(_measure(config, plan))
             progress(
                 "ms of the controller for a turn: "
@@ -119,7 +119,7 @@ def _measure(config: RunConfig, plan: WorkersPlan) -> Load:
     return msgspec.json.decode(done.stdout, type=Load)
 
 
-def _config(
+def config_of(
     directory: Path, plan: WorkersPlan, workers: int, *, model: Path | None = None
 ) -> RunConfig:
     longest = PROMPT_WORDS + plan.turns * (ANSWER_WORDS + TURN_TOKENS + 32)
@@ -146,11 +146,11 @@ def _config(
     )
 
 
-def _model(directory: Path, plan: WorkersPlan) -> Path:
+def model_of(directory: Path, plan: WorkersPlan) -> Path:
     """Write random weights and a tokenizer of the environment's words, by a run of no
     steps.
     """
-    made = _config(directory / "model", plan, 0)
+    made = config_of(directory / "model", plan, 0)
     engines = made.engines[0].model_copy(update={"kv_tokens": 1 << 14, "max_slots": 1})
     run, _ = trained(made.model_copy(update={"engines": (engines,)}))
     return run.model

@@ -65,7 +65,7 @@ class _Driver:
         self._stop = stop
 
     def on_warning(self, command: Warn) -> None:
-        print(f"{command.component}: {command.message}", file=sys.stderr, flush=True)
+        print_warning(command)
 
     def on_stopping(self, drain: bool) -> None:
         """Do nothing: no caller needs it."""
@@ -93,6 +93,11 @@ class _Driver:
             at_once=at_once,
         )
         self._stop(False)
+
+
+def print_warning(command: Warn) -> None:
+    """Print a warning of the controller."""
+    print(f"{command.component}: {command.message}", file=sys.stderr, flush=True)
 
 
 class _Clocks:
@@ -131,9 +136,10 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def _no_backend(
+def no_backend(
     request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
 ) -> NoReturn:
+    """Raise AssertionError: no engine registers."""
     raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")
 
 
@@ -143,7 +149,7 @@ def main() -> None:
     launch.serve(
         config,
         observer=driver,
-        make_backend=_no_backend,
+        make_backend=no_backend,
         programs=Programs(engine="benchmarks.workers.world"),
         on_service=driver.on_service,
         access=Access(port=0, no_token=True),

@@ -6,8 +6,10 @@ As a program, `python -m benchmarks.workers.world`, it is the engine, in the pla
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rollweave.envs.base import Observation, Options, Step
 from rollweave.io.parent import Parent
@@ -42,18 +44,23 @@ WORD = " part"
 
 
 class Waiting:
-    """An environment whose steps wait `step_s`, and whose episodes have `turns`
-    turns.
+    """An environment whose steps wait `step_s`, at most `at_once` of them at once in
+    each process, if that is not 0, and whose episodes have `turns` turns.
     """
 
-    def __init__(self, *, turns: int, step_s: float) -> None:
+    _free: ClassVar[asyncio.Semaphore | None] = None
+
+    def __init__(self, *, turns: int, step_s: float, at_once: int = 0) -> None:
         self._left, self._step_s = turns, step_s
+        if at_once and Waiting._free is None:
+            Waiting._free = asyncio.Semaphore(at_once)
 
     async def reset(self, task: Task) -> Observation:
         return Observation.of(WORD * PROMPT_WORDS)
 
     async def step(self, action: str) -> Step:
-        await asyncio.sleep(self._step_s)
+        async with self._free or contextlib.nullcontext():
+            await asyncio.sleep(self._step_s)
         self._left -= 1
         if not self._left:
             return Step(reward=1.0, done=True, success=True)

@@ -45,6 +45,7 @@ BENCHES = {
     "service": "service.bench:bench_service",
     "rewards": "rewards.bench:bench_rewards",
     "workers": "workers.bench:bench_workers",
+    "elastic": "workers.elastic:bench_elastic",
     "dapo": "dapo.bench:bench_dapo",
     "tools": "tools:bench_tools",
     "sandbox": "sandbox.bench:bench_sandbox",

@@ -80,6 +80,9 @@ class Setup(Struct, frozen=True, kw_only=True):
     rollout: Mapping[str, Any] = {}  # further settings of [rollout]
     # degrees from which the core chooses after each step; if empty, all have `tp`
     degrees: tuple[int, ...] = ()
+    # [sim.serving]: serving engines, of whose GPUs rollouts borrow `borrowed`
+    serving: Mapping[str, Any] = {}
+    borrowed: int = 0
 
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
         """Return the configuration of a run of `steps` steps. Raises ValueError."""
@@ -101,6 +104,9 @@ class Setup(Struct, frozen=True, kw_only=True):
             for kind, gpus in kinds.items()
         ]
         alike = {"count": self.rollout_gpus // self.tp, "degree": self.tp}
+        if self.borrowed:
+            lent = {"count": self.borrowed // self.tp, "degree": self.tp, "borrowed": True}
+            groups = [{**alike, **settings}, {**lent, **settings}]
         return RunConfig.model_validate(
             {
                 "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_every": 0},
@@ -109,6 +115,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                     "gpu": self.gpu,
                     "trainer_gpus": self.trainer_gpus,
                     "link": self.link,
+                    "serving": dict(self.serving) or None,
                 },
                 "tasks": [
                     {
