@@ -121,6 +121,9 @@ def test_sections_and_settings_are_shown() -> None:
     code, text = run("tasks.max_turns")
     assert code == 0
     assert "--set tasks.0.max_turns=16" in text
+    assert "--set tasks.0.algorithm.loss=" in run("tasks.algorithm.loss")[1]
+    assert "--set engines.count=1" in run("engines.count")[1]
+    assert "--set pools.NAME.site=" in run("pools.site")[1]
     code, text = run("--json-schema")
     assert code == 0
     assert json.loads(text)["properties"]["rollout"]

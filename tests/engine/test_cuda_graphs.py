@@ -61,9 +61,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
     begin = Runner.__init__
 
-    def remember(self: Runner, spec: EngineSpec) -> None:
+    def remember(self: Runner, spec: EngineSpec, *options: Any) -> None:
         made.runners.append(self)
-        begin(self, spec)
+        begin(self, spec, *options)
 
     monkeypatch.setattr(Runner, "__init__", remember)
     monkeypatch.setattr(Runner, "on_gpu", True)

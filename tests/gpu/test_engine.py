@@ -87,9 +87,9 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     made: list[Runner] = []
     begin = Runner.__init__
 
-    def remember(self: Runner, spec: EngineSpec) -> None:
+    def remember(self: Runner, spec: EngineSpec, *options: Any) -> None:
         made.append(self)
-        begin(self, spec)
+        begin(self, spec, *options)
 
     monkeypatch.setattr(Runner, "__init__", remember)
     return made

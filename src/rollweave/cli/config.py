@@ -127,5 +127,9 @@ def _show_setting(setting: Setting) -> None:
     out.print(f"default  {escape(setting.shown_default)}")
     example = setting.default if setting.default is not None else "…"
     out.print(f"in a file           {escape(part.header)} {name} = {escape(example)}")
-    place = setting.key.replace("tasks.", "tasks.0.").replace("rewards.", "rewards.0.")
+    section = part.header.strip("[]")
+    first, dot, rest = section.partition(".")
+    # the group of `[engines]` may be a table of its own
+    section = f"{first}.0{dot}{rest}" if first in ("tasks", "rewards") else section
+    place = f"{section}.{name}"
     out.print(f"on a command line   --set {escape(place)}={escape(example)}")

@@ -32,6 +32,9 @@ from rollweave.schema.errors import ConfigError, EngineLostError, HostError
 from rollweave.schema.serving import LENT_SOCKET, EngineSpec, LendSpec
 from rollweave.weights.checkpoint import read_shape
 
+SOCKET_BYTES = 104
+"""Maximum length of a Unix socket's path on any system."""
+
 START_S = 300.0
 """Maximum seconds to read a checkpoint: minutes for a large one on a slow disk."""
 
@@ -94,7 +97,11 @@ def lending_to(
 ) -> Lending | None:
     """Return the loan that these options describe; None without an address."""
     if controller is None:
+        if secret_file is not None:
+            raise ConfigError(f"--secret-file must be given with --lend, got {secret_file} alone")
         return None
+    if not resource or "=" in resource:
+        raise ConfigError(f"--resource must be a name without =, got {resource!r}")
     joining = Joining(
         controller=controller,
         name=f"{socket.gethostname()}-{os.getpid()}",
@@ -134,8 +141,13 @@ def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = Non
         raise ConfigError(f"--device must be cpu with --lend, got {spec.device!r}")
     agent = agent_for(lending.joining)
     with temporary_folder("rollweave-lending-") as folder:
+        path = str(folder / "socket")
+        if len(os.fsencode(path)) > SOCKET_BYTES:
+            raise ConfigError(
+                f"TMPDIR must leave room for a socket's path of {SOCKET_BYTES} bytes, got {path}"
+            )
         lend = LendSpec(
-            socket=str(folder / "socket"),
+            socket=path,
             ttft_s=lending.ttft_ms / 1e3,
             tpot_s=lending.tpot_ms / 1e3,
         )
@@ -230,8 +242,9 @@ async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
         try:
             await agent.run()
             err.print("the loan is over: the engine still serves", soft_wrap=True)
-        except HostError as error:
-            err.print(f"the engine is not lent, and still serves: {error}", markup=False)
+        except Exception as error:
+            why = str(error) if isinstance(error, HostError) else f"{type(error).__name__}: {error}"
+            err.print(f"the engine is not lent, and still serves: {why}", markup=False)
 
     task = None if agent is None else asyncio.create_task(lend(agent), name="lend")
     try:

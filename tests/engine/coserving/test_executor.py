@@ -214,6 +214,31 @@ def test_a_burst_of_serving_takes_the_pages_of_rollouts(
         borrower.close()
 
 
+def test_a_failure_of_the_borrowers_model_ends_the_loan_and_not_the_engine(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("no memory")
+
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        borrower.replies.wait_for(Ready)
+        tenant = lender.executor._borrowed
+        assert tenant is not None
+        monkeypatch.setattr(tenant.loop, "step", fail)
+        borrower.send(asks("r", tokens=400))
+        (error,) = borrower.replies.wait_for(EngineFatal)
+        assert isinstance(error, EngineFatal)
+        assert error.error == "RuntimeError: no memory"
+        lender.executor.post(asks("s", tokens=30))
+        assert len(lender.replies.results(1)["s"].tokens) == 30
+        assert lender.executor.stats().rollout_pages == 0
+        borrower.close()
+
+
 def test_a_rollout_without_progress_is_handed_back(
     models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path
 ) -> None:

@@ -59,6 +59,11 @@ RECENT_S = 60.0
 RETRY_S = 0.005
 """Seconds until a rollout step that was not admitted is considered again."""
 
+ARRIVAL_S = 60.0
+"""Seconds after which a request that was posted is live, or over: it waits for a step
+at most.
+"""
+
 RECENT_PROMPTS = 64
 """Number of serving prompts whose longest is expected next."""
 
@@ -136,7 +141,8 @@ class CoServing:
     def post(self, command: EngineCommand) -> None:
         """Queue a command of the serving model's clients."""
         if isinstance(command, Add):
-            self._arrived[command.request.id] = self._clock()
+            with self._wake:
+                self._arrived[command.request.id] = self._clock()
         self._serving_loop.post(command)
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
@@ -249,9 +255,19 @@ class CoServing:
 
     def _take_events(self) -> None:
         while self._events:
-            self._events.popleft()()
+            self._for_borrower(self._events.popleft())
         if self._borrowed is not None and self._admission is not None:
-            self._borrowed.loop.take_commands()
+            self._for_borrower(self._borrowed.loop.take_commands)
+
+    def _for_borrower(self, work: Callable[[], object]) -> bool:
+        """Do what the loan needs, and return whether that is true. A failure ends the
+        loan, and not the engine.
+        """
+        try:
+            return bool(work())
+        except Exception as error:
+            self._recall(f"{type(error).__name__}: {error}")
+            return False
 
     def _wait(self) -> None:
         with self._wake:
@@ -271,13 +287,13 @@ class CoServing:
         """
         computed = False
         if self._borrowed is not None and self._admission is not None:
-            self._keep_memory(self._clock())
+            self._for_borrower(self._keep_memory)
         if self._serving_loop.has_work:
             self._make_room()
             computed = self._serving_loop.step()
             self._note_tokens(self._clock())
         if self._borrowed is not None and self._admission is not None:
-            computed = self._roll(self._borrowed, self._admission) or computed
+            computed = self._for_borrower(self._roll) or computed
         return computed
 
     # Serving
@@ -302,10 +318,13 @@ class CoServing:
             count = len(state.logprobs)
             if self._newest.get(id, (0, 0.0))[0] != count:
                 self._newest[id] = (count, now)
-        for table in (self._newest, self._arrived):
-            if len(table) > 2 * len(live) + RECENT_PROMPTS:
-                for id in [id for id in table if id not in live]:
-                    table.pop(id, None)
+        if len(self._newest) > 2 * len(live) + RECENT_PROMPTS:
+            self._newest = {id: at for id, at in self._newest.items() if id in live}
+        if len(self._arrived) > 2 * len(live) + RECENT_PROMPTS:
+            with self._wake:  # other threads add to it, before a request is live
+                self._arrived = {
+                    id: at for id, at in self._arrived.items() if id in live or now - at < ARRIVAL_S
+                }
 
     def _slack(self, admission: Admission, now: float) -> float:
         """Return the slack of all serving requests, and of one that arrives now."""
@@ -408,8 +427,9 @@ class CoServing:
         return self._budget.total - self._budget.headroom
 
     def _built(self, tenant: Tenant, started: float, reply: Callable[[EngineReply], None]) -> None:
-        if tenant is not self._borrowed:
-            tenant.pool.close()  # the loan ended in the meantime
+        if tenant is not self._borrowed:  # the loan ended in the meantime
+            tenant.loop.close()
+            tenant.pool.close()
             return
         if tenant.profile is None:
             reply(EngineFatal(error=tenant.error))
@@ -463,10 +483,13 @@ class CoServing:
 
     # Rollouts
 
-    def _roll(self, tenant: Tenant, admission: Admission) -> bool:
+    def _roll(self) -> bool:
         """Compute a rollout step if it may run now. Return whether it did."""
-        loop, memory, now = tenant.loop, tenant.memory, self._clock()
-        assert memory is not None
+        tenant, admission, now = self._borrowed, self._admission, self._clock()
+        assert tenant is not None
+        assert tenant.memory is not None
+        assert admission is not None
+        loop, memory = tenant.loop, tenant.memory
         if not loop.has_work:
             self._progressed = now
             return False
@@ -537,9 +560,9 @@ class CoServing:
         unused = self._serving_loop.planner.ledger.free // memory.pool.group_blocks
         return max(1, len(memory.pool.mapped) - unused) * memory.pool.group_pages
 
-    def _keep_memory(self, now: float) -> None:
+    def _keep_memory(self) -> None:
         """Cut the rollouts' budget in a burst, and return pages whose lease is over."""
-        use = self._in_use()
+        now, use = self._clock(), self._in_use()
         self._uses.append((now, use))
         while self._uses[0][0] < now - RECENT_S:
             self._uses.popleft()

@@ -86,9 +86,9 @@ class LendingSocket:
             except (OSError, ValueError):
                 pass  # a broken connection, or a peer that is no engine's process
             finally:
-                outbox.close()
                 if began:
                     self._lender.end()
+                outbox.close()
 
 
 def _frames(connection: socket.socket) -> Iterator[bytes]:

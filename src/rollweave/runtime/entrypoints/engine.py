@@ -6,6 +6,7 @@ engine's process (`engine/coserving`): this one passes on frames, and ends with 
 side.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -48,11 +49,17 @@ def _borrow(path: str, parent: Parent, spec: bytes) -> None:
     except OSError as error:
         print(f"EngineError: the engine that lends at {path}: {error}", file=sys.stderr)
         return
-    connection.sendall(b"".join(frame(spec)))
-    parent.listen(lambda payload: connection.sendall(b"".join(frame(payload))))
+
+    def forward(payload: bytes) -> None:
+        with contextlib.suppress(OSError):  # the loan is over, as `recv` notices
+            connection.sendall(b"".join(frame(payload)))
+
+    forward(spec)
+    parent.listen(forward)
     decoder = FrameDecoder()
-    while data := connection.recv(RECEIVE_BYTES):
-        parent.send_all(decoder.feed(data))
+    with contextlib.suppress(OSError):
+        while data := connection.recv(RECEIVE_BYTES):
+            parent.send_all(decoder.feed(data))
     print("EngineError: the engine that lends has ended the loan", file=sys.stderr)
 
 

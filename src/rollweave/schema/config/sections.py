@@ -1247,7 +1247,7 @@ class SimServingConfig(Section):
         "does both.",
     )
     rate: Positive | None = Field(
-        None, description="Mean number of requests per second, drawn with bursts."
+        None, le=100_000, description="Mean number of requests per second, drawn with bursts."
     )
     trace: str | None = Field(
         None,
