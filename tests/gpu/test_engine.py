@@ -3,6 +3,7 @@ CPU.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch

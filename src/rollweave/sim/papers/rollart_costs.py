@@ -117,7 +117,7 @@ def _calls(row: functools.partial[Row], *, batches: int) -> list[Row]:
             row="environment, mean transfer",
             published=0.02,
             ours=None,
-            note="to be built: transfers of environments; their latency is an input of our simulation",
+            note="to be built: transfers of environments, whose latency is an input here",
         ),
         row(
             row="reward, largest payload (5.2 MB) on the link",
