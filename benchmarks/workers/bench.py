@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import trained
-from benchmarks.workers.controller import SHARES, Load
+from benchmarks.workers.controller import SHARES, Load, Measured
 from benchmarks.workers.world import ANSWER_WORDS, PROMPT_WORDS, TURN_S, TURN_TOKENS
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import dumps
@@ -57,7 +57,10 @@ def bench_workers(*, quick: bool, progress: Callable[[str], None]) -> Result:
         for number in range(plan.rounds):
             for count in COUNTS:
                 config = config_of(Path(scratch) / f"{number}-{count}", plan, count, model=model)
-                loads[count].append(_measure(config, plan))
+                load = run_controller(
+                    config, "controller", plan.rollouts, kind=Load, limit_s=LIMIT_S
+                )
+                loads[count].append(load)
             progress(
                 "ms of the controller for a turn: "
                 + ", ".join(
@@ -102,21 +105,25 @@ def _ms(seconds: float, load: Load) -> float:
     return 1e3 * seconds / max(1, load.turns)
 
 
-def _measure(config: RunConfig, plan: WorkersPlan) -> Load:
-    """Run one controller. Raises RollweaveError where it fails."""
+def run_controller(
+    config: RunConfig, module: str, *arguments: object, kind: type[Measured], limit_s: float
+) -> Measured:
+    """Run one controller, the program `module`, for at most so many seconds, and return
+    what it has measured. Raises RollweaveError where it fails.
+    """
     directory = Path(config.run.dir)
     directory.mkdir(parents=True)
     file = directory / "given.toml"
     file.write_text(dumps(config))
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.workers.controller", str(file), str(plan.rollouts)],
+        [sys.executable, "-m", f"benchmarks.workers.{module}", str(file), *map(str, arguments)],
         stdout=subprocess.PIPE,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         check=False,
     )
     if done.returncode:
         raise RollweaveError(f"the controller ended with status {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=Load)
+    return msgspec.json.decode(done.stdout, type=kind)
 
 
 def config_of(

@@ -7,21 +7,14 @@ only line of output is a `Bursts` as JSON.
 import asyncio
 import sys
 import time
-from collections.abc import Callable
 
-import msgspec
-
-from benchmarks.workers.controller import no_backend, print_warning
+from benchmarks.workers.controller import Driver, serve
 from rollweave.core.state import State, WorkerStatus
 from rollweave.core.workers import processes
-from rollweave.io.http.access import Access
-from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
-from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import StopReason
-from rollweave.service import launch
 from rollweave.service.service import Service
 
 BURSTS = 2
@@ -48,30 +41,15 @@ class Bursts(Struct, frozen=True, kw_only=True):
     least: int
 
 
-class _Driver:
-    """Submits the bursts, and measures."""
+class _InBursts(Driver[Bursts]):
+    """Submits the bursts."""
 
     def __init__(self, rollouts: int, gap_s: float) -> None:
+        super().__init__()
         self._rollouts, self._gap_s = rollouts, gap_s
-        self._stop: Callable[[bool], None] = lambda _: None
-        self._task: asyncio.Task[None] | None = None
         self._counts: set[int] = set()
-        self.measured: Bursts | None = None
 
-    def on_service(self, service: Service) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._drive(service))
-
-    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        self._stop = stop
-
-    def on_warning(self, command: Warn) -> None:
-        print_warning(command)
-
-    def on_stopping(self, drain: bool) -> None:
-        """Do nothing: no caller needs it."""
-
-    async def _drive(self, service: Service) -> None:
-        state = await _up(service)
+    async def measure(self, service: Service, state: State) -> Bursts:
         clock = _WorkerClock(state)
         burst_s, first_s = [], []
         for number in range(BURSTS):
@@ -92,7 +70,7 @@ class _Driver:
             while time.monotonic() < until:
                 await self._sample(state, clock)
         finished = state.counters.delivered.get(StopReason.FINISHED, 0)
-        self.measured = Bursts(
+        return Bursts(
             burst_s=burst_s,
             first_s=first_s,
             worker_s=clock.seconds,
@@ -101,7 +79,6 @@ class _Driver:
             largest=max(self._counts),
             least=min(self._counts),
         )
-        self._stop(False)
 
     async def _sample(self, state: State, clock: "_WorkerClock") -> None:
         await asyncio.sleep(SAMPLE_S)
@@ -125,33 +102,8 @@ def _ready(state: State) -> bool:
     return any(worker.status is WorkerStatus.READY for worker in state.workers.values())
 
 
-async def _up(service: Service) -> State:
-    """Wait until the engine and the first workers are ready, and return the core's
-    state.
-    """
-    while True:
-        world = service._world.world
-        if world is not None:
-            state = world.core.state
-            serving = [engine.version >= 0 for engine in state.engines.values()]
-            starting = any(one.status is WorkerStatus.STARTING for one in state.workers.values())
-            if serving and all(serving) and not starting:
-                return state
-        await asyncio.sleep(SAMPLE_S)
-
-
 def main() -> None:
-    driver = _Driver(int(sys.argv[2]), float(sys.argv[3]))
-    launch.serve(
-        load(sys.argv[1], []),
-        observer=driver,
-        make_backend=no_backend,
-        programs=Programs(engine="benchmarks.workers.world"),
-        on_service=driver.on_service,
-        access=Access(port=0, no_token=True),
-    )
-    assert driver.measured is not None, "the service ends once it is measured"
-    print(msgspec.json.encode(driver.measured).decode(), flush=True)
+    serve(load(sys.argv[1], []), _InBursts(int(sys.argv[2]), float(sys.argv[3])))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -20,9 +20,12 @@ from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.service import launch
 from rollweave.service.service import Service
+
+Measured = TypeVar("Measured", bound=Struct)
 
 SAMPLE_S = 0.05
 """Seconds between two samples of the core's state."""
@@ -49,14 +52,17 @@ class Load(Struct, frozen=True, kw_only=True):
     at_once: int
 
 
-class _Driver:
-    """Submits the rollouts, and measures."""
+class Driver(Generic[Measured]):
+    """Submits rollouts to the service of this process, measures, and stops it."""
 
-    def __init__(self, rollouts: int, turns: int) -> None:
-        self._rollouts, self._turns = rollouts, rollouts * turns
+    def __init__(self) -> None:
         self._stop: Callable[[bool], None] = lambda _: None
         self._task: asyncio.Task[None] | None = None
-        self.load: Load | None = None
+        self.measured: Measured | None = None
+
+    async def measure(self, service: Service, state: State) -> Measured:
+        """Submit, and return the measurements, once engine and workers are ready."""
+        raise NotImplementedError
 
     def on_service(self, service: Service) -> None:
         self._task = asyncio.get_running_loop().create_task(self._drive(service))
@@ -65,13 +71,24 @@ class _Driver:
         self._stop = stop
 
     def on_warning(self, command: Warn) -> None:
-        print_warning(command)
+        print(f"{command.component}: {command.message}", file=sys.stderr, flush=True)
 
     def on_stopping(self, drain: bool) -> None:
         """Do nothing: no caller needs it."""
 
     async def _drive(self, service: Service) -> None:
-        state = await _up(service)
+        self.measured = await self.measure(service, await _up(service))
+        self._stop(False)
+
+
+class _AllAtOnce(Driver[Load]):
+    """Submits all rollouts at once."""
+
+    def __init__(self, rollouts: int, turns: int) -> None:
+        super().__init__()
+        self._rollouts, self._turns = rollouts, rollouts * turns
+
+    async def measure(self, service: Service, state: State) -> Load:
         for first in range(0, self._rollouts, SUBMITTED):
             numbers = range(first, min(first + SUBMITTED, self._rollouts))
             await service.rollouts.submit(
@@ -85,19 +102,13 @@ class _Driver:
                 began = _Clocks(state.counters.turns)
         assert began is not None, "the first share precedes the second"
         now = _Clocks(state.counters.turns)
-        self.load = Load(
+        return Load(
             turns=now.turns - began.turns,
             wall_s=now.wall_s - began.wall_s,
             controller_s=now.controller_s - began.controller_s,
             workers_s=now.workers_s - began.workers_s,
             at_once=at_once,
         )
-        self._stop(False)
-
-
-def print_warning(command: Warn) -> None:
-    """Print a warning of the controller."""
-    print(f"{command.component}: {command.message}", file=sys.stderr, flush=True)
 
 
 class _Clocks:
@@ -107,13 +118,16 @@ class _Clocks:
 
 
 async def _up(service: Service) -> State:
-    """Wait until the engine and all workers are ready, and return the core's state."""
+    """Wait until the engine and all workers that there should be are ready, and return
+    the core's state.
+    """
     while True:
         world = service._world.world
         if world is not None:
             state = world.core.state
             serving = [engine.version >= 0 for engine in state.engines.values()]
-            ready = [worker.status is WorkerStatus.READY for worker in state.workers.values()]
+            here = (WorkerStatus.READY, WorkerStatus.STOPPED)
+            ready = [worker.status in here for worker in state.workers.values()]
             if serving and all(serving + ready):
                 return state
         await asyncio.sleep(SAMPLE_S)
@@ -136,26 +150,29 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def no_backend(
+def _no_backend(
     request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
 ) -> NoReturn:
-    """Raise AssertionError: no engine registers."""
     raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")
 
 
-def main() -> None:
-    config = load(sys.argv[1], [])
-    driver = _Driver(int(sys.argv[2]), int(config.tasks[0].options["turns"]))
+def serve(config: RunConfig, driver: Driver[Measured]) -> None:
+    """Serve until the driver has measured, and print what it has as JSON."""
     launch.serve(
         config,
         observer=driver,
-        make_backend=no_backend,
+        make_backend=_no_backend,
         programs=Programs(engine="benchmarks.workers.world"),
         on_service=driver.on_service,
         access=Access(port=0, no_token=True),
     )
-    assert driver.load is not None, "the service ends once it is measured"
-    print(msgspec.json.encode(driver.load).decode(), flush=True)
+    assert driver.measured is not None, "the service ends once it is measured"
+    print(msgspec.json.encode(driver.measured).decode(), flush=True)
+
+
+def main() -> None:
+    config = load(sys.argv[1], [])
+    serve(config, _AllAtOnce(int(sys.argv[2]), int(config.tasks[0].options["turns"])))
 
 
 if __name__ == "__main__":

@@ -8,26 +8,20 @@ Simulated, a run trains in mode sync, in which no rollout runs during a training
 """
 
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.contract import Figure, Result
-from benchmarks.workers.bench import WorkersPlan, config_of, model_of
+from benchmarks.workers.bench import WorkersPlan, config_of, model_of, run_controller
 from benchmarks.workers.bursts import BURSTS, Bursts
 from benchmarks.workers.world import TURN_S
 from rollweave.core.state import State
 from rollweave.record.steps import worker_figures
-from rollweave.schema import commands as c
 from rollweave.schema.base import Struct
-from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import RollweaveError
+from rollweave.sim.faults import NullObserver
 from rollweave.sim.workers import START_S
 from rollweave.sim.world import World
 
@@ -88,7 +82,14 @@ def bench_elastic(*, quick: bool, progress: Callable[[str], None]) -> Result:
         model = model_of(Path(scratch), _as_workers(plan))
         for number in range(plan.rounds):
             measured = {
-                pool: _measure(_live(Path(scratch) / f"{number}-{pool}", plan, pool, model), plan)
+                pool: run_controller(
+                    _live(Path(scratch) / f"{number}-{pool}", plan, pool, model),
+                    "bursts",
+                    plan.rollouts,
+                    plan.gap_s,
+                    kind=Bursts,
+                    limit_s=LIMIT_S,
+                )
                 for pool in POOLS
             }
             rounds.append(measured)
@@ -151,24 +152,6 @@ def _live(directory: Path, plan: ElasticPlan, pool: str, model: Path) -> RunConf
     )
 
 
-def _measure(config: RunConfig, plan: ElasticPlan) -> Bursts:
-    """Run one controller. Raises RollweaveError where it fails."""
-    directory = Path(config.run.dir)
-    directory.mkdir(parents=True)
-    file = directory / "given.toml"
-    file.write_text(dumps(config))
-    module = "benchmarks.workers.bursts"
-    done = subprocess.run(
-        [sys.executable, "-m", module, str(file), str(plan.rollouts), str(plan.gap_s)],
-        stdout=subprocess.PIPE,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise RollweaveError(f"the controller ended with status {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=Bursts)
-
-
 # Simulated.
 
 
@@ -185,7 +168,7 @@ def _simulated(plan: ElasticPlan) -> dict[str, Figure]:
                 {} if "minimum" not in workers else {**workers, "idle_s": 20.0},
                 places=places // LARGEST if smallest else places,
             ),
-            observer=_Silent(),
+            observer=NullObserver(),
         )
         states[pool] = world.run().state
         walls[pool] = world.clock.now
@@ -220,16 +203,3 @@ def _training(plan: ElasticPlan, workers: Mapping[str, Any], *, places: int) -> 
             "watchdog": {"turn_s": 3600.0, "train_s": 3600.0},
         }
     )
-
-
-class _Silent:
-    """A run observer that ignores all reports."""
-
-    def warned(self, command: c.Warn) -> None:
-        pass
-
-    def evaluated(self, command: c.RecordEvaluation) -> None:
-        pass
-
-    def best(self, command: c.MarkBest) -> None:
-        pass

@@ -93,7 +93,7 @@ def search(
     if config is None:
         config = scenario(seed)
     else:
-        quiet = World(config, observer=_NullObserver())
+        quiet = World(config, observer=NullObserver())
         quiet.run()
         storm_s, max_events = 3 * quiet.clock.now, max(MAX_EVENTS, MAX_EVENTS_RATIO * quiet.events)
     with tempfile.TemporaryDirectory(prefix="rollweave-faults-") as scratch:
@@ -155,7 +155,7 @@ class Chaos:
         self._ready: dict[str, float] = {}  # sender → arrival time of its last message
         self._in_flight: Counter[str] = Counter()  # sender → delayed messages in flight
         self._life = 0  # of the controller; messages to an earlier one never arrive
-        self.world = World(config, observer=_NullObserver(), journal=self._journal, work=work)
+        self.world = World(config, observer=NullObserver(), journal=self._journal, work=work)
         self.world.core = core
         self._oracle = TrainerOracle(config, self.world.rollouts.scored)
         self._hook()
@@ -428,7 +428,7 @@ class Chaos:
         return core
 
 
-class _NullObserver:
+class NullObserver:
     """A run observer that ignores all reports."""
 
     def warned(self, command: c.Warn) -> None:
