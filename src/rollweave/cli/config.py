@@ -129,7 +129,7 @@ def _show_setting(setting: Setting) -> None:
     out.print(f"in a file           {escape(part.header)} {name} = {escape(example)}")
     section = part.header.strip("[]")
     first, dot, rest = section.partition(".")
-    # the group of `[engines]` may be a table of its own
+    # `[engines]` may be a single table
     section = f"{first}.0{dot}{rest}" if first in ("tasks", "rewards") else section
     place = f"{section}.{name}"
     out.print(f"on a command line   --set {escape(place)}={escape(example)}")

@@ -2,7 +2,7 @@
 them computes at a time (ROSE §4.1).
 
 The serving model computes whole prompts and, for all its answers at once, one token a
-step. The rollout model is a `SimEngine` on a clock of its own, which stands still while
+step. The rollout model is a `SimEngine` on a second clock, which stands still while
 the device serves. Whenever the device is free, the rules of `Sharing` decide which of
 the two computes next; a step is never interrupted. KV memory is counted in bytes: what
 rollouts may hold is fixed when a step of the run begins, by what serving has used since

@@ -5,8 +5,8 @@ One thread takes commands of both, and computes one step at a time. Serving come
 after each of its steps, a rollout step may follow if `core/policy/admission` finds that
 every serving request can wait for it, and one that arrives in the meantime, too. Pages
 follow `core/policy/kv_budget`. A rollout that must go is aborted and keeps its tokens:
-the run continues it elsewhere. The borrower's model is built beside the steps, on a
-thread of its own, and lost without a trace when its connection ends.
+the run continues it elsewhere. The borrower's model is built beside the steps, on
+another thread, and lost without a trace when its connection ends.
 """
 
 import gc

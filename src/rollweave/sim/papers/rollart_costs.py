@@ -162,7 +162,7 @@ def _reward_calls(seed: int) -> list[float]:
 EXPERIMENTS = (
     Experiment(
         name="rollart-fig6",
-        title="A judge with GPUs of its own",
+        title="A judge with reserved GPUs",
         source="RollArt Fig. 6, §3.2",
         run=fig6,
     ),
