@@ -6,6 +6,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+from rollweave.sandbox.inside import http_proxy
 from rollweave.sandbox.inside.calls import Deadline, Stop
 from rollweave.sandbox.inside.http_proxy import AHEAD_BYTES, PART_BYTES, HttpProxy, ResponsePart
 
@@ -144,3 +147,37 @@ def test_a_cancelled_poll_loses_no_event() -> None:
         assert host.next()[0]["number"] == 1
         sock.close()
         assert host.next()[0] == {"disconnected": [1]}
+
+
+def test_a_program_that_has_just_connected_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_proxy, "CONNECTIONS", 4)
+    monkeypatch.setattr(http_proxy, "GRACE_S", 1000.0)
+    with opened() as host:
+        flood = [sent(host, b"POST /a") for _ in range(3)]
+        fresh = sent(host, b"")
+        assert host.quiet()
+        flood += [sent(host, b"POST /a") for _ in range(10)]
+        assert host.quiet()
+        fresh.sendall(GET)
+        assert host.next()[0]["number"] == 1
+        for sock in [fresh, *flood]:
+            sock.close()
+
+
+def test_the_least_recently_active_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_proxy, "CONNECTIONS", 2)
+    monkeypatch.setattr(http_proxy, "GRACE_S", 0.05)
+    with opened() as host:
+        first, second = sent(host, b"POST /a"), sent(host, b"POST /a")
+        assert host.quiet()
+        first.sendall(b" HTTP/1.1\r\n")
+        assert host.quiet()
+        third = sent(host)
+        assert host.next()[0]["number"] == 1  # after the grace, by the proxy's own clock
+        assert second.recv(1) == b""
+        first.sendall(b"Content-Length: 0\r\n\r\n")
+        assert host.next()[0]["number"] == 2
+        for sock in (first, second, third):
+            sock.close()

@@ -33,6 +33,12 @@ START_S = 60.0
 may be read from a cold disk.
 """
 
+INTERRUPTED_S = 4.0
+"""Seconds from the interrupt of a cell to the kill of its interpreter, whose names are
+then lost: the first traceback of IPython takes half a second of an idle core. Less than
+`BUSY_S`, in which a cancelled call ends.
+"""
+
 RECEIVE_BYTES = 1 << 18
 """Maximum number of bytes read from the socket at once."""
 
@@ -162,7 +168,9 @@ class _Interpreter:
         self._number += 1
         self.tap.open(output)
         self._cells.send(pack({"id": self._number}, cell))
-        answer, timed_out = converse(self._watch, self._find, deadline, stop, [self._interrupt])
+        answer, timed_out = converse(
+            self._watch, self._find, deadline, stop, [self._interrupt], INTERRUPTED_S
+        )
         if answer is not None:
             self.tap.rest()
         return answer, timed_out

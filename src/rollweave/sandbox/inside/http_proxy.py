@@ -28,7 +28,13 @@ from .http1 import BadRequest, Request, RequestDecoder
 
 CONNECTIONS = 256
 """Maximum number of connections, if that is at most a quarter of the files that the
-server may open. Further connections wait to be accepted.
+server may open. Beyond it, each new connection takes the place of the least recently
+active one that has no request, or waits to be accepted.
+"""
+
+GRACE_S = 0.5
+"""Seconds after its last activity in which a connection keeps its place: a program that
+has just connected is about to send its request.
 """
 
 PART_BYTES = 1 << 20
@@ -71,11 +77,13 @@ class Connection:
     """One connection.
 
     `number` is that of its request of which at least a part is passed on; 0 if there is
-    none. `sent` is the number of bytes of its body that are.
+    none. `sent` is the number of bytes of its body that are. `active_at` is when it was
+    accepted, or data was last received or sent.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
+        self.active_at = time.monotonic()
         self.decoder = RequestDecoder()
         self.request: Request | None = None
         self.number = self.sent = 0
@@ -83,10 +91,6 @@ class Connection:
         self.chunked = self.last = False
         self.events = selectors.EVENT_READ
         self.until = time.monotonic() + STALL_S
-
-    @property
-    def idle(self) -> bool:
-        return self.request is None and not (self.out or self.last or self.decoder.started)
 
 
 class ResponsePart:
@@ -128,6 +132,7 @@ class HttpProxy:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain_wakeups)
         self._listening = False
+        self._listen_at = FOREVER
         self.port: int = self._listener.getsockname()[1]
 
     def send(self, answer: ResponsePart) -> None:
@@ -157,6 +162,8 @@ class HttpProxy:
             while True:
                 self._send_responses()
                 self._drop_stalled()
+                if self._listen_at <= time.monotonic():
+                    self._listen(True)
                 event = self._event()
                 if event is not None:
                     return event
@@ -171,7 +178,7 @@ class HttpProxy:
             self._selector.unregister(stop.fd)
 
     def _wait_s(self, deadline: Deadline) -> float:
-        until = min((connection.until for connection in self._connections), default=FOREVER)
+        until = min([self._listen_at, *(connection.until for connection in self._connections)])
         return max(0.0, min(deadline.left_ms / 1000.0, until - time.monotonic()))
 
     # --- the host ---
@@ -251,22 +258,29 @@ class HttpProxy:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         elif self._listening and not on:
             self._selector.unregister(self._listener)
-        self._listening = on
+        self._listening, self._listen_at = on, FOREVER
+
+    def _make_room(self) -> bool:
+        """Drop a connection if there are as many as there may be. Return whether there
+        is room for one more; if not, listen again when there may be.
+        """
+        if len(self._connections) < self._capacity:
+            return True
+        asking_nothing = [
+            connection for connection in self._connections if connection.request is None
+        ]
+        oldest = min(asking_nothing, key=lambda each: each.active_at, default=None)
+        if oldest is not None and oldest.active_at + GRACE_S <= time.monotonic():
+            self._drop(oldest)
+            return True
+        self._listen(False)
+        if oldest is not None:
+            self._listen_at = oldest.active_at + GRACE_S
+        return False
 
     def _accept(self, _: int) -> None:
-        if len(self._connections) >= self._capacity:
-            asking_nothing = [
-                connection for connection in self._connections if connection.request is None
-            ]
-            if not asking_nothing:
-                self._listen(False)
-                return
-            self._drop(
-                next(
-                    (connection for connection in asking_nothing if connection.idle),
-                    asking_nothing[0],
-                )
-            )
+        if not self._make_room():
+            return
         try:
             sock = self._listener.accept()[0]
         except BlockingIOError:
@@ -295,6 +309,7 @@ class HttpProxy:
             return
         except OSError:
             data = b""
+        connection.active_at = time.monotonic()
         if not data:
             self._drop(connection)
         elif not connection.last:
@@ -363,6 +378,8 @@ class HttpProxy:
             self._drop(connection)
             return
         now = time.monotonic()
+        if len(connection.out) < waited:
+            connection.active_at = now
         if connection.out:
             connection.until = (
                 connection.until

@@ -261,9 +261,10 @@ def converse(
     deadline: Deadline,
     stop: Stop,
     stages: list[Callable[[], None]],
+    stage_s: float = STAGE_S,
 ) -> tuple[Answer | None, bool]:
     """Wait for an answer. When time runs out, run the `stages`, each of which has
-    `STAGE_S` to cause an answer.
+    `stage_s` seconds to cause an answer.
 
     Returns the answer, or None if the child has ended or no stage is left; and whether
     time ran out.
@@ -277,5 +278,5 @@ def converse(
                 if not stages:
                     break
                 stages.pop(0)()
-                deadline = Deadline(STAGE_S)
+                deadline = Deadline(stage_s)
     return answer, timed_out
