@@ -158,6 +158,24 @@ def test_a_wrong_device_or_dtype_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--secret-file", "host.secret"),
+        ("--resource", "serving"),
+        ("--join-s", "5"),
+        ("--ttft-ms", "500"),
+        ("--tpot-ms", "150"),
+    ],
+)
+def test_options_of_a_loan_are_refused_without_one(tmp_path: Path, option: str, value: str) -> None:
+    arguments = ["engine", str(tiny_checkpoint(tmp_path)), "--port", "0", option, value]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"{option} must be given with --lend, got {value}" in line
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--lend", "nowhere"], "--lend must be HOST:PORT of the controller, got nowhere"),

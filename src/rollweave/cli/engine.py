@@ -46,6 +46,15 @@ REPLY_S = 60.0
 
 SHUTDOWN_S = 1.0
 """Maximum seconds for requests that are under way when the engine ends."""
+
+RESOURCE = "serving"
+JOIN_S = 600.0
+TTFT_MS, TPOT_MS = 500.0, 150.0
+"""Defaults of the options of `--lend`."""
+
+MODULE = "rollweave.runtime.entrypoints.engine"
+"""Program of the engine's process."""
+
 TOKEN_FILE = Path("rollweave") / "engine.token"
 """File with the token of all engines that this user starts, relative to the user's
 state directory. `--token-file` names another one.
@@ -89,17 +98,28 @@ class Lending:
 
 def lending_to(
     controller: str | None,
-    secret_file: Path | None,
-    resource: str,
-    join_s: float,
-    ttft_ms: float,
-    tpot_ms: float,
+    *,
+    secret_file: Path | None = None,
+    resource: str | None = None,
+    join_s: float | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
 ) -> Lending | None:
-    """Return the loan that these options describe; None without an address."""
+    """Return the loan that these options describe; None without an address. An option
+    that is None has its default.
+    """
     if controller is None:
-        if secret_file is not None:
-            raise ConfigError(f"--secret-file must be given with --lend, got {secret_file} alone")
+        for name, value in (
+            ("--secret-file", secret_file),
+            ("--resource", resource),
+            ("--join-s", join_s),
+            ("--ttft-ms", ttft_ms),
+            ("--tpot-ms", tpot_ms),
+        ):
+            if value is not None:
+                raise ConfigError(f"{name} must be given with --lend, got {value} alone")
         return None
+    resource = RESOURCE if resource is None else resource
     if not resource or "=" in resource:
         raise ConfigError(f"--resource must be a name without =, got {resource!r}")
     joining = Joining(
@@ -108,10 +128,14 @@ def lending_to(
         address=None,
         secret_file=secret_file,
         labels=[f"{resource}=1"],
-        join_s=join_s,
+        join_s=JOIN_S if join_s is None else join_s,
         option="--lend",
     )
-    return Lending(joining=joining, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    return Lending(
+        joining=joining,
+        ttft_ms=TTFT_MS if ttft_ms is None else ttft_ms,
+        tpot_ms=TPOT_MS if tpot_ms is None else tpot_ms,
+    )
 
 
 def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = None) -> None:
@@ -196,7 +220,7 @@ async def _serve(
         log = scratch / "engine.log"
         link = in_process(
             spec,
-            module="rollweave.runtime.entrypoints.engine",
+            module=MODULE,
             log=log,
             env={},
             model_ready=model_ready,

@@ -72,14 +72,20 @@ LendSecret = Annotated[
     typer.Option(metavar="FILE", help="With --lend: the secret of the run, as for rollweave host."),
 ]
 LendResource = Annotated[
-    str, typer.Option(help="With --lend: the resource that the run's pool names.")
+    str | None,
+    typer.Option(help="With --lend: the resource that the run's pool names; serving by default."),
 ]
-LendJoin = Annotated[float, typer.Option(min=1.0, help="With --lend: seconds to wait for the run.")]
+LendJoin = Annotated[
+    float | None,
+    typer.Option(min=1.0, help="With --lend: seconds to wait for the run; 600 by default."),
+]
 TtftLimit = Annotated[
-    float, typer.Option(help="With --lend: limit of the time to the first token (P99).")
+    float | None,
+    typer.Option(help="With --lend: limit of the time to the first token (P99); 500 by default."),
 ]
 TpotLimit = Annotated[
-    float, typer.Option(help="With --lend: limit of the time per output token (P99).")
+    float | None,
+    typer.Option(help="With --lend: limit of the time per output token (P99); 150 by default."),
 ]
 TokenEnv = Annotated[
     str | None,
@@ -371,10 +377,10 @@ def engine(
     ] = False,
     lend: Lend = None,
     secret_file: LendSecret = None,
-    resource: LendResource = "serving",
-    join_s: LendJoin = 600.0,
-    ttft_ms: TtftLimit = 500.0,
-    tpot_ms: TpotLimit = 150.0,
+    resource: LendResource = None,
+    join_s: LendJoin = None,
+    ttft_ms: TtftLimit = None,
+    tpot_ms: TpotLimit = None,
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with errors_reported():
@@ -401,7 +407,14 @@ def engine(
             no_token=no_token,
             names=tuple(names or ()),
         )
-        lending = lending_to(lend, secret_file, resource, join_s, ttft_ms, tpot_ms)
+        lending = lending_to(
+            lend,
+            secret_file=secret_file,
+            resource=resource,
+            join_s=join_s,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+        )
         work(spec, access, lending)
 
 

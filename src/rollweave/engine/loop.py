@@ -33,7 +33,7 @@ from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.engine.request_state import RequestState
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
-from rollweave.engine.staging import WeightStaging
+from rollweave.engine.staging import WeightStaging, read_beside
 from rollweave.io.device import device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -89,7 +89,8 @@ class EngineLoop:
 
     Instead of `run`, a caller with several loops (`engine/coserving`) calls `build`,
     then `take_commands` and `step` in turn, and `close` at the end. They share a `wake`
-    condition, which is notified of each new command.
+    condition, which is notified of each new command. With `loads_beside`, this loop
+    reads all weights on another thread, so that the other loops do not wait.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         make_pool: Callable[..., PagedPool] = PagedPool,
         wake: threading.Condition | None = None,
+        loads_beside: bool = False,
     ) -> None:
-        self.spec, self._make_pool = spec, make_pool
+        self.spec, self._make_pool, self._loads_beside = spec, make_pool, loads_beside
         self._reply, self._watch, self._clock = reply, watch, clock
         self._inbox: deque[EngineCommand | CallBetweenSteps] = deque()
         self._wake = wake or threading.Condition()
@@ -419,6 +421,22 @@ class EngineLoop:
         shapes.
         """
         started, model, released = (self._clock(), self._runner.model, self._runner.released)
+        if self._loads_beside and not released:
+
+            def finish(swap: Callable[[], None] | None, error: str) -> None:
+                if swap is None:
+                    self._reply(LoadFailed(version=version, error=error))
+                    return
+                swap()
+                self._loaded(version, publication_id, started)
+
+            read_beside(
+                model,
+                read,
+                update=self._runner.update,
+                done=lambda swap, error: self._put(CallBetweenSteps(lambda: finish(swap, error))),
+            )
+            return
         try:
             tensors = read()
             model.check(tensors)

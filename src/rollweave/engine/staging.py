@@ -55,7 +55,7 @@ class WeightStaging:
 
     def has_room(self) -> bool:
         """Return whether a second copy fits into the free memory now."""
-        return self._missing_bytes() <= 0
+        return missing_bytes(self._model) <= 0
 
     def start(self, manifest: WeightManifest) -> None:
         """Receive this version in the background, and drop any other staged version."""
@@ -102,13 +102,6 @@ class WeightStaging:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _missing_bytes(self) -> int:
-        device, needed = self._model.device, self._model.weight_bytes
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            return needed + int(SPARE_SHARE * total) - free
-        return needed + SPARE_BYTES - available_bytes()
-
     # On the side thread.
 
     def _receive(
@@ -135,7 +128,7 @@ class WeightStaging:
         with torch.inference_mode(), _side_stream(model.device):
             tensors = read_tensors(manifest)
             model.check(tensors)
-            missing = self._missing_bytes()
+            missing = missing_bytes(model)
             if missing > 0:
                 raise WeightsError(f"a second copy of the weights lacks {missing} bytes of memory")
             weights = model.allocate()
@@ -156,6 +149,47 @@ class WeightStaging:
         if current and self._on_end is not None:
             function, self._on_end = self._on_end, None
             function()
+
+
+def missing_bytes(model: Decoder) -> int:
+    """Return how many bytes a second copy of the model's weights lacks; 0 or less if it
+    fits into the free memory.
+    """
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        return model.weight_bytes + int(SPARE_SHARE * total) - free
+    return model.weight_bytes + SPARE_BYTES - available_bytes()
+
+
+def read_beside(
+    model: Decoder,
+    read: Callable[[], dict[str, torch.Tensor]],
+    *,
+    update: Callable[[DecoderWeights], None],
+    done: Callable[[Callable[[], None] | None, str], None],
+) -> None:
+    """Read and verify weights on another thread, which then calls `done` with what puts
+    them in use between two steps: `update` with a second copy if there is room for one,
+    else a copy of each parameter. After a failure it is None, beside the error.
+    """
+
+    def work() -> None:
+        try:
+            with torch.inference_mode(), _side_stream(model.device):
+                tensors = read()
+                model.check(tensors)
+                if missing_bytes(model) > 0:
+                    incoming = model.incoming(tensors)
+                    done(lambda: model.weights.load(incoming), "")
+                    return
+                weights = model.allocate()
+                weights.load(model.incoming(tensors))
+        except (WeightsError, OSError, ValueError, RuntimeError, MemoryError) as raised:
+            done(None, str(raised) or type(raised).__name__)
+            return
+        done(lambda: update(weights), "")
+
+    threading.Thread(target=work, name="loading", daemon=True).start()
 
 
 def _until(

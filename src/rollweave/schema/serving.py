@@ -233,7 +233,8 @@ class LendingStats(Struct, frozen=True, kw_only=True):
 
     `lent` is true while a run's model computes here. `cuts` of the budget returned
     pages to serving. `aborted` rollouts were handed back, among them all that were live
-    at each of the `stalls`. `activation_s` is the time from the latest run's request
+    at each of the `stalls`. Rollout steps took `rollout_busy_s`, and the latest one
+    ended `rollout_age_s` ago. `activation_s` is the time from the latest run's request
     until its model was ready.
     """
 
@@ -248,6 +249,8 @@ class LendingStats(Struct, frozen=True, kw_only=True):
     stalls: int
     rollout_steps: int
     rollout_tokens: int
+    rollout_busy_s: float
+    rollout_age_s: float
     activation_s: float
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -24,10 +25,15 @@ from rollweave.schema.serving import (
     GenerateRequest,
     GenerateResult,
     LendSpec,
+    Load,
+    Loaded,
     Ready,
     Sampling,
     Shutdown,
+    Suspend,
 )
+from rollweave.schema.weights import WeightManifest
+from tests.support.engines import manifest
 from tests.support.tiny_models import build, oracle_greedy, save
 
 WAIT_S = 30.0
@@ -97,9 +103,9 @@ class Borrower:
 class Lender:
     """An executor on a thread, and its clients' replies."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, *, end_s: float) -> None:
         self.replies = Replies()
-        self.executor = CoServing(spec, self.replies.put)
+        self.executor = CoServing(spec, self.replies.put, end_s=end_s)
         self.thread = threading.Thread(target=self.executor.run)
         self.thread.start()
         assert spec.lend is not None
@@ -114,13 +120,19 @@ class Lender:
 
 @contextlib.contextmanager
 def lending(
-    model: Path, folder: Path, *, ttft_s: float = 2.0, tpot_s: float = 1.0, kv_tokens: int = 4096
+    model: Path,
+    folder: Path,
+    *,
+    ttft_s: float = 2.0,
+    tpot_s: float = 1.0,
+    kv_tokens: int = 4096,
+    end_s: float = 0.1,
 ) -> Iterator[Lender]:
     lend = LendSpec(socket=str(folder / "s"), ttft_s=ttft_s, tpot_s=tpot_s, page_bytes=PAGE)
     spec = EngineSpec(
         id=EngineId("s"), model=str(model), kv_tokens=kv_tokens, max_slots=16, lend=lend
     )
-    lender = Lender(spec)
+    lender = Lender(spec, end_s=end_s)
     try:
         yield lender
     finally:
@@ -185,6 +197,85 @@ def test_a_borrower_that_dies_leaves_nothing_and_the_next_one_is_served(
             assert len(lender.replies.results(loan)[f"s{loan}"].tokens) == 30
             lender.until(lambda: not lender.executor.stats().lent)
             assert lender.executor.stats().rollout_pages == 0
+
+
+def test_a_run_that_connects_again_waits_for_the_end_of_its_former_loan(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with lending(models["qwen3"][0], tmp_path, end_s=WAIT_S) as lender:
+        lender.replies.wait_for(Ready)
+        former = Borrower(lender.socket, borrowed(models["llama"][0]))
+        former.replies.wait_for(Ready)
+        begins, lender_end = threading.Event(), lender.executor.borrowing.end
+        lender_begin = lender.executor.borrowing.begin
+
+        def begin(spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
+            begins.set()
+            return lender_begin(spec, reply)
+
+        def end() -> None:
+            assert begins.wait(WAIT_S)
+            lender_end()
+
+        monkeypatch.setattr(lender.executor.borrowing, "begin", begin)
+        monkeypatch.setattr(lender.executor.borrowing, "end", end)
+        former.close()
+        again = Borrower(lender.socket, borrowed(models["llama"][0]))
+        again.replies.wait_for(Ready)
+        assert lender.executor.stats().loans == 2
+        again.close()
+
+
+@pytest.mark.parametrize("at", ["start", "later"])
+def test_an_engine_that_must_give_its_memory_back_is_not_lent(
+    models: dict[str, tuple[Path, torch.nn.Module]], tmp_path: Path, at: str
+) -> None:
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        spec = msgspec.structs.replace(borrowed(models["llama"][0]), released=at == "start")
+        borrower = Borrower(lender.socket, spec)
+        if at == "later":
+            borrower.replies.wait_for(Ready)
+            borrower.send(Suspend(release=True))
+        (fatal,) = borrower.replies.wait_for(EngineFatal)
+        assert isinstance(fatal, EngineFatal)
+        assert fatal.error.startswith("trainer.colocated must be false with an engine that is lent")
+        lender.executor.post(asks("s", tokens=3))
+        assert len(lender.replies.results(1)["s"].tokens) == 3
+        borrower.close()
+
+
+def test_weights_are_read_while_serving_computes(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = threading.Event()
+
+    def read(_: WeightManifest) -> dict[str, torch.Tensor]:
+        assert served.wait(WAIT_S), "serving waited for the weights"
+        return tensors
+
+    rollout, model = models["llama"]
+    tensors = dict(model.state_dict())
+    monkeypatch.setattr("rollweave.engine.loop.read_tensors", read)
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(rollout))
+        borrower.replies.wait_for(Ready)
+        borrower.send(Load(manifest=manifest(3)))
+        lender.executor.post(asks("s"))
+        lender.replies.results(1)
+        served.set()
+        (loaded,) = borrower.replies.wait_for(Loaded)
+        assert isinstance(loaded, Loaded)
+        assert loaded.version == 3
+        borrower.send(asks("r"))
+        result = borrower.replies.results(1)["r"]
+        assert [span.version for span in result.versions] == [3]
+        borrower.close()
 
 
 def test_a_burst_of_serving_takes_the_pages_of_rollouts(

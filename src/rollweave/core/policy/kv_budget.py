@@ -64,6 +64,11 @@ class KvBudget:
         self.cuts = 0
         self._least_left = math.ceil((1 - high_water) * self.headroom)
 
+    @property
+    def serving_most(self) -> int:
+        """Maximum number of pages that serving may have: all."""
+        return self.total
+
     def begin_step(self, recent_use: int) -> int:
         """Begin an RL step, given the most pages that serving has recently used. Return
         the new budget.

@@ -47,6 +47,7 @@ from rollweave.schema.serving import (
     LendingStats,
     Load,
     Sampled,
+    Suspend,
 )
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
@@ -66,6 +67,14 @@ at most.
 
 RECENT_PROMPTS = 64
 """Number of serving prompts whose longest is expected next."""
+
+COLOCATED = (
+    "trainer.colocated must be false with an engine that is lent: it gives its memory back to the "
+    "serving model alone, got true"
+)
+
+END_S = 5.0
+"""Maximum seconds for a former loan to end before another one is refused."""
 
 FIRST_PROMPT = 64
 """Tokens of the prompt that is expected before there was any."""
@@ -107,9 +116,12 @@ class CoServing:
         reply: Callable[[EngineReply], None],
         *,
         clock: Callable[[], float] = time.monotonic,
+        budget: Callable[[int], KvBudget] = KvBudget,
+        end_s: float = END_S,
     ) -> None:
         assert spec.lend is not None, "an engine that does not lend"
         self.spec, self.lend, self._reply, self._clock = spec, spec.lend, reply, clock
+        self._make_budget = budget
         self._slo = Slo(ttft_s=spec.lend.ttft_s, tpot_s=spec.lend.tpot_s)
         self._wake = threading.Condition()
         self._events: deque[Callable[[], None]] = deque()
@@ -119,13 +131,15 @@ class CoServing:
         self._prompts: deque[int] = deque([FIRST_PROMPT], maxlen=RECENT_PROMPTS)
         self._uses: deque[tuple[float, int]] = deque()
         self._borrowed: Tenant | None = None
-        self._loan = False
+        self._loan, self._loan_over = False, threading.Condition()
+        self._end_s = end_s
         self._ready = False
         self._admission: Admission | None = None
         self._progressed = self._leases_at = 0.0
-        self._cuts = self._aborted = self._stalls = self._loans = self._rollout_steps = 0
+        self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
-        self._activation_s = 0.0
+        self._rollout_busy_s = self._activation_s = 0.0
+        self._rollout_at = clock()
         self._serving_loop = EngineLoop(
             spec,
             self._serving_reply,
@@ -135,6 +149,8 @@ class CoServing:
             make_pool=self._serving_pool,
         )
         self._serving: Tenant | None = None
+        self.borrowing = _Borrowing(self)
+        """The executor as the listener calls it."""
 
     # Calls of other threads
 
@@ -146,9 +162,11 @@ class CoServing:
         self._serving_loop.post(command)
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
-        """Begin a loan. Return why there is none, or ""."""
-        with self._wake:
-            if self._loan:
+        """Begin a loan. Return why there is none, or "". A former loan has some time to
+        end: a run that starts its engine again may connect before that.
+        """
+        with self._loan_over:
+            if not self._loan_over.wait_for(lambda: not self._loan, self._end_s):
                 return f"engine {self.spec.model} is lent to another run"
             self._loan = True
         self._call(lambda: self._begin(spec, reply))
@@ -173,7 +191,7 @@ class CoServing:
         """Build the serving model, lend at the socket, and serve."""
         try:
             self._build()
-            listener = LendingSocket(self.lend.socket, _Borrowing(self))
+            listener = LendingSocket(self.lend.socket, self.borrowing)
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
             return
@@ -220,7 +238,7 @@ class CoServing:
                     f"{name} must be more than the {1e3 * alone:.1f} ms that the engine takes "
                     f"alone, got {1e3 * limit:g}"
                 )
-        while serving.memory.pool.groups > len(serving.pool.mapped):
+        while serving.pool.groups > len(serving.pool.mapped) and self._serving_may_grow():
             serving.memory.grow(self._clock())
 
     def _serving_reply(self, reply: EngineReply) -> None:
@@ -243,7 +261,7 @@ class CoServing:
         )
         groups = max(1, -(-blocks // size))
         self._pages = PagePool(MmapPages(self.lend.page_bytes), groups * layer_pages * shape.layers)
-        self._budget = KvBudget(self._pages.total)
+        self._budget = self._make_budget(self._pages.total)
         return MappedPool(
             self._pages,
             shape,
@@ -298,12 +316,20 @@ class CoServing:
 
     # Serving
 
+    def _serving_may_grow(self) -> bool:
+        assert self._serving is not None
+        memory = self._serving.memory
+        assert memory is not None
+        return memory.pages + memory.pool.group_pages <= self._budget.serving_most
+
     def _make_room(self) -> None:
         """Give the serving model the pages that its requests need."""
         assert self._serving is not None
         memory = self._serving.memory
         assert memory is not None
         for _ in range(memory.missing_groups()):
+            if not self._serving_may_grow():
+                return
             while self._pages.free < memory.pool.group_pages and self._cut_one():
                 pass
             if self._pages.free < memory.pool.group_pages:
@@ -378,6 +404,8 @@ class CoServing:
         threading.Thread(target=build, name="borrower's model", daemon=True).start()
 
     def _tenant(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> Tenant:
+        if spec.released:
+            raise ConfigError(COLOCATED)
         spec = msgspec.structs.replace(spec, profile=False)  # it would use all blocks
         shape = read_shape(Path(spec.model))
         dtype = getattr(torch, spec.dtype)
@@ -417,6 +445,7 @@ class CoServing:
             clock=self._clock,
             wake=self._wake,
             watch=self._watch_rollouts,
+            loads_beside=True,
             make_pool=lambda _, **__: pool,
         )
         return Tenant(loop, pool)
@@ -450,6 +479,9 @@ class CoServing:
     def _forward(self, command: EngineCommand) -> None:
         if self._borrowed is None:
             return
+        if isinstance(command, Suspend) and command.release:
+            self._recall(COLOCATED)
+            return
         if self._admission is not None:
             if isinstance(command, Load):
                 self._begin_step()
@@ -465,8 +497,9 @@ class CoServing:
 
     def _end(self) -> None:
         self._drop()
-        with self._wake:
+        with self._loan_over:
             self._loan = False
+            self._loan_over.notify()
 
     def _drop(self) -> None:
         """Drop the borrower's model and return its pages."""
@@ -538,6 +571,8 @@ class CoServing:
         return True
 
     def _watch_rollouts(self, work: StepWork, seconds: float) -> None:
+        self._rollout_busy_s += seconds
+        self._rollout_at = self._clock()
         if self._admission is None:
             return
         kind = StepKind.ROLLOUT_PREFILL if work.prefill_tokens else StepKind.ROLLOUT_DECODE
@@ -572,7 +607,6 @@ class CoServing:
         memory = self._borrowed.memory
         assert memory is not None
         if self._budget.budget < before:
-            self._cuts += 1
             while self._budget.excess(memory.pages) and self._cut_one():
                 pass
         if now >= self._leases_at:
@@ -589,15 +623,14 @@ class CoServing:
         memory, loop = self._borrowed.memory, self._borrowed.loop
         assert memory is not None
         while not (unused := memory.unused()):
-            entries = loop.planner.live.values()
             holdings = [
                 Holding(
                     id=entry.id,
-                    pages=len(entry.blocks),
+                    pages=memory.pages_of(len(entry.blocks)),
                     rank=entry.rank,
                     arrival=entry.arrival,
                 )
-                for entry in entries
+                for entry in loop.planner.live.values()
             ]
             chosen = victims(holdings, 1)
             if not chosen:
@@ -617,12 +650,14 @@ class CoServing:
             rollout_pages=memory.pages if memory is not None else 0,
             total_pages=self._pages.total,
             pages_moved=self._pages.moved,
-            cuts=self._cuts,
+            cuts=self._budget.cuts,
             aborted=self._aborted,
             stalls=self._stalls,
             rollout_steps=self._rollout_steps,
             rollout_tokens=self._rollout_tokens
             + (borrowed.loop.output_tokens if borrowed is not None else 0),
+            rollout_busy_s=self._rollout_busy_s,
+            rollout_age_s=self._clock() - self._rollout_at,
             activation_s=self._activation_s,
         )
 

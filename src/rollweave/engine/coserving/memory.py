@@ -133,6 +133,10 @@ class ModelMemory:
         """Number of pages that the model holds."""
         return len(self.pool.mapped) * self.pool.group_pages
 
+    def pages_of(self, blocks: int) -> int:
+        """Return the number of pages that so many blocks fill, at least in part."""
+        return -(-blocks // self.pool.group_blocks) * self.pool.group_pages
+
     def missing_groups(self) -> int:
         """Return how many more groups the live requests need for their next tokens."""
         batcher, ledger = self._batcher, self._ledger
