@@ -2,18 +2,18 @@
 versions.
 """
 
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
-from rollweave.cli.trace import parse_reward, spans
+from rollweave.cli.trace import parse_reward
+from rollweave.record.store import TrajectoryStore
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
-from tests.support.properties import examples
 from tests.support.synthetic_run import write_run
 
 
@@ -149,42 +149,47 @@ def test_refuses_a_reward_filter_without_a_number() -> None:
         parse_reward("!1")
 
 
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKind, int, int]]]:
-    """Generate a sequence and the spans of which it is made."""
-    segments, spans, parts, at = [], [], [], 0
-
-    def add(kind: SegmentKind, versions: list[int]) -> None:
-        nonlocal at
-        begin = at
-        for version in versions:
-            length = draw(st.integers(1, 3))
-            segments.append(Segment(start=at, end=at + length, kind=kind, version=version))
-            at += length
-        if kind is SegmentKind.OUTPUT:
-            spans.append(TurnSpan(start=begin, end=at, reward=float(len(spans))))
-        parts.append((kind, begin, at))
-
-    add(SegmentKind.PROMPT, [-1])
-    for number in range(draw(st.integers(0, 4))):
-        if number:
-            add(SegmentKind.OBSERVATION, [-1])
-        add(SegmentKind.OUTPUT, sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=3))))
-    sequence = TokenSequence(
-        tokens=(0,) * at, segments=tuple(segments), logprobs=(0.0,) * at, turns=tuple(spans)
-    )
-    return sequence, parts
+def test_prints_a_list_as_json(run: Path) -> None:
+    code, text, _ = invoke(str(run), "--json", "--limit", "2", "--task", "calculator")
+    assert code == 0
+    printed = json.loads(text)
+    assert printed["attempts"] == 48
+    assert printed["matching"] == 24
+    assert [line["id"] for line in printed["trajectories"]] == ["g11.2", "g11.3"]
+    line = printed["trajectories"][-1]
+    assert line["task"]["domain"] == "calculator"
+    assert (line["turns"], line["tokens"], line["sampled_versions"]) == (2, 7, [1, 2])
+    assert line["reward"] in (0.0, 1.0)
+    assert line["stop_reason"] == ("finished" if line["success"] else "max_turns")
 
 
-@given(conversations())
-@settings(max_examples=examples(60))
-def test_spans_are_the_parts_of_the_conversation(
-    sequence_and_parts: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
-) -> None:
-    sequence, parts = sequence_and_parts
-    parsed = list(spans(sequence))
-    assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in parsed] == parts
-    turns = [part for part in parsed if part.kind is SegmentKind.OUTPUT]
-    assert [(part.number, part.reward) for part in turns] == [
-        (index, float(index)) for index in range(len(turns))
-    ]
+def test_prints_a_trajectory_as_json(run: Path) -> None:
+    code, text, _ = invoke(str(run), "g9.1", "--json")
+    assert code == 0
+    (sequence,) = json.loads(text)["sequences"]
+    assert [span["kind"] for span in sequence] == ["prompt", "output", "observation", "output"]
+    turn = sequence[1]
+    assert (turn["turn"], turn["start"], turn["end"], turn["reward"]) == (0, 2, 5, 0.25)
+    assert turn["versions"] == [[2, 3, 1], [3, 5, 2]]
+    assert turn["logprobs"] == [-0.5] * 3
+    assert len(turn["tokens"]) == len(turn["pieces"]) == 3
+    assert "".join(turn["pieces"]) == turn["text"] == "go<down>"
+
+
+def test_shows_the_final_result(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "made-up", steps=1).path
+    assert "result:" not in invoke(str(path), "g0.0")[1]
+    rescored(path, result='{"patch": "[bold]+1[/]"}')
+    assert 'result: {"patch": "[bold]+1[/]"}' in invoke(str(path), "g0.0")[1]
+    printed = json.loads(invoke(str(path), "g0.0", "--json")[1])
+    assert printed["result"] == {"patch": "[bold]+1[/]"}
+    rescored(path, result="no JSON", reward=0.5)
+    printed = json.loads(invoke(str(path), "g0.0", "--json")[1])
+    assert (printed["result"], printed["reward"]) == ("no JSON", 0.5)
+
+
+def rescored(path: Path, *, result: str, reward: float = 1.0) -> None:
+    with TrajectoryStore(path / "trajectories") as store:
+        score = store.score_of(TrajectoryId("g0.0"))
+        assert score is not None
+        store.rescore([msgspec.structs.replace(score, result=result, reward=reward)])

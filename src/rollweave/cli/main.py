@@ -517,14 +517,24 @@ def trace(
     limit: Annotated[
         int, typer.Option(min=1, help="Maximum number of rows; the newest are shown.")
     ] = 40,
+    json_: Json = False,
 ) -> None:
     """List the trajectories of RUN, or show one with its tokens, versions, log-probs,
-    rewards and times.
+    rewards, times and final result.
     """
     with errors_reported():
         from rollweave.cli.trace import trace as work
 
-        work(run, trajectory, task=task, stop=stop, reward=reward, step=step, limit=limit)
+        work(
+            run,
+            trajectory,
+            task=task,
+            stop=stop,
+            reward=reward,
+            step=step,
+            limit=limit,
+            json_=json_,
+        )
 
 
 @app.command()

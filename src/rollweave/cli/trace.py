@@ -3,26 +3,32 @@
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 from rich.markup import escape
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
-from tokenizers import Tokenizer
 
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
-from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt, TrajectoryReader
+from rollweave.record.transcript import (
+    Span,
+    TokenDecoder,
+    attempt_line,
+    cut_turns,
+    spans,
+    tokenizer_of,
+    transcript,
+    versions,
+)
 from rollweave.runtime.preflight.checks import human_seconds
-from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.packing import as_json
 from rollweave.schema.work import (
     Purpose,
-    Segment,
     SegmentKind,
     StopReason,
     TokenSequence,
@@ -49,9 +55,10 @@ def trace(
     reward: str | None,
     step: int | None,
     limit: int,
+    json_: bool = False,
 ) -> None:
     """List trajectories, or show `trajectory` (`g12.3`, or `g12.3/1` for its second
-    attempt).
+    attempt); with `json_`, as one line of JSON.
     """
     run = find_run(name)
     if not run.trajectories.is_dir():
@@ -61,7 +68,12 @@ def trace(
         text = f"[yellow]warning:[/] {escape(line)}; it and the rest of this file cannot be shown"
         err.print(text, soft_wrap=True)
     if trajectory is not None:
-        _show(run, reader, trajectory)
+        entry = _find(reader, trajectory)
+        decoder = TokenDecoder(tokenizer_of(run))
+        if json_:
+            _print_json(transcript(entry, reader.load(entry), decoder))
+        else:
+            _show(entry, reader.load(entry), decoder)
         return
     matches = _filter(task=task, stop=stop, reward=reward, step=step)
     newest: list[tuple[StoredAttempt, Trajectory]] = []
@@ -72,6 +84,10 @@ def trace(
             matching += 1
             if len(newest) < limit:
                 newest.append((entry, loaded))
+    if json_:
+        lines = [attempt_line(*one) for one in newest[::-1]]
+        _print_json({"attempts": len(reader.entries), "matching": matching, "trajectories": lines})
+        return
     _list(newest[::-1], matching, len(reader.entries))
     out.print(
         f"[dim]to show one: rollweave trace {escape(name)} "
@@ -149,16 +165,19 @@ def _list(rows: list[tuple[StoredAttempt, Trajectory]], matching: int, total: in
 
 def _versions(trajectory: Trajectory) -> str:
     """Return the lowest and the highest weight version that sampled tokens."""
-    spans = [
-        sequence.versions() for sequence in trajectory.sequences if sequence.versions() != (-1, -1)
-    ]
-    if not spans:
+    sampled = versions(trajectory)
+    if sampled is None:
         return "-"
-    low, high = min(span[0] for span in spans), max(span[1] for span in spans)
+    low, high = sampled
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _show(run: RunDir, reader: TrajectoryReader, name_text: str) -> None:
+def _print_json(value: dict[str, Any]) -> None:
+    out.print(as_json(value).decode(), soft_wrap=True, markup=False)
+
+
+def _find(reader: TrajectoryReader, name_text: str) -> StoredAttempt:
+    """Return the attempt that `name_text` refers to. Raises ConfigError."""
     name, _, attempt = name_text.partition("/")
     matching = [entry for entry in reader.entries if entry.trajectory_id == name]
     if attempt:
@@ -169,9 +188,11 @@ def _show(run: RunDir, reader: TrajectoryReader, name_text: str) -> None:
             f"TRAJECTORY must be one of this run's {len(reader.entries)} attempts, "
             f"got {name_text!r}{last}"
         )
-    trajectory = reader.load(matching[-1])
-    decoder = TokenDecoder(_tokenizer(run))
-    _show_summary(trajectory, matching[-1])
+    return matching[-1]
+
+
+def _show(entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder) -> None:
+    _show_summary(trajectory, entry)
     for sequence in trajectory.sequences:
         for span in spans(sequence):
             _show_span(sequence, span, decoder)
@@ -188,6 +209,8 @@ def _show(run: RunDir, reader: TrajectoryReader, name_text: str) -> None:
     if trajectory.rewards:
         parts = ", ".join(f"{escape(name)} {value:g}" for name, value in trajectory.rewards.items())
         out.print(f"components of the reward, unweighted: {parts}")
+    if trajectory.result:
+        out.print(f"result: {escape(trajectory.result)}", soft_wrap=True)
     if trajectory.error:
         out.print(f"[red]{escape(trajectory.error)}[/]")
 
@@ -196,9 +219,9 @@ def _cut(trajectory: Trajectory, text: str) -> str:
     """Fill `text` with the number of turns that a token limit cut and the number of all
     turns; return "" if none was cut.
     """
-    turns = [turn for sequence in trajectory.sequences for turn in sequence.turns]
-    cut = sum(turn.finish_reason == "length" for turn in turns)
-    return text.format(cut=cut, turns=len(turns)) if cut else ""
+    turns = sum(len(sequence.turns) for sequence in trajectory.sequences)
+    cut = cut_turns(trajectory)
+    return text.format(cut=cut, turns=turns) if cut else ""
 
 
 def _show_summary(trajectory: Trajectory, entry: StoredAttempt) -> None:
@@ -227,79 +250,8 @@ def _show_summary(trajectory: Trajectory, entry: StoredAttempt) -> None:
     out.print(table)
 
 
-class Span:
-    """Adjacent segments of a sequence that belong together: the prompt, one
-    observation, or one turn of the agent.
-    """
-
-    def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:
-        self.segments, self.number, self.reward, self.cut = segments, number, reward, cut
-        self.kind = segments[0].kind
-
-
-def spans(sequence: TokenSequence) -> Iterator[Span]:
-    """Yield the spans of a sequence in order.
-
-    A weight update in the middle of a turn does not split its span.
-    """
-    starts = {
-        turn.start: (number, turn.reward, turn.finish_reason == "length")
-        for number, turn in enumerate(sequence.turns)
-    }
-    current: list[Segment] = []
-    number, reward, cut = -1, 0.0, False
-    for segment in sequence.segments:
-        begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not current
-        if current and (begins or current[0].kind is not segment.kind):
-            yield Span(current, number=number, reward=reward, cut=cut)
-            current = []
-        if segment.start in starts:
-            number, reward, cut = starts[segment.start]
-        current.append(segment)
-    if current:
-        yield Span(current, number=number, reward=reward, cut=cut)
-
-
-class TokenDecoder:
-    """Decodes token ids to text, if the run has a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self.one = lru_cache(1 << 16)(self._one)
-
-    def text(self, tokens: tuple[int, ...]) -> str:
-        """Return the text of `tokens`, special tokens included."""
-        if self._tokenizer is None:
-            return "(no tokenizer in the run directory)"
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
-
-    def _one(self, token: int) -> str:
-        if self._tokenizer is None:
-            return ""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
-
-
-def _tokenizer(run: RunDir) -> Tokenizer | None:
-    """Return the tokenizer of the run's model, which the run built or which is in the
-    checkpoint; None if neither has one.
-    """
-    directories = [run.model]
-    if run.config.exists() and (path := load(run.config).model.path) is not None:
-        directories.append(Path(path))
-    for directory in directories:
-        file = directory / "tokenizer.json"
-        if file.exists():
-            try:
-                return Tokenizer.from_file(str(file))
-            except Exception as error:  # the library has no specific error for a damaged file
-                raise ConfigError(f"{file} must be a tokenizer: {error}") from error
-    return None
-
-
 def _show_span(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> None:
-    start, end = span.segments[0].start, span.segments[-1].end
+    start, end = span.start, span.end
     tokens = sequence.tokens[start:end]
     if span.kind is not SegmentKind.OUTPUT:
         out.print(Rule(f"[dim]{span.kind} · tokens {start}–{end}[/]", align="left", style="dim"))

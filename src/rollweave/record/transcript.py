@@ -1,0 +1,215 @@
+"""A stored trajectory as it is read: its spans with their text, and as one JSON object
+with each token, its log-prob and the weights that sampled it.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import StoredAttempt
+from rollweave.schema.config.loading import load
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
+
+
+class Span:
+    """Adjacent segments of a sequence that belong together: the prompt, one
+    observation, or one turn of the agent.
+    """
+
+    def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:
+        self.segments, self.number, self.reward, self.cut = segments, number, reward, cut
+        self.kind = segments[0].kind
+
+    @property
+    def start(self) -> int:
+        return self.segments[0].start
+
+    @property
+    def end(self) -> int:
+        return self.segments[-1].end
+
+
+def spans(sequence: TokenSequence) -> Iterator[Span]:
+    """Yield the spans of a sequence in order.
+
+    A weight update in the middle of a turn does not split its span.
+    """
+    starts = {
+        turn.start: (number, turn.reward, turn.finish_reason == "length")
+        for number, turn in enumerate(sequence.turns)
+    }
+    current: list[Segment] = []
+    number, reward, cut = -1, 0.0, False
+    for segment in sequence.segments:
+        begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not current
+        if current and (begins or current[0].kind is not segment.kind):
+            yield Span(current, number=number, reward=reward, cut=cut)
+            current = []
+        if segment.start in starts:
+            number, reward, cut = starts[segment.start]
+        current.append(segment)
+    if current:
+        yield Span(current, number=number, reward=reward, cut=cut)
+
+
+def versions(trajectory: Trajectory) -> tuple[int, int] | None:
+    """Return the lowest and the highest weight version that sampled tokens; None
+    without sampled tokens.
+    """
+    found = [
+        sequence.versions() for sequence in trajectory.sequences if sequence.versions() != (-1, -1)
+    ]
+    if not found:
+        return None
+    return min(span[0] for span in found), max(span[1] for span in found)
+
+
+class TokenDecoder:
+    """Decodes token ids to text, if the run has a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.one = lru_cache(1 << 16)(self._one)
+
+    @property
+    def available(self) -> bool:
+        """True if there is a tokenizer."""
+        return self._tokenizer is not None
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        """Return the text of `tokens`, special tokens included."""
+        if self._tokenizer is None:
+            return "(no tokenizer in the run directory)"
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def _one(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def tokenizer_of(run: RunDir) -> Tokenizer | None:
+    """Return the tokenizer of the run's model, which the run built or which is in the
+    checkpoint; None if neither has one.
+
+    Raises ConfigError for a damaged one.
+    """
+    directories = [run.model]
+    if run.config.exists() and (path := load(run.config).model.path) is not None:
+        directories.append(Path(path))
+    for directory in directories:
+        file = directory / "tokenizer.json"
+        if file.exists():
+            try:
+                return Tokenizer.from_file(str(file))
+            except Exception as error:  # the library has no specific error for a damaged file
+                raise ConfigError(f"{file} must be a tokenizer: {error}") from error
+    return None
+
+
+def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]:
+    """Return what is known of an attempt except for its tokens, as a JSON object.
+
+    `result` is what the handler returned beside the reward. Times are in seconds.
+    """
+    task, sampled = trajectory.task, versions(trajectory)
+    return {
+        "id": trajectory.id,
+        "attempt": trajectory.attempt,
+        "group": trajectory.group_id,
+        "member": entry.member,
+        "purpose": entry.purpose.value,
+        "ended_s": round(entry.at, 3),
+        "task": {
+            "id": task.id,
+            "env": task.env,
+            "domain": task.tag or task.env,
+            "seed": task.seed,
+            "payload": parsed(task.payload),
+        },
+        "initiated_version": trajectory.initiated_version,
+        "sampled_versions": list(sampled) if sampled is not None else [],
+        "engine": trajectory.engine,
+        "turns": sum(len(sequence.turns) for sequence in trajectory.sequences),
+        "tokens": sum(len(sequence.tokens) for sequence in trajectory.sequences),
+        "cut_turns": cut_turns(trajectory),
+        "reward": trajectory.reward,
+        "rewards": dict(trajectory.rewards),
+        "success": trajectory.success,
+        "stop_reason": trajectory.stop_reason.value,
+        "blame": trajectory.blame.value,
+        "error": trajectory.error,
+        "result": parsed(trajectory.result),
+        "timing": {
+            name: round(value, 4)
+            for name, value in msgspec.structs.asdict(trajectory.timing).items()
+        },
+    }
+
+
+def transcript(
+    entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder
+) -> dict[str, Any]:
+    """Return `attempt_line` with `sequences`: the spans of each sequence with their
+    text, tokens and, of turns, log-probs and weight versions.
+    """
+    return {
+        **attempt_line(entry, trajectory),
+        "sequences": [
+            [_span_object(sequence, span, decoder) for span in spans(sequence)]
+            for sequence in trajectory.sequences
+        ],
+    }
+
+
+def _span_object(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> dict[str, Any]:
+    tokens = sequence.tokens[span.start : span.end]
+    written: dict[str, Any] = {
+        "kind": span.kind.value,
+        "start": span.start,
+        "end": span.end,
+        "text": decoder.text(tokens) if decoder.available else None,
+        "tokens": list(tokens),
+    }
+    if span.kind is not SegmentKind.OUTPUT:
+        return written
+    return {
+        **written,
+        "turn": span.number,
+        "reward": span.reward,
+        "cut": span.cut,
+        "pieces": [decoder.one(token) for token in tokens] if decoder.available else None,
+        "logprobs": list(sequence.logprobs[span.start : span.end]),
+        "versions": [[part.start, part.end, part.version] for part in span.segments],
+    }
+
+
+def cut_turns(trajectory: Trajectory) -> int:
+    """Count the turns that a token limit cut."""
+    return sum(
+        turn.finish_reason == "length"
+        for sequence in trajectory.sequences
+        for turn in sequence.turns
+    )
+
+
+def parsed(text: str) -> Any:
+    """Return the value of JSON text, the text itself if it is something else, and None
+    for "".
+    """
+    if not text:
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        # NaN and infinity are no JSON, and could not be written again
+        return json.loads(text, parse_constant=str)
+    return text
