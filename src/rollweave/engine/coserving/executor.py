@@ -20,24 +20,20 @@ from typing import Any
 import msgspec
 import torch
 
-from rollweave.core.policy.admission import (
-    Admission,
-    Profile,
-    QueuedPrefill,
-    Slo,
-    StepKind,
-    stalled,
-)
-from rollweave.core.policy.kv_budget import Holding, KvBudget, victims
+from rollweave.core.policy.admission import Admission, Slo, StepKind, stalled
+from rollweave.core.policy.kv_budget import KvBudget
 from rollweave.engine.coserving.lending import LendingSocket
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
 from rollweave.engine.coserving.profiles import measure_profile
+from rollweave.engine.coserving.serving_load import FIRST_PROMPT, ServingLoad
+from rollweave.engine.coserving.sharing import LEASES_S, SharedPages
+from rollweave.engine.coserving.tenant import Tenant
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.mmap import MmapPages
 from rollweave.engine.planner.batching import StepWork
 from rollweave.io.device import device_named
-from rollweave.schema.errors import ConfigError, PagesError
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (
     Add,
     EngineCommand,
@@ -51,22 +47,8 @@ from rollweave.schema.serving import (
 )
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
-LEASES_S = 1.0
-"""Seconds between two searches for pages whose lease is over."""
-
-RECENT_S = 60.0
-"""Seconds of serving whose largest use of pages counts as recent."""
-
 RETRY_S = 0.005
 """Seconds until a rollout step that was not admitted is considered again."""
-
-ARRIVAL_S = 60.0
-"""Seconds after which a request that was posted is live, or over: it waits for a step
-at most.
-"""
-
-RECENT_PROMPTS = 64
-"""Number of serving prompts whose longest is expected next."""
 
 COLOCATED = (
     "trainer.colocated must be false with an engine that is lent: it gives its memory back to the "
@@ -75,34 +57,6 @@ COLOCATED = (
 
 END_S = 5.0
 """Maximum seconds for a former loan to end before another one is refused."""
-
-FIRST_PROMPT = 64
-"""Tokens of the prompt that is expected before there was any."""
-
-
-class Tenant:
-    """One of the models: its loop, its memory, and its profile."""
-
-    def __init__(self, loop: EngineLoop, pool: MappedPool) -> None:
-        self.loop, self.pool = loop, pool
-        self.memory: ModelMemory | None = None
-        self.profile: Profile | None = None
-        self.error = ""
-
-    def build(self) -> None:
-        """Build the model, on any thread. `error` says why that failed."""
-        try:
-            self.loop.build()
-            with torch.inference_mode():
-                self.profile = measure_profile(
-                    self.loop.runner,
-                    blocks=self.pool.group_blocks,
-                    slots=self.loop.spec.max_slots,
-                )
-            planner = self.loop.planner
-            self.memory = ModelMemory(self.pool, planner.ledger, planner)
-        except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
 
 
 class CoServing:
@@ -125,17 +79,13 @@ class CoServing:
         self._slo = Slo(ttft_s=spec.lend.ttft_s, tpot_s=spec.lend.tpot_s)
         self._wake = threading.Condition()
         self._events: deque[Callable[[], None]] = deque()
-        self._arrived: dict[str, float] = {}
-        self._newest: dict[str, tuple[int, float]] = {}
-        """Number of sampled tokens of each serving request, and when it changed."""
-        self._prompts: deque[int] = deque([FIRST_PROMPT], maxlen=RECENT_PROMPTS)
-        self._uses: deque[tuple[float, int]] = deque()
+        self._load = ServingLoad()
         self._borrowed: Tenant | None = None
         self._loan, self._loan_over = False, threading.Condition()
         self._end_s = end_s
         self._ready = False
         self._admission: Admission | None = None
-        self._progressed = self._leases_at = 0.0
+        self._progressed = 0.0
         self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
         self._rollout_busy_s = self._activation_s = 0.0
@@ -157,8 +107,7 @@ class CoServing:
     def post(self, command: EngineCommand) -> None:
         """Queue a command of the serving model's clients."""
         if isinstance(command, Add):
-            with self._wake:
-                self._arrived[command.request.id] = self._clock()
+            self._load.arrive(command.request.id, self._clock())
         self._serving_loop.post(command)
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
@@ -238,8 +187,13 @@ class CoServing:
                     f"{name} must be more than the {1e3 * alone:.1f} ms that the engine takes "
                     f"alone, got {1e3 * limit:g}"
                 )
-        while serving.pool.groups > len(serving.pool.mapped) and self._serving_may_grow():
-            serving.memory.grow(self._clock())
+        self._shared = SharedPages(
+            self._pages,
+            self._make_budget(self._pages.total),
+            serving.memory,
+            abort=self._abort,
+            now=self._clock(),
+        )
 
     def _serving_reply(self, reply: EngineReply) -> None:
         """Pass a reply on. The first one, `Ready`, waits for the profile."""
@@ -261,7 +215,6 @@ class CoServing:
         )
         groups = max(1, -(-blocks // size))
         self._pages = PagePool(MmapPages(self.lend.page_bytes), groups * layer_pages * shape.layers)
-        self._budget = self._make_budget(self._pages.total)
         return MappedPool(
             self._pages,
             shape,
@@ -305,84 +258,26 @@ class CoServing:
         """
         computed = False
         if self._borrowed is not None and self._admission is not None:
-            self._for_borrower(self._keep_memory)
+            self._for_borrower(lambda: self._shared.keep(self._clock()))
         if self._serving_loop.has_work:
             self._make_room()
             computed = self._serving_loop.step()
-            self._note_tokens(self._clock())
+            self._load.stepped(self._serving_loop, self._clock())
         if self._borrowed is not None and self._admission is not None:
             computed = self._for_borrower(self._roll) or computed
         return computed
 
     # Serving
 
-    def _serving_may_grow(self) -> bool:
-        assert self._serving is not None
-        memory = self._serving.memory
-        assert memory is not None
-        return memory.pages + memory.pool.group_pages <= self._budget.serving_most
-
     def _make_room(self) -> None:
         """Give the serving model the pages that its requests need."""
-        assert self._serving is not None
-        memory = self._serving.memory
-        assert memory is not None
-        for _ in range(memory.missing_groups()):
-            if not self._serving_may_grow():
-                return
-            while self._pages.free < memory.pool.group_pages and self._cut_one():
-                pass
-            if self._pages.free < memory.pool.group_pages:
-                self._recall("the serving model needs all pages")
-            if self._pages.free < memory.pool.group_pages:
-                return  # the borrower's model is being built, and goes afterwards
-            memory.grow(self._clock())
-
-    def _note_tokens(self, now: float) -> None:
-        live = self._serving_loop.live
-        for id, state in live.items():
-            count = len(state.logprobs)
-            if self._newest.get(id, (0, 0.0))[0] != count:
-                self._newest[id] = (count, now)
-        if len(self._newest) > 2 * len(live) + RECENT_PROMPTS:
-            self._newest = {id: at for id, at in self._newest.items() if id in live}
-        if len(self._arrived) > 2 * len(live) + RECENT_PROMPTS:
-            with self._wake:  # other threads add to it, before a request is live
-                self._arrived = {
-                    id: at for id, at in self._arrived.items() if id in live or now - at < ARRIVAL_S
-                }
-
-    def _slack(self, admission: Admission, now: float) -> float:
-        """Return the slack of all serving requests, and of one that arrives now."""
-        planner, prefills, newest, ahead = self._serving_loop.planner, [], [], 0
-        for entry in [*planner.running, *planner.waiting]:
-            count, token_at = self._newest.get(entry.id, (0, now))
-            if count:
-                newest.append(token_at)
-                continue
-            missing = len(entry.tokens) - entry.computed
-            prefills.append(
-                QueuedPrefill(
-                    arrived=self._arrived.get(entry.id, now),
-                    tokens=missing,
-                    ahead=ahead,
-                )
-            )
-            ahead += missing
-        prefills.append(QueuedPrefill(arrived=now, tokens=max(self._prompts), ahead=ahead))
-        return admission.slack(now, prefills, newest)
+        if not self._shared.make_room(self._clock()) and self._borrowed is not None:
+            self._recall("the serving model needs all pages")
+            self._shared.make_room(self._clock())  # a model being built goes afterwards
 
     def _watch_serving(self, work: StepWork, seconds: float) -> None:
-        if self._admission is None:
-            return
-        if work.prefill_tokens:
-            self._prompts.append(work.prefill_tokens)
-        profile = self._admission.profile
-        kind = StepKind.SERVING_PREFILL if work.prefill_tokens else StepKind.SERVING_DECODE
-        profiled = profile.chunked.seconds(work.prefill_tokens) + profile.decode.seconds(
-            work.decode
-        )
-        self._admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)
+        if self._admission is not None:
+            self._load.measured(self._admission, work, seconds)
 
     # The borrower
 
@@ -416,21 +311,16 @@ class CoServing:
             page_bytes=self.lend.page_bytes,
         )
         group_pages = layer_pages * shape.layers
-        groups = min(-(-spec.kv_tokens // (size * spec.block_tokens)), self._most // group_pages)
+        groups = min(
+            -(-spec.kv_tokens // (size * spec.block_tokens)), self._shared.most // group_pages
+        )
         if groups < 1:
             raise ConfigError(
                 f"engines.kv_tokens must leave the serving model its headroom: the first "
                 f"{size * spec.block_tokens} tokens take {group_pages} pages, got a pool whose "
-                f"rollouts may have {self._most}"
+                f"rollouts may have {self._shared.most}"
             )
-        assert self._serving is not None
-        while self._pages.free < group_pages:
-            memory = self._serving.memory
-            assert memory is not None
-            unused = memory.unused()
-            if not unused:
-                raise PagesError("the serving model uses all pages")
-            memory.shrink(unused[0])
+        self._shared.free_first(group_pages)
         pool = MappedPool(
             self._pages,
             shape,
@@ -450,11 +340,6 @@ class CoServing:
         )
         return Tenant(loop, pool)
 
-    @property
-    def _most(self) -> int:
-        """Maximum number of pages that rollouts may ever have."""
-        return self._budget.total - self._budget.headroom
-
     def _built(self, tenant: Tenant, started: float, reply: Callable[[EngineReply], None]) -> None:
         if tenant is not self._borrowed:  # the loan ended in the meantime
             tenant.loop.close()
@@ -470,11 +355,8 @@ class CoServing:
         )
         self._activation_s = self._clock() - started
         self._progressed = self._clock()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        """Begin an RL step: the borrower has new weights."""
-        self._budget.begin_step(max((pages for _, pages in self._uses), default=self._in_use()))
+        self._shared.rollouts = tenant.memory
+        self._shared.begin_step()
 
     def _forward(self, command: EngineCommand) -> None:
         if self._borrowed is None:
@@ -484,7 +366,7 @@ class CoServing:
             return
         if self._admission is not None:
             if isinstance(command, Load):
-                self._begin_step()
+                self._shared.begin_step()
             if isinstance(command, Add) and not self._borrowed.loop.has_work:
                 self._progressed = self._clock()
         self._borrowed.loop.post(command)
@@ -507,6 +389,7 @@ class CoServing:
         building = self._admission is None
         self._admission = None
         if tenant is not None:
+            self._shared.rollouts = None
             self._rollout_tokens += tenant.loop.output_tokens
             tenant.loop.close()
             if not building or tenant.error:
@@ -528,9 +411,9 @@ class CoServing:
             return False
         planner = loop.planner
         decode = len(planner.running)
-        slack = self._slack(admission, now)
+        slack = self._load.slack(self._serving_loop, admission, now)
         for _ in range(memory.missing_groups()):
-            if not self._grow_rollouts(memory):
+            if not self._shared.grow_rollouts(now):
                 break
         if not planner.running:
             planner.slots = self._slots(admission, loop.spec.max_slots)
@@ -555,21 +438,6 @@ class CoServing:
             slots //= 2
         return slots
 
-    def _grow_rollouts(self, memory: ModelMemory) -> bool:
-        need = memory.pool.group_pages
-        if not self._budget.fits(serving=self._in_use(), held=memory.pages, more=need):
-            return False
-        assert self._serving is not None
-        serving = self._serving.memory
-        assert serving is not None
-        while self._pages.free < need:
-            unused = serving.unused()
-            if not unused:
-                return False
-            serving.shrink(unused[0])
-        memory.grow(self._clock())
-        return True
-
     def _watch_rollouts(self, work: StepWork, seconds: float) -> None:
         self._rollout_busy_s += seconds
         self._rollout_at = self._clock()
@@ -585,60 +453,6 @@ class CoServing:
         self._aborted += 1
         self._borrowed.loop.abort(id)
 
-    # Memory
-
-    def _in_use(self) -> int:
-        """Return the pages that serving requests use now."""
-        assert self._serving is not None
-        memory = self._serving.memory
-        assert memory is not None
-        unused = self._serving_loop.planner.ledger.free // memory.pool.group_blocks
-        return max(1, len(memory.pool.mapped) - unused) * memory.pool.group_pages
-
-    def _keep_memory(self) -> None:
-        """Cut the rollouts' budget in a burst, and return pages whose lease is over."""
-        now, use = self._clock(), self._in_use()
-        self._uses.append((now, use))
-        while self._uses[0][0] < now - RECENT_S:
-            self._uses.popleft()
-        before = self._budget.budget
-        self._budget.observe(use)
-        assert self._borrowed is not None
-        memory = self._borrowed.memory
-        assert memory is not None
-        if self._budget.budget < before:
-            while self._budget.excess(memory.pages) and self._cut_one():
-                pass
-        if now >= self._leases_at:
-            self._leases_at = now + LEASES_S
-            for group in memory.expired(now):
-                memory.shrink(group)
-
-    def _cut_one(self) -> bool:
-        """Return a group of the rollouts' pages: a cached one, or else those of the
-        request that is aborted for it. Return False if there is none.
-        """
-        if self._borrowed is None or self._admission is None:
-            return False
-        memory, loop = self._borrowed.memory, self._borrowed.loop
-        assert memory is not None
-        while not (unused := memory.unused()):
-            holdings = [
-                Holding(
-                    id=entry.id,
-                    pages=memory.pages_of(len(entry.blocks)),
-                    rank=entry.rank,
-                    arrival=entry.arrival,
-                )
-                for entry in loop.planner.live.values()
-            ]
-            chosen = victims(holdings, 1)
-            if not chosen:
-                return False
-            self._abort(chosen[0])
-        memory.shrink(unused[0])
-        return True
-
     def stats(self) -> LendingStats:
         """Return what the loan has brought and cost so far."""
         borrowed = self._borrowed
@@ -646,11 +460,11 @@ class CoServing:
         return LendingStats(
             lent=borrowed is not None and self._admission is not None,
             loans=self._loans,
-            budget_pages=self._budget.budget,
+            budget_pages=self._shared.budget.budget,
             rollout_pages=memory.pages if memory is not None else 0,
             total_pages=self._pages.total,
             pages_moved=self._pages.moved,
-            cuts=self._budget.cuts,
+            cuts=self._shared.budget.cuts,
             aborted=self._aborted,
             stalls=self._stalls,
             rollout_steps=self._rollout_steps,

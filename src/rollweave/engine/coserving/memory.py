@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from rollweave.core.policy.kv_budget import Leases
+from rollweave.core.policy.kv_budget import Holding, Leases
 from rollweave.engine.kv import PagedPool
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.planner.batching import Batcher
@@ -133,9 +133,24 @@ class ModelMemory:
         """Number of pages that the model holds."""
         return len(self.pool.mapped) * self.pool.group_pages
 
-    def pages_of(self, blocks: int) -> int:
-        """Return the number of pages that so many blocks fill, at least in part."""
-        return -(-blocks // self.pool.group_blocks) * self.pool.group_pages
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks with memory that no request uses."""
+        return self._ledger.free
+
+    def holdings(self) -> list[Holding]:
+        """Return the live requests, with the pages that their blocks fill, at least in
+        part.
+        """
+        return [
+            Holding(
+                id=entry.id,
+                pages=-(-len(entry.blocks) // self.pool.group_blocks) * self.pool.group_pages,
+                rank=entry.rank,
+                arrival=entry.arrival,
+            )
+            for entry in self._batcher.live.values()
+        ]
 
     def missing_groups(self) -> int:
         """Return how many more groups the live requests need for their next tokens."""
