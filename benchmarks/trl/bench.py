@@ -22,7 +22,7 @@ from benchmarks.modes import ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, measure, trained
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlSpec
-from rollweave.cli.evaluate import evaluation_config
+from rollweave.cli.evaluate import evaluation_config, step_of_run
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
@@ -228,7 +228,7 @@ def evaluated(config: RunConfig, directory: Path, step: int, model: Path) -> flo
     """
     _, run = trained(
         evaluation_config(
-            config, directory=directory, step=step, model=model, episodes=None, temperature=None
+            step_of_run(config, directory, step, model), episodes=None, temperature=None
         )
     )
     # there is none if no episode has ended before its last turn

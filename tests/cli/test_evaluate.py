@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.cli.evaluate import evaluation_config, half_width
+from rollweave.cli.evaluate import evaluation_config, half_width, step_of_run
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from tests.support.synthetic_run import config_of
@@ -14,15 +14,9 @@ from tests.support.synthetic_run import config_of
 def evaluation_of(
     tmp_path: Path, *, episodes: int | None = None, temperature: float | None = None
 ) -> RunConfig:
-    trained = config_of(tmp_path / "run")
-    return evaluation_config(
-        trained,
-        directory=tmp_path / "run",
-        step=7,
-        model=tmp_path / "hf",
-        episodes=episodes,
-        temperature=temperature,
-    )
+    run = tmp_path / "run"
+    subject = step_of_run(config_of(run), run, 7, tmp_path / "hf")
+    return evaluation_config(subject, episodes=episodes, temperature=temperature)
 
 
 def test_an_evaluation_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["eval", "nothing"], ["RUN must be a run directory"]),
         (["eval", "n" * 300], ["RUN must be a run directory"]),
+        (["eval", "small.toml"], ["model.path must name a checkpoint to be evaluated"]),
+        (["eval", "nothing.toml"], ["nothing.toml: config must be a readable text file"]),
+        (["eval", ".", "--env", "fine"], ["CHECKPOINT must be a folder with a config.json"]),
         (["report", "nothing"], ["RUN must be a run directory"]),
         (["trace", "nothing"], ["RUN must be a run directory"]),
         (["bench", "nothing"], [f"NAME must be one of {', '.join(NAMES)}, got 'nothing'"]),
@@ -227,7 +230,7 @@ def test_trains_evaluates_and_reports(tmp_path: Path) -> None:
 
     code, text, errors = invoke("eval", "small", "--episodes", "5", "--inproc")
     assert code == 0, (text, errors)
-    assert "checkpoint of step 2" in text
+    assert "small at step 2" in text
     assert "evaluating" in errors
     assert "training" not in errors
     assert any(line.endswith("finished: evaluated episodes: 5 of fine") for line in errors), errors
@@ -237,6 +240,25 @@ def test_trains_evaluates_and_reports(tmp_path: Path) -> None:
     assert evaluated["eval_episodes"] == {"fine": 5}
     assert evaluated["steps"] == 0
     assert evaluated["account"]["started"] == 0
+
+    export = "runs/small/checkpoints/step-000002/hf"
+    code, _, errors = invoke("eval", export)
+    assert code == 2
+    assert errors == [
+        f"error: --env must name an environment for the checkpoint {export}, got none"
+    ]
+    few = ("--episodes", "5", "--inproc")
+    code, text, errors = invoke(
+        "eval", export, "--env", "tests.cli.envs:Fine", "--set", "tasks.0.max_tokens=64", *few
+    )
+    assert code == 0, (text, errors)
+    counted = json.loads((tmp_path / "runs/hf-tests.cli.envs-Fine-t0-n5/summary.json").read_text())
+    assert counted["eval_episodes"] == {"tests.cli.envs:Fine": 5}
+    replaced = ("--set", f'model={{path="{export}"}}')
+    code, text, errors = invoke("eval", "small.toml", *replaced, *few)
+    assert code == 0, (text, errors)
+    again = json.loads((tmp_path / "runs/small-base-t0-n5/summary.json").read_text())
+    assert again["eval_episodes"] == {"fine": 5}
 
     assert "fine" in invoke("trace", "small")[1]
     page.unlink()

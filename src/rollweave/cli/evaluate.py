@@ -3,8 +3,14 @@ steps.
 """
 
 import math
+import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import tomli_w
+from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import err, out
@@ -14,7 +20,7 @@ from rollweave.record.summary import Summary
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass
-from rollweave.schema.config.loading import load
+from rollweave.schema.config.loading import load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import (
     EVAL_EPISODES,
@@ -28,8 +34,28 @@ DIRECTORY = "evaluations"
 """Subdirectory of a run for its evaluations, each of which is a run directory."""
 
 
+class Subject(NamedTuple):
+    """A model to be evaluated, at `model`, on the tasks of `config`.
+
+    The evaluation's run directory is in `directory`; its name begins with `prefix`.
+    """
+
+    title: str
+    config: RunConfig
+    model: Path
+    directory: Path
+    prefix: str
+
+
 def evaluate(
-    name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool
+    target: str,
+    *,
+    env: str | None,
+    overrides: Sequence[str],
+    episodes: int | None,
+    temperature: float | None,
+    checkpoint: str,
+    inproc: bool,
 ) -> None:
     """Evaluate and print the success rate by task, or the mean reward if the
     environment defines no success.
@@ -38,41 +64,85 @@ def evaluate(
     RollweaveError if the evaluation has no result, and KeyboardInterrupt if the user
     ended it before it had one.
     """
-    run = find_run(name)
-    if not run.config.exists():
-        raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
-    step, model = exported_checkpoint(run, checkpoint)
-    config = evaluation_config(
-        load(run.config),
-        directory=run.path,
-        step=step,
-        model=model,
-        episodes=episodes,
-        temperature=temperature,
-    )
+    subject = subject_of(target, env=env, overrides=overrides, checkpoint=checkpoint)
+    config = evaluation_config(subject, episodes=episodes, temperature=temperature)
     must_pass(dryrun.examine(config, fresh=True, deep=False))
     clear(config)
-    with display(err, name=f"{run.path.name} at step {step}", steps=0) as progress:
+    with display(err, name=subject.title, steps=0) as progress:
         summary = launch.train(config, inproc=inproc, progress=progress)
     if summary.error:
         raise RollweaveError(summary.error)
     if summary.interrupted and not summary.eval_episodes:
         raise KeyboardInterrupt
-    _show(summary, step, Path(config.run.dir) / config.run.name)
+    _show(summary, subject.title, Path(config.run.dir) / config.run.name)
+
+
+def subject_of(
+    target: str, *, env: str | None, overrides: Sequence[str], checkpoint: str
+) -> Subject:
+    """Return what `target` names: a configuration file, a checkpoint if `env` names an
+    environment for it, or else a run. Raises ConfigError.
+    """
+    path = Path(target)
+    if env is not None:
+        return _of_checkpoint(path, env, overrides)
+    if os.path.isfile(target) or path.suffix == ".toml":  # Path.is_file raises for long names
+        return _of_file(path, overrides)
+    if os.path.isfile(path / "config.json") and not os.path.exists(path / "config.toml"):
+        raise ConfigError(f"--env must name an environment for the checkpoint {path}, got none")
+    run = find_run(target)
+    if not run.config.exists():
+        raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
+    step, model = exported_checkpoint(run, checkpoint)
+    return step_of_run(load(run.config, overrides), run.path, step, model)
+
+
+def step_of_run(config: RunConfig, directory: Path, step: int, model: Path) -> Subject:
+    """Return the subject for the export `model` of a step of the run in `directory`."""
+    return Subject(
+        title=f"{directory.name} at step {step}",
+        config=config,
+        model=model,
+        directory=directory / DIRECTORY,
+        prefix=f"step-{step}",
+    )
+
+
+def _of_checkpoint(path: Path, env: str, overrides: Sequence[str]) -> Subject:
+    if not os.path.isfile(path / "config.json"):
+        raise ConfigError(
+            f"with --env, CHECKPOINT must be a folder with a config.json, got {str(path)!r}"
+        )
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{path.resolve().name}-{env}").strip("-.")
+    text = tomli_w.dumps(
+        {"run": {"name": name}, "model": {"path": str(path)}, "tasks": [{"env": env}]}
+    )
+    config = loads(text, overrides, name="--env")
+    return Subject(str(path), config, path, Path(config.run.dir), config.run.name)
+
+
+def _of_file(path: Path, overrides: Sequence[str]) -> Subject:
+    config = load(path, overrides)
+    if config.model.path is None:
+        raise ConfigError(
+            f"{path}: model.path must name a checkpoint to be evaluated, got a model from scratch"
+        )
+    return Subject(
+        title=config.model.path,
+        config=config,
+        model=Path(config.model.path),
+        directory=Path(config.run.dir),
+        prefix=f"{config.run.name}-base",
+    )
 
 
 def evaluation_config(
-    trained: RunConfig,
-    *,
-    directory: Path,
-    step: int,
-    model: Path,
-    episodes: int | None,
-    temperature: float | None,
+    subject: Subject, *, episodes: int | None, temperature: float | None
 ) -> RunConfig:
-    """Return the configuration of a run that only evaluates `model`, on the tasks of
-    `trained`.
+    """Return the configuration of a run that only evaluates the subject's model. Raises
+    ConfigError.
     """
+    trained = subject.config
     count = (
         episodes if episodes is not None else trained.eval.final_episodes or trained.eval.episodes
     )
@@ -87,14 +157,16 @@ def evaluation_config(
         raise ConfigError(f"--episodes must be at most {EVAL_EPISODES}, got {count}")
     section = trained.run.model_copy(
         update={
-            "name": f"step-{step}-t{warmth:g}-n{count}",
-            "dir": str(directory / DIRECTORY),
+            "name": f"{subject.prefix}-t{warmth:g}-n{count}",
+            "dir": str(subject.directory),
             "steps": 0,
             "checkpoint_every": 0,
             "sinks": (),
         }
     )
-    shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
+    shape = ModelConfig(
+        path=str(subject.model), dtype=trained.model.dtype, device=trained.model.device
+    )
     evaluation = EvalConfig(every=0, final_episodes=count, temperature=warmth)
     updates = {"run": section, "model": shape, "eval": evaluation, "warmup": WarmupConfig()}
     # adapters are part of the exported weights
@@ -111,7 +183,7 @@ def half_width(rate: float, count: int) -> float:
     )
 
 
-def _show(summary: Summary, step: int, directory: Path) -> None:
+def _show(summary: Summary, title: str, directory: Path) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("task", "success", "± 95 %", "mean reward", "episodes"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
@@ -130,7 +202,7 @@ def _show(summary: Summary, step: int, directory: Path) -> None:
         )
     out.print(table)
     out.print(
-        f"[dim]checkpoint of step {step}, {human_seconds(summary.wall_s)}; trajectories: "
+        f"[dim]{escape(title)}, {human_seconds(summary.wall_s)}; trajectories: "
         f"rollweave trace {directory}[/]"
     )
     if not summary.eval_episodes:

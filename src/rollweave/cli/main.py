@@ -161,26 +161,50 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    run: Run,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CONFIG|CHECKPOINT",
+            help="A run directory, or its name under runs/; a TOML file with model.path; or with "
+            "--env a folder with a model in Hugging Face format.",
+        ),
+    ],
+    env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENV", help="With CHECKPOINT: the environment or handler, as in tasks.env."
+        ),
+    ] = None,
+    overrides: Overrides = None,
     episodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Episodes of each task; by default as configured in the run."),
+        typer.Option(min=1, help="Episodes of each task; by default as configured."),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Sampling temperature, 0 for greedy; by default as configured in the run.",
+            help="Sampling temperature, 0 for greedy; by default as configured.",
         ),
     ] = None,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or the number of a step.")] = "best",
+    checkpoint: Annotated[
+        str, typer.Option(help="With RUN: best, last, or the number of a step.")
+    ] = "best",
     inproc: InProcess = False,
 ) -> None:
-    """Evaluate a checkpoint of RUN on held-out tasks, without training."""
+    """Evaluate a model on held-out tasks, without training."""
     with errors_reported():
         from rollweave.cli.evaluate import evaluate as work
 
-        work(run, episodes=episodes, temperature=temperature, checkpoint=checkpoint, inproc=inproc)
+        work(
+            target,
+            env=env,
+            overrides=overrides or (),
+            episodes=episodes,
+            temperature=temperature,
+            checkpoint=checkpoint,
+            inproc=inproc,
+        )
 
 
 @app.command()
