@@ -9,8 +9,6 @@ from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus
 from tests.support.processes import descendants
 from tests.support.real_runs import (
-    GROUPS,
-    MEMBERS,
     Life,
     Lineage,
     check_totals,
@@ -81,10 +79,10 @@ def lose_nothing_with_lost_servers(
         gate.touch()
         result = life.finish()
     # a trajectory that lost its engine may end after the others' weights are too new
-    check_totals(config, result, stale=GROUPS * MEMBERS)
+    check_totals(config, result)
     lineage = Lineage()
     lineage.take(config)
-    lineage.check(STEPS, stale=result["account"]["dropped"].get("stale", 0))
+    lineage.check(STEPS)
     assert result["watchdog"]["engine_restarted"] == restarted
     reasons = " ".join(line["message"] for line in lines(config, "warning"))
     assert f"{name} ended: signal SIGKILL" in reasons or "broke off" in reasons

@@ -232,15 +232,18 @@ def at_gate(life: Life, gate: Path) -> None:
     )
 
 
-def check_totals(config: RunConfig, summary_: dict[str, Any], *, stale: int = 0) -> None:
+def check_totals(config: RunConfig, summary_: dict[str, Any]) -> None:
     """Check that the run has trained and evaluated all that its configuration
-    requires. At most `stale` trajectories may have become stale and left their groups.
+    requires, except for trajectories that have become stale and left their groups:
+    on a slow machine, or where something was lost, at most as many as a step has.
     """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     account = summary_["account"]
     left = account["dropped"].get("stale", 0)
-    assert left <= stale
-    assert account["trained"] + left == GROUPS * MEMBERS * config.run.steps
+    required = GROUPS * MEMBERS * config.run.steps
+    assert left <= GROUPS * MEMBERS
+    # those that left in a step that was lost with the trainer are replaced
+    assert account["trained"] <= required <= account["trained"] + left
     assert summary_["eval_episodes"] == {"lake": 8}
     if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound of staleness
         assert summary_["staleness_max"] <= config.rollout.alpha
@@ -269,13 +272,15 @@ class Lineage:
         assert replay.differing == 0
         replay.core.check()
 
-    def check(self, steps: int, *, stale: int = 0) -> None:
-        """Check that every step trained a whole batch, except for so many stale
-        trajectories, and that none is in two steps of the surviving lineage.
+    def check(self, steps: int) -> None:
+        """Check that every step trained a whole batch, except for trajectories that
+        became stale (see `check_totals`), and that none is in two steps of the
+        surviving lineage.
         """
         assert sorted(self._steps) == list(range(steps))
         ids = [member for batch in self._steps.values() for member in batch]
-        assert len(ids) == len(set(ids)) == steps * GROUPS * MEMBERS - stale
+        assert len(ids) == len(set(ids))
+        assert (steps - 1) * GROUPS * MEMBERS <= len(ids) <= steps * GROUPS * MEMBERS
 
 
 def longer(config: RunConfig, steps: int, **sections: BaseModel) -> RunConfig:
