@@ -343,18 +343,25 @@ def test_an_evaluation_continues_the_suspended_one_of_its_weights(
     assert len(run.state.groups) == 6
 
 
-def test_a_suspended_evaluation_of_other_episodes_starts_over() -> None:
-    """The run was resumed with another `eval.episodes`."""
+@pytest.mark.parametrize("change", ["fewer", "others"])
+def test_a_suspended_evaluation_of_other_episodes_starts_over(change: str) -> None:
+    """The run was resumed with another `eval.episodes`, or with as many episodes of
+    other tasks.
+    """
     run = evaluating(eval={"every": 1, "episodes": 3})
     evaluation.begin(run, version=4, final=False)
     before = run.state.evaluations.current
     assert before is not None
-    before.to_draw.pop()  # as if the former configuration had one episode less
+    if change == "fewer":
+        before.tasks.pop()
+    else:
+        before.tasks[0] = ("former", before.tasks[0][1])
     evaluation.suspend(run)
     evaluation.begin(run, version=4, final=False)
     current = run.state.evaluations.current
     assert current is not None
-    assert (current is before, current.episodes) == (False, 6)
+    assert (current is before, len(current.tasks)) == (False, 6)
+    assert current.to_draw == current.tasks
 
 
 @pytest.mark.parametrize("final", [True, False])

@@ -147,14 +147,13 @@ def test_a_service_loses_no_weights_with_its_controller(serving: bool) -> None:
 def test_what_is_kept_at_the_loss_of_a_worker_may_lose_its_end_with_the_trainer() -> None:
     run = with_checkpoint(Stage.RUN, Stage.RUN, Stage.RUN, Stage.RUN)
     early, late, silent, closing = members(run)
-    late.initiated, silent.output_tokens, closing.closing = 5, 0, StopReason.STALE
-    for one in (early, late, closing):
-        one.output_tokens = 7
+    late.initiated, silent.output_tokens, closing.closing = 5, 7, StopReason.STALE
+    recorded = {one.id for one in (early, late, closing)}
     for one in members(run):
-        continuation.keep_if_sampled(run, one)
+        continuation.keep_if_recorded(run, one, recorded)
     kept = [one.kept for one in members(run)]
     assert kept[0] == Kept(attempt=0, initiated=3, version=None)
-    assert kept[2:] == [None, None], "nothing was sampled, or it is not wanted"
+    assert kept[2:] == [None, None], "nothing is recorded, or it is not wanted"
     continuation.restored(run, 4)
     assert (early.kept, late.kept) == (Kept(attempt=0, initiated=3, version=4), None)
 
@@ -166,11 +165,11 @@ def test_a_second_worker_may_be_lost_before_a_recorded_turn_is_repeated() -> Non
     run.state.trainer.step = run.state.publication.version = 3
     continuation.take(run, one, 3)
     one.attempt, one.initiated = 1, 3
-    continuation.keep_if_sampled(run, one)
+    continuation.keep_if_recorded(run, one)
     assert one.kept == Kept(attempt=1, initiated=3, version=None)
     one.kept = None
     continuation.take(run, one, 3)
-    continuation.keep_if_sampled(run, one)
+    continuation.keep_if_recorded(run, one)
     assert one.kept is None, "this attempt has started over"
 
 

@@ -67,8 +67,12 @@ class Run:
     def joined(self, worker: str, epoch: int = 0) -> list[c.StartInit]:
         return inits(self.send(e.WorkerJoined(worker_id=worker, epoch=epoch)))
 
-    def lose(self, worker: str, epoch: int = 0) -> list[c.Command]:
-        return self.send(e.WorkerLost(worker_id=worker, epoch=epoch, error="killed"))
+    def lose(
+        self, worker: str, epoch: int = 0, *, recorded: tuple[TrajectoryId, ...] = ()
+    ) -> list[c.Command]:
+        return self.send(
+            e.WorkerLost(worker_id=worker, epoch=epoch, error="killed", recorded=recorded)
+        )
 
     def ready(self, trajectory: str, attempt: int = 0) -> None:
         self.send(e.EnvReady(trajectory_id=TrajectoryId(trajectory), attempt=attempt))
@@ -154,6 +158,32 @@ def test_the_open_turn_of_a_lost_worker_is_aborted() -> None:
     )
     (abort,) = [one for one in run.lose("w0") if isinstance(one, c.AbortTurn)]
     assert abort.trajectory_id == first.trajectory_id
+
+
+def test_an_attempt_continues_exactly_if_its_turns_are_recorded() -> None:
+    """Whatever the core knows of its turns: engines of both sample, and of the first
+    the engine was lost before that.
+    """
+    run = Run()
+    first = run.joined("w0")[:2]
+    run.joined("w1")
+    for one in first:
+        run.ready(one.trajectory_id)
+        run.send(
+            e.TurnRequested(trajectory_id=one.trajectory_id, attempt=0, turn=0, context_tokens=9)
+        )
+    run.send(e.EngineLost(engine_id=EngineId("e0"), epoch=0, error="killed"))
+    run.lose("w0", recorded=(first[0].trajectory_id,))
+    commands = run.send(
+        e.EngineJoined(engine_id=EngineId("e0"), epoch=1, max_slots=9, kv_total_tokens=900),
+        e.WeightsLoaded(engine_id=EngineId("e0"), epoch=1, version=0, publication_id=0),
+    )
+    again = {one.trajectory_id: one for one in inits(commands) + run.joined("w0", 1)}
+    continued = again[first[0].trajectory_id].continues
+    assert continued is not None
+    assert continued.attempt == 0
+    assert again[first[1].trajectory_id].continues is None
+    assert run.core.state.counters.continued == 1
 
 
 def test_an_attempt_that_waits_for_its_reward_is_lost_with_its_worker() -> None:

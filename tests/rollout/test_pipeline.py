@@ -990,7 +990,7 @@ async def test_an_attempt_of_a_lost_worker_continues_with_the_recorded_turns(
         former = Harness(store, THREE, log=log)
         former.init(purpose=purpose)
         await rolled_out(former, 0, turns=2)
-        former.pipeline.lose_worker(former.port, "killed")
+        assert former.pipeline.lose_worker(former.port, "killed") == (TRAJECTORY,)
         former.port.send(cancel())
         await former.idle()
         if use == "evict":

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from rollweave.record.journal import RunJournal
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.measured import MeasuredTrainer, Timings, fit_line, read_timings
+from rollweave.sim.measured import MeasuredTrainer, Timings, _Reader, fit_line, read_timings
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
 from tests.support.core import config as core_config
@@ -141,3 +144,32 @@ def test_a_line_has_no_negative_price(
     points: list[tuple[int, float]], expected: tuple[float, float]
 ) -> None:
     assert fit_line(points) == pytest.approx(expected)
+
+
+def test_a_turn_that_another_engine_has_begun_is_left_out() -> None:
+    """Its tokens are not all of the engine that ends it, so that it would seem to have
+    sampled them in no time. A turn whose prompt another one has computed counts.
+    """
+    e0, e1 = EngineId("e0"), EngineId("e1")
+    reader, now = _Reader(), 0.0
+    for name, begins in {
+        "whole": [(e0, False)],
+        "moved": [(e0, False), (e1, False)],
+        "split": [(e1, True), (e0, False)],
+        "split and moved": [(e1, True), (e0, False), (e1, False)],
+        "whole again": [(e1, False)],
+    }.items():
+        key = {"trajectory_id": TrajectoryId(name[:5]), "attempt": 0, "turn": 0}
+        reader.on_event(now, e.TurnRequested(**key, context_tokens=10))
+        for dispatch, (engine, prefill) in enumerate(begins):
+            now += 1.0
+            start = c.StartTurn(
+                **key, engine_id=engine, rank=0.0, dispatch=dispatch, prefill=prefill
+            )
+            reader.on_command(now, start)
+        now += 4.0
+        done = e.TurnDone(**key, dispatch=dispatch, output_tokens=40, cached_tokens=0, version=0)
+        reader.on_event(now, done)
+    turns = reader.timings.turns
+    assert turns.count == 3
+    assert {turn.seconds for turn in turns.turns} == {4.0}

@@ -195,7 +195,16 @@ class World:
         """
         if self.ready_workers:
             name = self.random.choice(sorted(self.ready_workers))
-            lost = e.WorkerLost(worker_id=name, epoch=self.worker_epoch[name], error="killed")
+            lost = e.WorkerLost(
+                worker_id=name,
+                epoch=self.worker_epoch[name],
+                error="killed",
+                recorded=tuple(
+                    one.id
+                    for one in self.core.state.trajectories.values()
+                    if one.worker == name and self.random.random() < 0.5
+                ),
+            )
             for _ in range(self.random.choice([1, 1, 2])):
                 self.later(lost)
 

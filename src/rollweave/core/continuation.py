@@ -5,9 +5,11 @@ One rule holds for attempts of every purpose. Invariant: a trajectory has `kept`
 between the loss of an attempt and the launch of its next one.
 """
 
+from collections.abc import Collection
+
 from rollweave.core.policy.continuation import may_continue, surviving_version
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Kept, OnEngine, Stage, State, Trajectory
+from rollweave.core.state import ALIVE, Kept, Stage, State, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Continuation, Evict
 from rollweave.schema.work import Purpose
@@ -40,14 +42,20 @@ def keep(run: Run, trajectory: Trajectory) -> None:
         )
 
 
-def keep_if_sampled(run: Run, trajectory: Trajectory) -> None:
-    """Keep the attempt, whose worker was lost, if an engine has sampled tokens for it
-    or does so now, or if it continues another one. Call before its open turn is
-    released.
+def keep_if_recorded(
+    run: Run, trajectory: Trajectory, recorded: Collection[TrajectoryId] | None = None
+) -> None:
+    """Keep the attempt, whose worker was lost, if turns of it are recorded: its
+    trajectory is among `recorded`, or, where the world has not reported that, its
+    engines have reported tokens, or it continues another attempt. Call before its open
+    turn is released.
     """
-    turn = trajectory.turn
-    samples = turn is not None and isinstance(turn.place, OnEngine)
-    has_tokens = samples or trajectory.output_tokens > 0 or trajectory.continues
+    if recorded is not None:
+        has_tokens = trajectory.id in recorded
+    else:
+        turn = trajectory.turn
+        reported = trajectory.output_tokens + (turn.output_tokens if turn is not None else 0)
+        has_tokens = reported > 0 or trajectory.continues
     if trajectory.closing is None and has_tokens:
         keep(run, trajectory)
 

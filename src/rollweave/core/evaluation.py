@@ -52,12 +52,12 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     episodes = run.config.eval.final_episodes if final else run.config.eval.episodes
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
+    tasks.reverse()  # the next one is the last
     saved = run.state.checkpoints.newest == version
     publication_id = run.state.publication.id
     former = evaluations.suspended
     if former is not None:
-        wanted = version, final, len(tasks)
-        if (former.version, former.final, former.episodes) == wanted:
+        if (former.version, former.final, former.tasks) == (version, final, tasks):
             evaluations.current, evaluations.suspended = former, None
             former.publication_id, former.checkpointed = publication_id, saved
             return
@@ -66,7 +66,8 @@ def begin(run: Run, *, version: int, final: bool) -> None:
         version=version,
         final=final,
         publication_id=publication_id,
-        to_draw=tasks[::-1],
+        to_draw=list(tasks),
+        tasks=tasks,
         checkpointed=saved,
     )
 

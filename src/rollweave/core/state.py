@@ -467,6 +467,7 @@ class Evaluation(msgspec.Struct):
     version: int
     final: bool
     to_draw: list[tuple[str, int]]  # (task domain, task index), next one last
+    tasks: list[tuple[str, int]] = []  # all of them, in the same order
     publication_id: int = -1
     pending: dict[GroupId, None] = {}
     rewards: dict[str, list[float]] = {}
@@ -474,12 +475,6 @@ class Evaluation(msgspec.Struct):
     failed: dict[str, int] = {}
     started: bool = False  # engines serve `version`
     checkpointed: bool = False  # a checkpoint holds `version`
-
-    @property
-    def episodes(self) -> int:
-        """The number of its episodes: to be drawn, under way, scored and failed."""
-        scored = sum(len(rewards) for rewards in self.rewards.values())
-        return len(self.to_draw) + len(self.pending) + scored + sum(self.failed.values())
 
 
 class Phase(enum.StrEnum):

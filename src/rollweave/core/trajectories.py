@@ -64,7 +64,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     else:
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
         if event.stop_reason is StopReason.WORKER_LOST:
-            continuation.keep_if_sampled(run, trajectory)
+            continuation.keep_if_recorded(run, trajectory)
         end_attempt(run, trajectory, event.stop_reason, failure=event.error)
 
 

@@ -12,9 +12,12 @@ If the number of workers changes, `core/scaling` decides it. A worker of which t
 no need retires: it stops once its attempts are over, unless it is needed again before.
 """
 
+from collections.abc import Sequence
+
 from rollweave.core import attempts, bindings, continuation, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, State, Worker, WorkerStatus
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import RemoveWorker, RestartWorker
 from rollweave.schema.config.sections import WorkersConfig
 from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
@@ -46,7 +49,7 @@ def on_lost(run: Run, event: WorkerLost) -> None:
     worker = _find(run, event.worker_id, event.epoch)
     if worker is None:
         return
-    _end_attempts(run, worker, event.error, suspect=True)
+    _end_attempts(run, worker, event.error, event.recorded)
     if worker.status is WorkerStatus.RETIRING:
         run.warn(worker.id, f"lost while it retired: {event.error}", count="worker_lost")
         _stop(run, worker, "it was lost")
@@ -71,7 +74,7 @@ def advance(run: Run) -> None:
             worker.host not in up and worker.status not in PROCESSLESS
         ):
             reason = f"host {worker.host} was given up"
-            _end_attempts(run, worker, reason, suspect=False)
+            _end_attempts(run, worker, reason)
             if worker.status is WorkerStatus.RETIRING:
                 _stop(run, worker, reason)
             else:
@@ -176,15 +179,18 @@ def _stop(run: Run, worker: Worker, reason: str) -> None:
     run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
 
 
-def _end_attempts(run: Run, worker: Worker, error: str, *, suspect: bool) -> None:
-    """End the worker's attempts. With `suspect`, which is False if its host was lost,
-    each attempt that was running may be the cause.
+def _end_attempts(
+    run: Run, worker: Worker, error: str, recorded: Sequence[TrajectoryId] | None = None
+) -> None:
+    """End the worker's attempts. `recorded` are those of which turns are recorded, and
+    None if its host was lost: otherwise each attempt that was running may be the cause.
     """
+    known = set(recorded) if recorded is not None else None
     for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
         run.state.last_failure = f"{StopReason.WORKER_LOST}: {error}"
-        continuation.keep_if_sampled(run, trajectory)
+        continuation.keep_if_recorded(run, trajectory, known)
         attempts.release_turn(run, trajectory)
-        if suspect and trajectory.stage in ALIVE:
+        if known is not None and trajectory.stage in ALIVE:
             trajectories.suspect(run, trajectory)
         trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORKER_LOST)
 

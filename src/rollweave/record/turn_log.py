@@ -179,13 +179,15 @@ class TurnLog:
             self._lost.setdefault(attempt[0], []).append(attempt)
         self._tidy()
 
-    def lose(self, trajectory_id: TrajectoryId, number: int) -> None:
+    def lose(self, trajectory_id: TrajectoryId, number: int) -> bool:
         """Mark an attempt of this life as lost with its worker, and keep its records
-        until `release`, since it may be continued.
+        until `release`, since it may be continued. Return False if it has none.
         """
         attempt = (trajectory_id, number, self.life)
-        if attempt in self._where:
-            self._lost.setdefault(trajectory_id, []).append(attempt)
+        if attempt not in self._where:
+            return False
+        self._lost.setdefault(trajectory_id, []).append(attempt)
+        return True
 
     def take(self, trajectory_id: TrajectoryId, number: int) -> list[TurnRecord]:
         """Return the records of a lost attempt, which is continued. They stay on disk

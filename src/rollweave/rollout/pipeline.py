@@ -177,10 +177,11 @@ class Pipeline:
         if self._log is not None:
             self._log.forget(*key)
 
-    def _lost(self, trajectory_id: TrajectoryId, attempt: int) -> None:
-        """The attempt is lost with its worker; another one may continue it."""
-        if self._log is not None:
-            self._log.lose(trajectory_id, attempt)
+    def _lost(self, trajectory_id: TrajectoryId, attempt: int) -> bool:
+        """The attempt is lost with its worker. Return True if another one may continue
+        it, since turns of it are recorded.
+        """
+        return self._log is not None and self._log.lose(trajectory_id, attempt)
 
     def start_run(self, command: StartRun) -> None:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
@@ -277,25 +278,28 @@ class Pipeline:
         else:
             attempt.turns.withdraw(report.turn)
 
-    def lose_worker(self, worker: WorkerPort, error: str) -> None:
+    def lose_worker(self, worker: WorkerPort, error: str) -> tuple[TrajectoryId, ...]:
         """Store the ends of all attempts of a worker that is gone. No events are posted
-        for them: the core ends them when it receives the loss of the worker.
+        for them: the core ends them when it receives the loss of the worker. Return the
+        trajectories whose attempts may be continued.
 
         Raises DiskError.
         """
+        recorded = list[TrajectoryId]()
         for table in (self._attempts, self._rolled_out, self._evaluations):
             for attempt in [one for one in table.values() if one.worker is worker]:
                 del table[attempt.key]
                 attempt.turns.close()
-                if attempt.cancelled is None:
-                    self._lost(*attempt.key)
-                else:
+                if attempt.cancelled is not None:
                     self._is_over(attempt.key)
+                elif self._lost(*attempt.key):
+                    recorded.append(attempt.command.trajectory_id)
                 self._spans.episode_over(_lane(attempt.key))
                 if table is self._attempts:
                     self._append_loss(attempt.command, error)
                 else:
                     self._score(attempt, _loss(attempt.command, error))
+        return tuple(recorded)
 
     def _ended(self, attempt: _Attempt, report: AttemptEnded) -> None:
         """Store the record, then post the event."""

@@ -493,12 +493,14 @@ class WorkerJoined(TaggedStruct, frozen=True, kw_only=True):
 
 class WorkerLost(TaggedStruct, frozen=True, kw_only=True):
     """The process is gone or hangs. This one event ends all attempts that it had; their
-    ends are stored already.
+    ends are stored already. `recorded` names the trajectories whose attempts there have
+    turns on disk (record/turn_log.py), so that the next ones may continue them.
     """
 
     worker_id: str
     epoch: int
     error: str
+    recorded: tuple[TrajectoryId, ...] = ()
 
 
 # Relays.

@@ -98,6 +98,9 @@ class _Reader:
         self._engines: dict[EngineId, _Engine] = {}
         self._contexts: dict[TrajectoryId, int] = {}
         self._engine_of: dict[TrajectoryId, EngineId] = {}
+        # whose open turns' prompts another engine has computed, or tokens sampled
+        self._split: set[TrajectoryId] = set()
+        self._moved: set[TrajectoryId] = set()
         self._tokens = 0
         self._lengths: dict[TrajectoryId, int] = {}
         self._training: tuple[float, int] = (0.0, 0)
@@ -122,8 +125,8 @@ class _Reader:
                 self._loading[command.engine_id] = now
             case c.StartRun():
                 self._preparing[command.trajectory_id] = now
-            case c.StartTurn() if not command.prefill:
-                self._begin(now, command.trajectory_id, command.engine_id)
+            case c.StartTurn():
+                self._start(now, command)
             case c.AbortTurn() | c.CancelTrajectory():
                 self._leave(now, command.trajectory_id)
             case c.ResumeEngine():
@@ -134,13 +137,22 @@ class _Reader:
     def _engine(self, name: EngineId) -> _Engine:
         return self._engines.setdefault(name, _Engine())
 
-    def _begin(self, now: float, name: TrajectoryId, engine_id: EngineId) -> None:
+    def _start(self, now: float, command: c.StartTurn) -> None:
+        """Record the engine that samples the turn, and whether another one has begun
+        to: the turn's tokens are not all of this one then.
+        """
+        name = command.trajectory_id
+        if command.prefill:
+            self._split.add(name)
+            return
         self._leave(now, name)
-        engine = self._engine(engine_id)
+        engine = self._engine(command.engine_id)
         engine.charge(now)
         context = self._contexts.get(name, 0)
         engine.turns[name] = context, now, engine.turn_s, engine.context_s, engine.prompt_tokens
-        self._engine_of[name] = engine_id
+        self._engine_of[name] = command.engine_id
+        if command.dispatch != (name in self._split):
+            self._moved.add(name)
 
     def _leave(self, now: float, name: TrajectoryId) -> None:
         """Forget a turn that did not end by itself."""
@@ -152,7 +164,7 @@ class _Reader:
 
     def _learn(self, now: float, event: e.TurnDone) -> None:
         """Keep the turn's time, as `core/costs.learn_turn` does. Left out are turns
-        during which the engine loaded weights.
+        that have begun elsewhere, and those during which the engine loaded weights.
         """
         engine_id = self._engine_of.get(event.trajectory_id)
         if engine_id is None or event.replayed:
@@ -167,7 +179,8 @@ class _Reader:
         computed = max(0, context - event.cached_tokens)
         engine.prompt_tokens += computed
         elapsed, turn_s = now - since, engine.turn_s - turn_s
-        if since < engine.since or min(elapsed - event.queue_s, turn_s) <= 0:
+        moved = event.trajectory_id in self._moved
+        if moved or since < engine.since or min(elapsed - event.queue_s, turn_s) <= 0:
             return
         time = TurnTime(
             seconds=elapsed - event.queue_s,
@@ -188,6 +201,8 @@ class _Reader:
                 if since is not None:
                     timings.prepared.append(now - since)
                 self._contexts[event.trajectory_id] = event.context_tokens
+                self._split.discard(event.trajectory_id)
+                self._moved.discard(event.trajectory_id)
             case e.TurnDone():
                 self._tokens += event.output_tokens
                 self._learn(now, event)

@@ -273,15 +273,20 @@ class Rollouts:
             for key in [key for key in self._recorded if key[0] == trajectory_id]:
                 del self._recorded[key]
 
-    def lose_worker(self, worker: str) -> None:
-        """End the attempts of a worker that is gone, whose turns are recorded."""
+    def lose_worker(self, worker: str) -> tuple[TrajectoryId, ...]:
+        """End the attempts of a worker that is gone. Return the trajectories whose
+        attempts have recorded turns.
+        """
+        recorded = list[TrajectoryId]()
         reported = self._fleet.reported_tokens()
         for attempt in list(self._attempts.values()):
             if attempt.start.worker == worker:
-                self._record(attempt, reported)
+                if self._record(attempt, reported):
+                    recorded.append(attempt.start.trajectory_id)
                 if attempt.engine is not None:
                     self._fleet.abort(attempt.engine, attempt.key)
                 self._forget(attempt)
+        return tuple(recorded)
 
     def forget_all(self) -> None:
         """Drop everything in flight, which is lost with the controller.
@@ -302,9 +307,9 @@ class Rollouts:
         self._recorded = {key: self._recorded[key] for key in keys if key in self._recorded}
         return tuple(trajectory_id for trajectory_id, _ in self._recorded)
 
-    def _record(self, attempt: Attempt, reported: Mapping[EngineId, Mapping[str, int]]) -> None:
+    def _record(self, attempt: Attempt, reported: Mapping[EngineId, Mapping[str, int]]) -> bool:
         """Keep what is known of the attempt's turns; of a turn that is being replayed,
-        all that was recorded before.
+        all that was recorded before. Return False if that is nothing.
         """
         turns = max(attempt.turn, attempt.replays)
         tokens = attempt.kept_tokens if attempt.turn == turns else 0
@@ -314,10 +319,12 @@ class Rollouts:
             tokens = max(tokens, attempt.recorded_tokens)
         if turns < len(attempt.plan.turns):
             tokens = min(tokens, attempt.plan.turns[turns].output_tokens - 1)
-        if turns or tokens:
-            key = (attempt.start.trajectory_id, attempt.start.attempt)
-            version = max(attempt.version, attempt.start.initiated_version)
-            self._recorded[key] = Recorded(attempt.plan, turns, tokens, version)
+        if not (turns or tokens):
+            return False
+        key = (attempt.start.trajectory_id, attempt.start.attempt)
+        version = max(attempt.version, attempt.start.initiated_version)
+        self._recorded[key] = Recorded(attempt.plan, turns, tokens, version)
+        return True
 
     def _continued(self, command: c.StartInit) -> Recorded | None:
         """Return the record that the attempt continues. Tokens of versions are not

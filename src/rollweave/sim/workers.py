@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rollweave.record.trace import WORKERS, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema.base import TrajectoryId
 from rollweave.sim.clock import Clock
 
 START_S = 5.0
@@ -32,14 +33,16 @@ class Node:
 
 
 class SimWorkers:
-    """All workers. `on_gone` is called with the name of each process that ends."""
+    """All workers. `on_gone` is called with the name of each process that ends, and
+    returns the trajectories whose attempts there have recorded turns.
+    """
 
     def __init__(
         self,
         *,
         clock: Clock,
         post: Callable[[e.Event], None],
-        on_gone: Callable[[str], None],
+        on_gone: Callable[[str], tuple[TrajectoryId, ...]],
         trace: Trace | None,
     ) -> None:
         self._clock, self._post, self._on_gone, self._trace = clock, post, on_gone, trace
@@ -66,8 +69,8 @@ class SimWorkers:
     def lose(self, name: str, error: str) -> None:
         """Kill a worker."""
         node = self.nodes[name]
-        self._end(name)
-        self._post(e.WorkerLost(worker_id=name, epoch=node.epoch, error=error))
+        recorded = self._end(name)
+        self._post(e.WorkerLost(worker_id=name, epoch=node.epoch, error=error, recorded=recorded))
 
     def lose_host(self, number: int, error: str) -> None:
         """Kill the workers of a host."""
@@ -94,11 +97,12 @@ class SimWorkers:
         self._post(e.WorkerJoined(worker_id=node.id, epoch=node.epoch))
         self._send_draws()
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str) -> tuple[TrajectoryId, ...]:
         node = self.nodes.pop(name, None)
-        if node is not None:
-            self._clock.cancel(node.ticket)
-            self._on_gone(name)
+        if node is None:
+            return ()
+        self._clock.cancel(node.ticket)
+        return self._on_gone(name)
 
     def _send_draws(self) -> None:
         if any(node.up for node in self.nodes.values()):

@@ -17,7 +17,7 @@ from rollweave.rollout.pipeline import Pipeline
 from rollweave.runtime.links.worker import OnReport, WorkerLink
 from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.base import GroupId
+from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, RemoveWorker, RestartWorker, Warn
 from rollweave.schema.events import (
     DrawFailed,
@@ -198,22 +198,30 @@ class WorkerSupervisor:
 
     def _on_lost(self, worker: WorkerProcess, error: Exception | str) -> None:
         self._trace.instant(WORKERS, worker.name, "lost", self._clock())
-        self._forsake(worker, str(error))
-        self._post(WorkerLost(worker_id=worker.name, epoch=worker.epoch, error=str(error)))
+        recorded = self._forsake(worker, str(error))
+        self._post(
+            WorkerLost(
+                worker_id=worker.name, epoch=worker.epoch, error=str(error), recorded=recorded
+            )
+        )
 
-    def _forsake(self, worker: WorkerProcess | None, reason: str) -> None:
-        """End the worker's attempts, and assign its draws to others."""
+    def _forsake(self, worker: WorkerProcess | None, reason: str) -> tuple[TrajectoryId, ...]:
+        """End the worker's attempts, and assign its draws to others. Return the
+        trajectories whose attempts may be continued.
+        """
+        recorded: tuple[TrajectoryId, ...] = ()
         if worker is None:
-            return
+            return recorded
         worker.retired, worker.images = True, ()
         self._asking.pop(worker.key, None)
         self._send_grants(self._images.on_lost(worker.key))
         if worker.link is not None:
-            self._pipeline.lose_worker(worker.link, reason)
+            recorded = self._pipeline.lose_worker(worker.link, reason)
         for draw in self._draws.values():
             if draw.worker is worker:
                 draw.worker = None
         self._assign_draws()
+        return recorded
 
     def _send_grants(self, grants: Grants) -> None:
         for key, grant in grants:
