@@ -46,6 +46,7 @@ BENCHES = {
     "rewards": "rewards.bench:bench_rewards",
     "workers": "workers.bench:bench_workers",
     "elastic": "workers.elastic:bench_elastic",
+    "coserve": "coserve.bench:bench_coserve",
     "dapo": "dapo.bench:bench_dapo",
     "tools": "tools:bench_tools",
     "sandbox": "sandbox.bench:bench_sandbox",

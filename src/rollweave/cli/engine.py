@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ REPLY_S = 60.0
 
 SHUTDOWN_S = 1.0
 """Maximum seconds for requests that are under way when the engine ends."""
+
+TAKE_BACK = signal.SIGUSR1
+"""Signal by which an operator takes a lent engine back."""
 
 RESOURCE = "serving"
 JOIN_S = 600.0
@@ -259,7 +263,7 @@ async def _serve(
 @contextlib.asynccontextmanager
 async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
     """Lend to the run of the agent's controller. Its end, or a refusal, is reported and
-    has no other consequence.
+    has no other consequence. `TAKE_BACK` ends the loan at once.
     """
 
     async def lend(agent: HostAgent) -> None:
@@ -270,13 +274,23 @@ async def _lent(agent: HostAgent | None) -> AsyncIterator[None]:
             why = str(error) if isinstance(error, HostError) else f"{type(error).__name__}: {error}"
             err.print(f"the engine is not lent, and still serves: {why}", markup=False)
 
-    task = None if agent is None else asyncio.create_task(lend(agent), name="lend")
+    if agent is None:
+        yield
+        return
+    task = asyncio.create_task(lend(agent), name="lend")
+
+    def take_back() -> None:
+        if task.cancel():
+            err.print("the engine is taken back, and still serves", soft_wrap=True)
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(TAKE_BACK, take_back)
     try:
         yield
     finally:
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        loop.remove_signal_handler(TAKE_BACK)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

@@ -579,6 +579,8 @@ class EngineLoop:
             state.version_starts.append((len(state.logprobs), self._version))
         state.entry.tokens.append(token)
         state.logprobs.append(logprob)
+        if not state.first_token_s:
+            state.first_token(self._clock())
         try:
             stopped = state.ends_with(token)
         except Exception as error:

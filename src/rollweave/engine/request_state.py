@@ -29,12 +29,14 @@ class RequestState:
     """
 
     __slots__ = (
+        "_arrived",
         "_generate_s",
         "_queue_s",
         "_slot_since",
         "_waiting_since",
         "deadline",
         "entry",
+        "first_token_s",
         "limit",
         "logprobs",
         "prompt_logprobs",
@@ -78,6 +80,9 @@ class RequestState:
         """True if it has ever had a slot."""
         self.deadline = math.inf
         """The time on the step clock at which its budget ends, if it keeps its slot."""
+        self._arrived = now
+        self.first_token_s = 0.0
+        """Seconds from its arrival to the first token sampled here."""
         self._queue_s = self._generate_s = 0.0
         self._waiting_since = now
         self._slot_since: float | None = None
@@ -121,6 +126,10 @@ class RequestState:
         return token in self.stop_ids or (
             self.stop_strings is not None and self.stop_strings.feed(token)
         )
+
+    def first_token(self, now: float) -> None:
+        """Record that the first token is sampled."""
+        self.first_token_s = now - self._arrived
 
     def add_scores(self, start: int, logprobs: list[float]) -> None:
         """Record the log-probs of the prompt's tokens from position `start` on, which
@@ -193,6 +202,7 @@ class RequestState:
             cached_tokens=min(self.entry.cached or 0, self.prompt_tokens),
             queue_s=self.queue_s(now),
             generate_s=self.generate_s(step_clock),
+            first_token_s=self.first_token_s,
             preemptions=self.entry.preemptions,
             resumed_tokens=len(self.request.resumed.tokens)
             if self.request.resumed is not None

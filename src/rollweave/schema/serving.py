@@ -151,6 +151,8 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
 
     `queue_s` is the time without a slot, before the first one and while preempted;
     `generate_s` is the time in a slot while the engine was not suspended.
+    `first_token_s` is the time from the request's arrival to its first token, 0 if the
+    engine does not say.
     `resumed_tokens` of the tokens were in the request; it is 0 if an engine that cannot
     resume started the turn over. With `text_only` the engine returned text alone: the
     tokens are encoded from it, the log-probs are 0, and it is never trained on.
@@ -168,6 +170,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     queue_s: float = 0.0
     generate_s: float = 0.0
+    first_token_s: float = 0.0
     preemptions: int = 0
     resumed_tokens: int = 0
     text_only: bool = False

@@ -1,0 +1,131 @@
+"""The run that borrows the serving engine: real training on the fixed frozen lake, with
+an engine of its own beside the lent one.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.cluster.run import ClusterRun
+from benchmarks.coserve.serving_engine import ROOT
+from benchmarks.soak.run_under_test import die_with_us, source_path
+from rollweave.schema.config.root import RunConfig
+
+JOIN_S = 120.0
+"""Maximum seconds until the hosts have joined the run."""
+
+END_S = 120.0
+"""Maximum seconds for the run to end once it was asked to."""
+
+NICE = 10
+"""Niceness of the run's processes: the load generator beside them is on time."""
+
+ENDLESS_STEPS = 1_000_000
+
+GROUPS, MEMBERS, TURN_TOKENS = 4, 8, 48
+
+
+def configuration(directory: Path, port: int, **sections: Any) -> RunConfig:
+    """Return the configuration of a run that waits for its own host and for the one
+    that lends at this port. `sections` come in addition.
+    """
+    engine = {"max_slots": 32, "kv_tokens": 8192}
+    return RunConfig.model_validate(
+        {
+            "run": {
+                "name": "borrower",
+                "dir": str(directory),
+                "steps": ENDLESS_STEPS,
+                "checkpoint_every": 0,
+                "sinks": [],
+            },
+            "model": {"scratch": {"hidden": 64, "layers": 2}, "device": "cpu"},
+            "cluster": {"address": f"127.0.0.1:{port}", "hosts": 2, "join_s": JOIN_S},
+            "pools": {"own": {"resource": "own"}, "serving": {"resource": "serving"}},
+            "tasks": [
+                {
+                    "env": "frozenlake",
+                    "options": {"maps": "fixed"},
+                    "max_turns": 16,
+                    "max_tokens": 1024,
+                    "max_turn_tokens": TURN_TOKENS,
+                }
+            ],
+            "rollout": {
+                "groups_per_step": GROUPS,
+                "group_size": MEMBERS,
+                "max_running": 3 * GROUPS * MEMBERS,
+            },
+            "trainer": {"pool": "own"},
+            "engines": [
+                {**engine, "pool": "own", "max_slots": 4},
+                {**engine, "pool": "serving"},
+            ],
+            "eval": {"final_episodes": 0},
+            **sections,
+        }
+    )
+
+
+class BorrowingRun(ClusterRun):
+    """A run and the agent of its own host. As a context it is started."""
+
+    def __init__(self, directory: Path, **sections: Any) -> None:
+        self.port = _free_port()
+        super().__init__(configuration(directory, self.port, **sections))
+        self._directory = directory
+
+    @property
+    def address(self) -> str:
+        """The address to which engines are lent."""
+        return f"127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.start()
+        os.setpriority(os.PRIO_PROCESS, self.pid, NICE)
+        paths = os.pathsep.join((str(ROOT), source_path()))
+        with (self._directory / "agent.out").open("wb") as output:
+            self._agent = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "rollweave.cli.main", "host"),
+                    *("--join", self.address, "--name", "own", "--resource", "own"),
+                    *("--join-s", f"{JOIN_S:g}"),
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_us,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            )
+        os.setpriority(os.PRIO_PROCESS, self._agent.pid, NICE)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._agent.wait(END_S)
+        self._agent.kill()
+        self._agent.wait()
+
+    @property
+    def output(self) -> str:
+        """The output of the run and of its host's agent."""
+        return self._output.read_text() + (self._directory / "agent.out").read_text()
+
+    def ended(self) -> dict[str, Any]:
+        """End the run in order, and return its summary.
+
+        Raises RollweaveError where it fails.
+        """
+        return self.stop(END_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
