@@ -165,8 +165,6 @@ def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = Non
     for name, value in (("--ttft-ms", lending.ttft_ms), ("--tpot-ms", lending.tpot_ms)):
         if not 0 < value < math.inf:
             raise ConfigError(f"{name} must be positive and finite, got {value:g}")
-    if spec.device not in ("auto", "cpu"):
-        raise ConfigError(f"--device must be cpu with --lend, got {spec.device!r}")
     agent = agent_for(lending.joining)
     with temporary_folder("rollweave-lending-") as folder:
         path = str(folder / "socket")
@@ -182,7 +180,7 @@ def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = Non
         os.environ[LENT_SOCKET] = lend.socket  # of the processes that the agent starts
         # the agent changes the working directory
         model = str(Path(spec.model).absolute())
-        lent = msgspec.structs.replace(spec, model=model, device="cpu", lend=lend)
+        lent = msgspec.structs.replace(spec, model=model, lend=lend)
         asyncio.run(_serve(lent, access, token, notice, agent))
 
 

@@ -1,7 +1,6 @@
 """Two models in one process: what serving clients and the borrower see."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,31 +11,24 @@ import pytest
 import torch
 
 from rollweave.engine.coserving.executor import CoServing
-from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
-    Add,
-    EngineCommand,
     EngineFatal,
     EngineReply,
     EngineSpec,
     FinishReason,
-    Generated,
-    GenerateRequest,
-    GenerateResult,
     LendSpec,
     Load,
     Loaded,
     Ready,
-    Sampling,
     Shutdown,
     Suspend,
 )
 from rollweave.schema.weights import WeightManifest
 from tests.support.engines import manifest
+from tests.support.lending import WAIT_S, Borrower, Replies, asks
 from tests.support.tiny_models import build, oracle_greedy, save
 
-WAIT_S = 30.0
 PAGE = 16_384
 
 
@@ -48,56 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, to
         save(model, directory)
         found[kind] = (directory, model)
     return found
-
-
-class Replies:
-    """Replies of an engine, for which another thread waits."""
-
-    def __init__(self) -> None:
-        self._all: list[EngineReply] = []
-        self._changed = threading.Condition()
-
-    def put(self, reply: EngineReply) -> None:
-        with self._changed:
-            self._all.append(reply)
-            self._changed.notify_all()
-
-    def wait_for(self, kind: type[EngineReply], count: int = 1) -> list[EngineReply]:
-        def found() -> list[EngineReply]:
-            return [reply for reply in self._all if isinstance(reply, kind)]
-
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(found()) >= count, WAIT_S), self._all
-            return found()
-
-    def results(self, count: int) -> dict[str, GenerateResult]:
-        done = self.wait_for(Generated, count)
-        return {reply.result.id: reply.result for reply in done if isinstance(reply, Generated)}
-
-
-class Borrower:
-    """The other end of a loan."""
-
-    def __init__(self, path: str, spec: EngineSpec) -> None:
-        self.replies = Replies()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
-        self.send(spec)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def send(self, value: EngineSpec | EngineCommand) -> None:
-        self._socket.sendall(b"".join(frame(encode(value))))
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _read(self) -> None:
-        decoder, reply_of = FrameDecoder(), decoder_of(EngineReply)
-        with contextlib.suppress(OSError):
-            while data := self._socket.recv(1 << 16):
-                for payload in decoder.feed(data):
-                    self.replies.put(reply_of(payload))
 
 
 class Lender:
@@ -139,16 +81,6 @@ def lending(
         lender.executor.post(Shutdown())
         lender.thread.join(WAIT_S)
         assert not lender.thread.is_alive()
-
-
-def asks(name: str, *, tokens: int = 8, prompt: int = 9, first: int = 0) -> Add:
-    return Add(
-        request=GenerateRequest(
-            id=name,
-            tokens=tuple(1 + (first + at) % 90 for at in range(prompt)),
-            sampling=Sampling(temperature=0, max_tokens=tokens),
-        )
-    )
 
 
 def borrowed(model: Path, *, kv_tokens: int = 1024) -> EngineSpec:

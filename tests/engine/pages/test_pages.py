@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from rollweave.engine.pages.base import PageDriver, PagePool
 from rollweave.engine.pages.cuda import CudaPages
+from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.pages.mmap import MmapPages
-from rollweave.schema.errors import PagesError
+from rollweave.schema.errors import ConfigError, PagesError
 
 PAGE = 8192
 
@@ -214,3 +215,18 @@ def test_page_sizes_and_counts_are_checked(make: Callable[[], PageDriver]) -> No
     pool.close()
     with pytest.raises(ValueError, match="page_bytes must be a multiple of the system's page"):
         MmapPages(100)
+
+
+def test_a_device_has_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(driver_of(torch.device("cpu"), PAGE), MmapPages)
+    gpu, current = torch.device("cuda:1"), list[torch.device]()
+    module = "cuda.bindings.driver"
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match="unless cuda-bindings is installed, got cuda:1"):
+        driver_of(gpu, PAGE)
+    monkeypatch.setitem(sys.modules, module, StandIn())
+    monkeypatch.setattr("rollweave.engine.pages.drivers.make_current", current.append)
+    pages = driver_of(gpu, PAGE)
+    assert isinstance(pages, CudaPages)
+    assert (pages.page_bytes, current) == (2 << 20, [gpu])
+    pages.close()

@@ -30,7 +30,7 @@ from rollweave.engine.coserving.sharing import LEASES_S, SharedPages
 from rollweave.engine.coserving.tenant import Tenant
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.pages.base import PagePool
-from rollweave.engine.pages.mmap import MmapPages
+from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.io.device import device_named
 from rollweave.schema.errors import ConfigError
@@ -74,7 +74,9 @@ class CoServing:
         end_s: float = END_S,
     ) -> None:
         assert spec.lend is not None, "an engine that does not lend"
-        self.spec, self.lend, self._reply, self._clock = spec, spec.lend, reply, clock
+        # the kernel that reads KV in place is first compared on blocks without pages
+        self.spec = msgspec.structs.replace(spec, paged_attention=False)
+        self.lend, self._reply, self._clock = spec.lend, reply, clock
         self._make_budget = budget
         self._slo = Slo(ttft_s=spec.lend.ttft_s, tpot_s=spec.lend.tpot_s)
         self._wake = threading.Condition()
@@ -91,7 +93,7 @@ class CoServing:
         self._rollout_busy_s = self._activation_s = 0.0
         self._rollout_at = clock()
         self._serving_loop = EngineLoop(
-            spec,
+            self.spec,
             self._serving_reply,
             clock=clock,
             wake=self._wake,
@@ -160,9 +162,8 @@ class CoServing:
             self._serving_loop.close()
 
     def _build(self) -> None:
-        if device_named(self.spec.device).type != "cpu":
-            raise ConfigError("--device must be cpu with --lend: pages of a GPU were never run")
-        torch.set_num_threads(self.spec.threads)
+        if device_named(self.spec.device).type == "cpu":
+            torch.set_num_threads(self.spec.threads)
         self._serving_loop.build()
         assert isinstance(self._serving_loop.runner.pool, MappedPool)
         self._serving = serving = Tenant(self._serving_loop, self._serving_loop.runner.pool)
@@ -207,14 +208,15 @@ class CoServing:
 
     def _serving_pool(self, shape: ModelShape, **options: Any) -> MappedPool:
         blocks, dtype = options["blocks"], options["dtype"]
+        driver = driver_of(options["device"], self.lend.page_bytes)
         size, layer_pages = group_size(
             shape,
             block_tokens=options["block_tokens"],
             dtype=dtype,
-            page_bytes=self.lend.page_bytes,
+            page_bytes=driver.page_bytes,
         )
         groups = max(1, -(-blocks // size))
-        self._pages = PagePool(MmapPages(self.lend.page_bytes), groups * layer_pages * shape.layers)
+        self._pages = PagePool(driver, groups * layer_pages * shape.layers)
         return MappedPool(
             self._pages,
             shape,
@@ -301,14 +303,19 @@ class CoServing:
     def _tenant(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> Tenant:
         if spec.released:
             raise ConfigError(COLOCATED)
-        spec = msgspec.structs.replace(spec, profile=False)  # it would use all blocks
+        spec = msgspec.structs.replace(
+            spec,
+            device=self.spec.device,
+            profile=False,  # it would use all blocks
+            paged_attention=False,
+        )
         shape = read_shape(Path(spec.model))
         dtype = getattr(torch, spec.dtype)
         size, layer_pages = group_size(
             shape,
             block_tokens=spec.block_tokens,
             dtype=dtype,
-            page_bytes=self.lend.page_bytes,
+            page_bytes=self._pages.driver.page_bytes,
         )
         group_pages = layer_pages * shape.layers
         groups = min(

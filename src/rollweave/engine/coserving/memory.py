@@ -62,13 +62,14 @@ class MappedPool(PagedPool):
             device=device,
             dtype=dtype,
         )
-        self.map(0)
 
     def _memory(self, blocks: int) -> torch.Tensor:
         if not blocks:
             for group in list(self.mapped):
                 self.unmap(group)
             return super()._memory(0)
+        if 0 not in self.mapped:
+            self.map(0)
         flat = self._range.tensor().view(self._dtype)
         return flat.view(self._layers, blocks * self.block_tokens, self.width)
 

@@ -39,8 +39,8 @@ class PageDriver(Protocol):
         """Free a range in which nothing is mapped."""
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes of a range, [nbytes] of uint8. Reading those that are not
-        mapped ends the process.
+        """Return the bytes of a range, [nbytes] of uint8, whose first page is mapped: a
+        GPU is recognized by it. Reading those that are not mapped ends the process.
         """
 
     def close(self) -> None:
@@ -116,7 +116,9 @@ class PageRange:
         yield from self._mapped.items()
 
     def tensor(self) -> torch.Tensor:
-        """Return the bytes of the range, [pages * page bytes] of uint8."""
+        """Return the bytes of the range, [pages * page bytes] of uint8. Its first page
+        must be mapped.
+        """
         return self._pool.driver.tensor(self.address, self.pages * self._bytes)
 
     def map(self, place: int) -> None:

@@ -1,5 +1,6 @@
 """Pages of a GPU's memory, by the driver's virtual memory management
-(`cuda.bindings.driver`). **This was not run on a GPU.**
+(`cuda.bindings.driver`). **This was not run on a GPU**: `tests/gpu/test_lending.py`
+does, where there is one.
 """
 
 from collections.abc import Sequence
