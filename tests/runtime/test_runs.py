@@ -58,6 +58,9 @@ def test_a_run_writes_all_its_results(tmp_path: Path) -> None:
         "staleness_max": summary.staleness_max,
     }
     assert summary.staleness_max <= config.rollout.alpha
+    status = json.loads((run_dir(config) / "status.json").read_text())
+    assert (status["ended"], status["phase"], status["step"]) == (True, "finished", 4)
+    assert status["waits"] == []
     steps = lines(config, "step")
     assert [line["step"] for line in steps] == [0, 1, 2, 3]
     assert sum(sum(line["staleness"].values()) for line in steps) == 16

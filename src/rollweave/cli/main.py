@@ -602,6 +602,24 @@ def report(run: Run) -> None:
 
 
 @app.command()
+def ui(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="A directory of runs, or one run; by default runs/."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
+    ] = 8400,
+    token_env: TokenEnv = None,
+) -> None:
+    """Show the runs in DIR in a browser on this machine, as they proceed."""
+    with errors_reported():
+        from rollweave.cli.ui import ui as work
+
+        work(directory, port=port, token_env=token_env)
+
+
+@app.command()
 def bench(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}.")

@@ -7,7 +7,7 @@ possible. It has no clock, no randomness, no I/O: the same events at the same ti
 the same commands, in a live run, in its replay from the journal, and in simulation.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -38,13 +38,16 @@ from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
 from rollweave.core.pacing import IndependentPacing, SharedPacing
 from rollweave.core.policy.experience import Rule
+from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, State
+from rollweave.core.status import status
 from rollweave.schema import events as e
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
 from rollweave.schema.packing import packed
+from rollweave.schema.status import RunStatus
 
 
 class Core:
@@ -106,6 +109,12 @@ class Core:
         elif not self.finished:
             _use_what_is_possible(run)
         return run.out
+
+    def status(self, now: float, waits: Iterable[Wait] = ()) -> RunStatus:
+        """Return what works at time `now`, and what waits for what. `waits` are those
+        for components (`core/waits`).
+        """
+        return status(self._run, now, waits)
 
     def account(self) -> Account:
         """The account of all training trajectories."""

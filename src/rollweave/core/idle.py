@@ -30,13 +30,13 @@ def charge(run: Run) -> None:
             idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed * count
     waiting = len(fleet.loads) - fleet.busy
     if waiting:
-        cause = _cause_of_waiting(run)
+        cause = cause_of_waiting(run)
         idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed * waiting
     cause = _trainer_cause(run)
     idle.trainer[cause] = idle.trainer.get(cause, 0.0) + elapsed
 
 
-def _cause_of_waiting(run: Run) -> str:
+def cause_of_waiting(run: Run) -> str:
     """The reason why serving engines have no turns."""
     state = run.state
     if state.pools.init or len(state.pools.run) > run.fleet.active + len(state.turns.queue):

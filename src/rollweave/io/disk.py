@@ -112,9 +112,9 @@ class AppendFile:
             self._fd = -1
 
 
-def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write `content` to `path` atomically, and sync it to the disk. Raises DiskError;
-    `path` is then unchanged.
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666, synced: bool = True) -> None:
+    """Write `content` to `path` atomically, and sync it to the disk if `synced`. Raises
+    DiskError; `path` is then unchanged.
 
     `mode` is as for `open(2)`: the umask applies.
     """
@@ -125,14 +125,16 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
             with open(new, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if synced:
+                    os.fsync(file.fileno())
             new.replace(path)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
     # `path` is replaced, but some file systems cannot sync a directory.
     with contextlib.suppress(OSError):
-        sync(path.parent)
+        if synced:
+            sync(path.parent)
 
 
 def replace_directory(path: Path, new: Path) -> None:

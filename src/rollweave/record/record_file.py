@@ -72,14 +72,41 @@ class RecordFormat:
         whole = check == self._check(nbytes, kind, offset) and len(payload) == nbytes
         return payload if whole and xxhash.xxh3_64_intdigest(payload) == digest else None
 
-    def scan(self, path: Path) -> Iterator[Record]:
-        """Yield the complete records of a file, in order, up to its torn tail.
+    def scan(self, path: Path, *, start: int = 0) -> Iterator[Record]:
+        """Yield the complete records of a file, in order, up to its torn tail; with
+        `start`, the end of an earlier record, only those that follow it.
 
         Raises CorruptJournalError, OSError.
         """
-        data = path.read_bytes()
-        if self._is_torn_header(data):
-            return
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+        if start == 0:
+            if self._is_torn_header(data):
+                return
+            self._check_header(path, data)
+        offset, view = max(start, HEADER.size), memoryview(data)
+        while offset + HEAD.size <= start + len(data):
+            at = offset - start
+            nbytes, kind, check, digest = HEAD.unpack_from(data, at)
+            at += HEAD.size
+            if check != self._check(nbytes, kind, offset) or kind not in self.kinds:
+                if not _blank(data, at):
+                    raise self.damaged(path, offset, f"record at byte {offset} is damaged")
+                return
+            end = at + nbytes
+            if end > len(data):
+                return
+            if xxhash.xxh3_64_intdigest(view[at:end]) != digest:
+                if not (_blank(data, end) and _unwritten(view[at:end])):
+                    raise self.damaged(
+                        path, offset, f"record at byte {offset} does not match its checksum"
+                    )
+                return
+            yield Record(offset=offset, end=start + end, kind=kind, payload=data[at:end])
+            offset = start + end
+
+    def _check_header(self, path: Path, data: bytes) -> None:
         magic, version = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"", 0)
         if magic != self.magic:
             raise self.damaged(path, 0, f"is not {self.name} at byte 0")
@@ -88,25 +115,6 @@ class RecordFormat:
                 f"{path}: schema version must be {self.version}, got {version} (byte "
                 f"{len(self.magic)})"
             )
-        offset, view = HEADER.size, memoryview(data)
-        while offset + HEAD.size <= len(data):
-            nbytes, kind, check, digest = HEAD.unpack_from(data, offset)
-            start = offset + HEAD.size
-            if check != self._check(nbytes, kind, offset) or kind not in self.kinds:
-                if not _blank(data, start):
-                    raise self.damaged(path, offset, f"record at byte {offset} is damaged")
-                return
-            end = start + nbytes
-            if end > len(data):
-                return
-            if xxhash.xxh3_64_intdigest(view[start:end]) != digest:
-                if not (_blank(data, end) and _unwritten(view[start:end])):
-                    raise self.damaged(
-                        path, offset, f"record at byte {offset} does not match its checksum"
-                    )
-                return
-            yield Record(offset=offset, end=end, kind=kind, payload=data[start:end])
-            offset = end
 
     def complete_bytes(self, path: Path) -> int:
         """Return the length of the header and all complete records; 0 without a file or

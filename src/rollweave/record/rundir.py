@@ -40,6 +40,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.trace = path / "trace.json"
         self.summary = path / "summary.json"
+        self.status = path / "status.json"
         self.lock = path / "lock"
         self.control = path / "control.sock"
         self.token = path / "token"
@@ -125,6 +126,7 @@ class RunDir:
             self.config,
             self.identity,
             self.summary,
+            self.status,
             self.report,
             self.control,
             self.token,

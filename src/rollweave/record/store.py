@@ -140,19 +140,21 @@ def unscored_attempts(entries: Iterable[StoredAttempt]) -> list[StoredAttempt]:
 def stored_bytes(directory: Path) -> int:
     """Count the bytes of records in a store, even if it cannot be opened."""
     return sum(
-        max(0, _segment_path(directory, number).stat().st_size - HEADER.size)
-        for number in _segments(directory)
+        max(0, segment_path(directory, number).stat().st_size - HEADER.size)
+        for number in segments(directory)
     )
 
 
-def _segment_path(directory: Path, number: int) -> Path:
+def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of a segment."""
     return directory / f"{number:06d}.bin"
 
 
-def _segments(directory: Path) -> list[int]:
+def segments(directory: Path) -> list[int]:
+    """Return the numbers of the segments of a store, ascending."""
     paths = {path for path in directory.glob("*.bin") if path.stem.isdecimal()}
     numbers = {int(path.stem) for path in paths}
-    return sorted(number for number in numbers if _segment_path(directory, number) in paths)
+    return sorted(number for number in numbers if segment_path(directory, number) in paths)
 
 
 def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> int:
@@ -161,7 +163,7 @@ def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> i
 
     Raises CorruptJournalError for damage; `keys` then has the records before it.
     """
-    path = _segment_path(directory, number)
+    path = segment_path(directory, number)
     end = SEGMENT.header_bytes(path)
     for record in SEGMENT.scan(path):
         try:
@@ -198,11 +200,11 @@ def _must_be_complete(path: Path, end: int) -> None:
         raise SEGMENT.damaged(path, end, f"record at byte {end} was cut off")
 
 
-def _read(directory: Path, entry: StoredAttempt) -> Trajectory:
-    """Read an attempt. Raises OSError, and CorruptJournalError for a record that
-    differs from what was written.
+def read_attempt(directory: Path, entry: StoredAttempt) -> Trajectory:
+    """Read an attempt with its tokens and score. Raises OSError, and
+    CorruptJournalError for a record that differs from what was written.
     """
-    path = _segment_path(directory, entry.segment)
+    path = segment_path(directory, entry.segment)
     start = entry.offset - HEAD.size
     with path.open("rb", buffering=0) as file:
         record = os.pread(file.fileno(), HEAD.size + entry.nbytes, start)
@@ -262,7 +264,7 @@ class TrajectoryStore:
         self._segment_bytes = segment_bytes
         self._index: dict[TrajectoryId, StoredAttempt] = {}
         self._floor = directory / "floor"
-        numbers = _segments(directory)
+        numbers = segments(directory)
         self._segment = numbers[-1] if numbers else 0
         self.torn = 0
         """Number of bytes of an incomplete last record, cut off because its writer
@@ -271,14 +273,14 @@ class TrajectoryStore:
         end_of_newest, floor = 0, _floor(self._floor)
         expected = range(floor, max([floor, *numbers]) + 1)
         self.absent = [
-            _segment_path(directory, number).name for number in expected if number not in numbers
+            segment_path(directory, number).name for number in expected if number not in numbers
         ]
         """Names of the missing segments from the floor on."""
         for number in [number for number in numbers if number >= floor or number == self._segment]:
             keys: list[StoredAttempt | Scored] = []
             end = _scan(directory, number, keys)
             self._enter(keys)
-            path = _segment_path(directory, number)
+            path = segment_path(directory, number)
             if number == self._segment:
                 end_of_newest, self.torn = end, path.stat().st_size - end
             else:
@@ -346,7 +348,7 @@ class TrajectoryStore:
 
         This may run on another thread than the other methods.
         """
-        return [_read(self._directory, entry) for entry in entries]
+        return [read_attempt(self._directory, entry) for entry in entries]
 
     def get(self, ids: Iterable[TrajectoryId]) -> list[Trajectory]:
         """Find and read trajectories."""
@@ -372,9 +374,9 @@ class TrajectoryStore:
         """
         floor = self._oldest()
         for number in [
-            number for number in _segments(self._directory) if number < floor and number not in kept
+            number for number in segments(self._directory) if number < floor and number not in kept
         ]:
-            path = _segment_path(self._directory, number)
+            path = segment_path(self._directory, number)
             with writing(path):
                 path.unlink(missing_ok=True)
 
@@ -420,7 +422,7 @@ class TrajectoryStore:
                 entry.score = key
 
     def _open(self, number: int, end: int) -> AppendFile:
-        file = AppendFile(_segment_path(self._directory, number), keep=end, header=SEGMENT.header)
+        file = AppendFile(segment_path(self._directory, number), keep=end, header=SEGMENT.header)
         self._segment = number
         return file
 
@@ -446,13 +448,13 @@ class TrajectoryReader:
         self.entries: list[StoredAttempt] = []
         self.damaged: list[str] = []
         last: dict[tuple[TrajectoryId, int], StoredAttempt] = {}
-        numbers = _segments(directory)
+        numbers = segments(directory)
         for number in numbers:
             keys: list[StoredAttempt | Scored] = []
             try:
                 end = _scan(directory, number, keys)
                 if number != numbers[-1]:  # a running controller may still append to the newest
-                    _must_be_complete(_segment_path(directory, number), end)
+                    _must_be_complete(segment_path(directory, number), end)
             except CorruptJournalError as error:
                 self.damaged.append(error.problem)
             for key in keys:
@@ -464,4 +466,4 @@ class TrajectoryReader:
 
     def load(self, entry: StoredAttempt) -> Trajectory:
         """Return the attempt with its tokens and score."""
-        return _read(self._directory, entry)
+        return read_attempt(self._directory, entry)

@@ -370,6 +370,7 @@ class _Start:
             metrics=metrics,
             progress=self._progress,
             control=self._run.control,
+            status=self._run.status,
             draw=source.draw,
             make_trainer=processes.trainer,
             open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),

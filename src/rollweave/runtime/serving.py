@@ -6,15 +6,19 @@ announced.
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import Protocol
 
 from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.waits import waits
 from rollweave.runtime.effects import TRAINING_ONLY, Effects, Handlers, prediction_handlers
+from rollweave.runtime.status import StatusFile
 from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
 from rollweave.runtime.wiring import RolloutRuntime, Wiring
 from rollweave.schema import commands as c
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import RunStarted, StopRequested, WorldLost
+from rollweave.schema.status import RunStatus
 
 COMPACT_BYTES = 4 << 20
 """Minimum growth of the journal before it is replaced by a snapshot, in bytes: some
@@ -44,8 +48,11 @@ class ServiceWorld:
         *,
         sink: ResultSink,
         open_predictor: OpenPredictor,
+        status: Path,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
+        """`status` is the path of the status file."""
+        self._clock, self._status = wiring.clock.now, StatusFile(status, self._now)
         self.core, self._journal = wiring.core, wiring.journal
         self._compact_bytes = compact_bytes
         self._rollouts = RolloutRuntime(wiring, execute=self._execute, warn=sink.warned)
@@ -76,14 +83,20 @@ class ServiceWorld:
                 rollouts.workers.start(first.workers)
                 if self._predicts:
                     self._predictor.start()
+                rollouts.tasks.spawn(self._status.keep(), "keep the status file")
                 await self.pump.run()
                 await asyncio.gather(rollouts.engines.close(), rollouts.workers.close())
                 with contextlib.suppress(DiskError):  # then the next life replays it all
                     self._journal.rotate(self.core.snapshot())
             finally:
+                self._status.end()
                 await self._predictor.close()
                 rollouts.tasks.cancel_all()
         return rollouts.error or ""
+
+    def _now(self) -> RunStatus:
+        waiting = waits(self.core.state, {})
+        return self.core.status(self._clock(), [*waiting, *self._rollouts.waits()])
 
     def stop(self, *, drain: bool) -> None:
         """Accept no more rollouts, and end once all are done (`drain`) or cancelled."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.policy.waiting import Wait
 from rollweave.core.state import Phase
 from rollweave.core.waits import waits
 from rollweave.runtime.checkpoints import Checkpoints
@@ -26,6 +27,7 @@ from rollweave.runtime.effects import (
 )
 from rollweave.runtime.links.relay import OpenRelay
 from rollweave.runtime.metrics import Metrics, Progress
+from rollweave.runtime.status import StatusFile
 from rollweave.runtime.supervisors.engines import REPLY_S
 from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
 from rollweave.runtime.supervisors.relays import RelaySupervisor
@@ -37,6 +39,7 @@ from rollweave.schema.config.sections import ModeName
 from rollweave.schema.events import Event, RunStarted, StopRequested, WorldLost
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.serving import LoadCheckpoint
+from rollweave.schema.status import RunStatus
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch, Purpose, Task
 
@@ -65,19 +68,21 @@ class World:
         metrics: Metrics,
         progress: Progress,
         control: Path,
+        status: Path,
         draw: Callable[[str, int, Purpose], Task],
         make_trainer: MakeTrainer,
         open_relay: OpenRelay,
         open_predictor: OpenPredictor,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
-        """`control` is the path of the control socket; `draw` is as in
-        `runtime/drawing.py`.
+        """`control` is the path of the control socket, `status` that of the status
+        file; `draw` is as in `runtime/drawing.py`.
         """
         config = wiring.config
         self._wiring, self._core, self._journal = wiring, wiring.core, wiring.journal
         self._checkpoints, self._metrics, self._progress = checkpoints, metrics, progress
         self._compact_bytes = compact_bytes
+        self._status = StatusFile(status, self._now)
         self.ended_at = 0.0
         """Run time at which the core issued `Finish`."""
         self._phase = Phase.RUNNING
@@ -134,7 +139,10 @@ class World:
         "".
         """
         with contextlib.closing(self._control):
-            return await self._run(first, fresh=fresh)
+            try:
+                return await self._run(first, fresh=fresh)
+            finally:
+                self._status.end()
 
     @property
     def post(self) -> Callable[[Event], None]:
@@ -153,6 +161,7 @@ class World:
                     self._predictor.start()
                 self._control.open()
                 rollouts.tasks.spawn(self._name_long_waits(), "name long waits")
+                rollouts.tasks.spawn(self._status.keep(), "keep the status file")
                 await rollouts.pump.run()
                 await asyncio.gather(
                     rollouts.engines.close(),
@@ -168,15 +177,19 @@ class World:
 
     async def _name_long_waits(self) -> None:
         await name_long_waits(
-            lambda: [
-                *waits(self._core.state, self._relays.progress()),
-                *self._rollouts.waits(),
-            ],
+            self._waits,
             clock=self._wiring.clock.now,
             report=lambda component, line: self._metrics.event(
                 "waiting", component=component, message=line
             ),
         )
+
+    def _waits(self) -> list[Wait]:
+        progress = self._relays.progress()
+        return [*waits(self._core.state, progress), *self._rollouts.waits()]
+
+    def _now(self) -> RunStatus:
+        return self._core.status(self._wiring.clock.now(), self._waits())
 
     def stop(self) -> None:
         """End the run in order, as the user asks."""

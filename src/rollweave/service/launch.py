@@ -291,7 +291,12 @@ class _Launch:
             service_waits=episodes.service_waits,
             turn_log=self._turn_log,
         )
-        return ServiceWorld(wiring, sink=service, open_predictor=processes.predictor())
+        return ServiceWorld(
+            wiring,
+            sink=service,
+            open_predictor=processes.predictor(),
+            status=self._run.status,
+        )
 
     async def _serve(
         self, world: ServiceWorld, service: Service, beginning: Beginning, observer: ServiceObserver

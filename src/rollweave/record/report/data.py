@@ -142,7 +142,7 @@ def read_run(run: RunDir) -> RunData:
         raise ConfigError(f"{run.path} must hold metrics.jsonl, found none yet")
     data = RunData(name=run.path.resolve().name)
     for line in _json_lines(run.metrics):
-        _add_line(data, line)
+        add_line(data, line)
     if run.summary.exists():
         data.summary = next(_objects([run.summary.read_text(errors="replace")]), None)
     if run.config.is_file():
@@ -152,7 +152,10 @@ def read_run(run: RunDir) -> RunData:
     return data
 
 
-def _add_line(data: RunData, line: dict[str, Any]) -> None:
+def add_line(data: RunData, line: dict[str, Any]) -> None:
+    """Add a line of metrics.jsonl. Steps that follow a lost trainer replace those that
+    were lost with it.
+    """
     match line.get("kind"):
         case "step" if isinstance(line.get("step"), int):
             while data.steps and data.steps[-1]["step"] >= line["step"]:

@@ -1,0 +1,3 @@
+"""The live page over a directory of runs (`rollweave ui`): it reads what runs write,
+and writes nothing.
+"""

@@ -1,0 +1,75 @@
+"""Read files that a run appends to or replaces, while it does."""
+
+import os
+from pathlib import Path
+
+READ_BYTES = 8 << 20
+"""Maximum number of bytes read at once."""
+
+
+class AppendedFile:
+    """A file of lines that grows. What is read is not read again, unless the file was
+    replaced or became shorter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = -1
+        self._offset = 0
+        self._size = 0
+
+    @property
+    def unread(self) -> bool:
+        """True if the last call left complete lines unread, as far as known."""
+        return self._size - self._offset >= READ_BYTES
+
+    def lines(self) -> tuple[list[bytes], bool]:
+        """Return the complete lines since the last call, at most `READ_BYTES` of them,
+        and whether another file has taken the place of the one that was read.
+
+        A missing file has no lines.
+        """
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                replaced = self._inode >= 0 and (
+                    status.st_ino != self._inode or status.st_size < self._offset
+                )
+                if replaced:
+                    self._offset = 0
+                self._inode, self._size = status.st_ino, status.st_size
+                piece = os.pread(file.fileno(), READ_BYTES, self._offset)
+        except OSError:
+            gone = self._inode >= 0
+            self._inode, self._offset, self._size = -1, 0, 0
+            return [], gone
+        end = piece.rfind(b"\n") + 1
+        self._offset += end
+        return piece[:end].splitlines(), replaced
+
+
+class ReplacedFile:
+    """A small file that is replaced as a whole."""
+
+    def __init__(self, path: Path, *, most: int = 16 << 20) -> None:
+        self._path, self._most = path, most
+        self._stamp: tuple[int, int, int] | None = None
+
+    def content(self) -> tuple[bytes | None, bool]:
+        """Return the content, None without a file, and whether it may have changed
+        since the last call. Content that did not change is b"".
+
+        Raises OSError for a file that cannot be read.
+        """
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            changed, self._stamp = self._stamp is not None, None
+            return None, changed
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if stamp == self._stamp:
+            return b"", False
+        with self._path.open("rb") as file:
+            content = file.read(self._most)
+        self._stamp = stamp
+        return content, True

@@ -1,0 +1,81 @@
+"""The runs of a directory in Prometheus' text format, for one scrape of them all."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rollweave.record.ui.runs import RunView
+
+Sample = tuple[dict[str, str], float]
+
+
+def exposition(views: Iterable[RunView]) -> str:
+    """Return the metrics of all runs, each with the label `run`."""
+    families: dict[tuple[str, str], list[Sample]] = {}
+
+    def add(kind: str, name: str, value: Any, /, **labels: str) -> None:
+        if isinstance(value, int | float):
+            families.setdefault((kind, f"rollweave_{name}"), []).append((labels, float(value)))
+
+    for view in views:
+        figures = view.figures()
+        run = figures["name"]
+        add("gauge", "run_up", figures["state"] == "running", run=run, state=figures["state"])
+        add("counter", "run_steps_total", figures["step"], run=run)
+        add("gauge", "run_steps_configured", figures["steps"] or None, run=run)
+        add("gauge", "run_seconds", figures["at"], run=run)
+        add("counter", "run_warnings_total", figures["warnings"], run=run)
+        _add_step(add, run, figures["last"])
+        for kind in ("reward", "success"):
+            for task, value in (figures["evaluation"].get(kind) or {}).items():
+                add("gauge", f"run_evaluation_{kind}", value, run=run, task=task)
+        for part, causes in figures["idle"].items():
+            for cause, seconds in causes.items():
+                add("counter", "run_time_seconds_total", seconds, run=run, part=part, cause=cause)
+        for reason, count in figures["stops"].items():
+            add("counter", "run_attempts_ended_total", count, run=run, stop_reason=reason)
+        if figures["status"] is not None and figures["state"] == "running":
+            _add_status(add, run, figures["status"])
+    lines = []
+    for (kind, name), samples in sorted(families.items(), key=lambda item: item[0][1]):
+        lines.append(f"# TYPE {name} {kind}")
+        lines += [f"{name}{{{_labels(labels)}}} {value:g}" for labels, value in samples]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _add_step(add: Any, run: str, line: dict[str, Any]) -> None:
+    for kind in ("reward", "success"):
+        for task, value in (line.get(kind) or {}).items():
+            add("gauge", f"run_{kind}", value, run=run, task=task)
+    add("gauge", "run_tokens_per_second", line.get("tokens_per_s"), run=run)
+    add("gauge", "run_step_seconds", line.get("wall_s"), run=run)
+    for name, value in (line.get("trainer") or {}).items():
+        add("gauge", "run_trainer", value, run=run, name=name)
+
+
+def _add_status(add: Any, run: str, status: Any) -> None:
+    for stage, count in status.attempts.items():
+        add("gauge", "run_attempts", count, run=run, stage=stage)
+    add("gauge", "run_groups_buffered", status.buffered, run=run)
+    add("gauge", "run_turns_queued", status.queued_turns, run=run)
+    for engine in status.engines:
+        labels = {"run": run, "engine": engine.id}
+        add("gauge", "run_engine_turns", engine.busy, **labels)
+        add("gauge", "run_engine_slots", engine.slots, **labels)
+        add("gauge", "run_engine_weights_version", engine.version, **labels)
+    for wait in status.waits:
+        add(
+            "gauge",
+            "run_wait_seconds",
+            wait.seconds,
+            run=run,
+            waiter=wait.waiter,
+            target=wait.target,
+        )
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,63 @@
+"""What a run appended is read once, whatever happens to the file meanwhile."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.record.ui.files import AppendedFile, ReplacedFile
+from tests.support.properties import examples
+
+PIECES = st.lists(st.sampled_from([b"a\n", b"bc", b"\n", b"d\ne\nf"]), max_size=12)
+
+
+@given(PIECES)
+@settings(max_examples=examples(60))
+def test_each_complete_line_is_read_once(pieces: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path, read = Path(directory) / "lines", []
+        followed = AppendedFile(path)
+        assert followed.lines() == ([], False)
+        for piece in pieces:
+            with path.open("ab") as file:
+                file.write(piece)
+            lines, replaced = followed.lines()
+            assert not replaced
+            read += lines
+        whole = b"".join(pieces)
+        assert read == whole[: whole.rfind(b"\n") + 1].splitlines()
+
+
+def test_a_file_that_was_replaced_cut_or_deleted_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    followed = AppendedFile(path)
+    path.write_bytes(b"one\ntwo\n")
+    assert followed.lines() == ([b"one", b"two"], False)
+    os.truncate(path, 4)
+    assert followed.lines() == ([b"one"], True)
+    new = tmp_path / "new"
+    new.write_bytes(b"three\nfour\n")
+    new.replace(path)
+    assert followed.lines() == ([b"three", b"four"], True)
+    path.unlink()
+    assert followed.lines() == ([], True)
+    assert followed.lines() == ([], False)
+    path.write_bytes(b"five\n")
+    assert followed.lines() == ([b"five"], False)
+
+
+def test_a_replaced_file_is_read_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    followed = ReplacedFile(path)
+    assert followed.content() == (None, False)
+    path.write_bytes(b"one")
+    assert followed.content() == (b"one", True)
+    assert followed.content() == (b"", False)
+    new = tmp_path / "new"
+    new.write_bytes(b"two")
+    new.replace(path)
+    assert followed.content() == (b"two", True)
+    path.unlink()
+    assert followed.content() == (None, True)

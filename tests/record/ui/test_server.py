@@ -1,0 +1,130 @@
+"""The server answers requests with the token and no others, and each mistake with one
+line.
+"""
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rollweave.record.ui.runs import Runs
+from rollweave.record.ui.server import FILES, WRONG_TOKEN, serving
+from tests.support.synthetic_run import write_run
+
+TOKEN = "a-token-of-this-test"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=2).path
+
+
+@pytest.fixture
+def runs(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "made-up")
+    return tmp_path
+
+
+@pytest.fixture
+async def address(runs: Path) -> AsyncIterator[str]:
+    async with serving(Runs(runs), token=TOKEN, port=0) as served:
+        yield served
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    jar = aiohttp.CookieJar(unsafe=True)  # cookies of a numeric address
+    async with aiohttp.ClientSession(cookie_jar=jar) as opened:
+        yield opened
+
+
+PATHS = [*FILES, "/api/runs", "/api/run?run=made-up", "/metrics", "/api/nothing"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("token", [None, "wrong", TOKEN[:-1], "", "ä"])
+async def test_without_the_token_there_is_one_line(
+    address: str, session: aiohttp.ClientSession, path: str, token: str | None
+) -> None:
+    separator = "&" if "?" in path else "?"
+    asked = path if token is None else f"{path}{separator}token={token}"
+    async with session.get(address + asked) as answer:
+        assert answer.status == 403
+        assert await answer.text() == WRONG_TOKEN + "\n"
+    async with session.get(address + path, headers={"Authorization": f"Bearer {token}x"}) as answer:
+        assert answer.status == 403
+
+
+async def test_the_printed_address_sets_a_cookie_and_loses_the_token(
+    address: str, session: aiohttp.ClientSession
+) -> None:
+    assert address.startswith("http://127.0.0.1:")
+    async with session.get(f"{address}/?token={TOKEN}") as answer:
+        assert (answer.status, answer.url.query_string, answer.url.path) == (200, "", "/")
+        assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
+        (first,) = answer.history
+        assert "HttpOnly" in first.headers["Set-Cookie"]
+        assert "SameSite=Strict" in first.headers["Set-Cookie"]
+    async with session.get(f"{address}/api/runs") as answer:
+        assert [run["name"] for run in (await answer.json())["runs"]] == ["made-up"]
+    async with session.get(
+        f"{address}/api/runs", headers={"Origin": "http://evil.example"}
+    ) as answer:
+        assert answer.status == 403
+    async with session.get(f"{address}/api/runs", headers={"Host": "evil.example"}) as answer:
+        assert answer.status == 421
+
+
+async def test_a_bearer_is_admitted_too(address: str, session: aiohttp.ClientSession) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with session.get(f"{address}/metrics", headers=headers) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/plain")
+        assert 'rollweave_run_up{run="made-up",state="finished"} 0' in await answer.text()
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "line"),
+    [
+        ("/api/run?run=gone", 404, "there is no run 'gone' in "),
+        ("/api/run?run=../made-up", 404, "there is no run '../made-up' in "),
+        ("/api/attempt?run=made-up&id=g77.0", 404, "there is no attempt g77.0 in made-up"),
+        ("/api/attempts?run=made-up&least=high", 400, "least must be a number, got 'high'"),
+        ("/api/attempts?run=made-up&limit=9000", 400, "limit must be a number from 1 to 200"),
+        ("/api/attempts?run=made-up&order=any", 400, "order must be one of newest, oldest"),
+        ("/api/lanes?run=made-up&bins=nan", 400, "bins must be a number from 1 to 1000"),
+        ("/api/nothing", 404, "Not Found"),
+    ],
+)
+async def test_a_mistake_is_one_line(
+    address: str, session: aiohttp.ClientSession, path: str, status: int, line: str
+) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with session.get(address + path, headers=headers) as answer:
+        assert answer.status == status
+        error = (await answer.json())["error"]
+        assert line in error
+        assert "\n" not in error
+
+
+async def test_every_view_is_answered_and_nothing_is_written(
+    address: str, session: aiohttp.ClientSession, runs: Path
+) -> None:
+    def files() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in runs.rglob("*")}
+
+    before = files()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for path in (
+        *FILES,
+        "/api/runs",
+        "/api/run?run=made-up",
+        "/api/lanes?run=made-up&from=1&to=2&bins=10",
+        "/api/attempts?run=made-up&domain=calculator&least=0&order=longest&offset=3&limit=5",
+        "/api/attempt?run=made-up&id=g1.1&attempt=0",
+    ):
+        async with session.get(address + path, headers=headers) as answer:
+            assert answer.status == 200, path
+            assert await answer.read()
+    assert files() == before
