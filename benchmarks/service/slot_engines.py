@@ -177,7 +177,7 @@ class PacedEngine:
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
         self._has_none(KvError, "KV")
 
-    def release_kv(self, export_id: str) -> None:
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
         """Do nothing: no KV is exported."""
 
     async def close(self) -> None:

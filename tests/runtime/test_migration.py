@@ -51,7 +51,7 @@ class Scripted(OneWordEngine):
     def __init__(self) -> None:
         super().__init__()
         self.kv: Any = None
-        self.released: list[str] = []
+        self.released: list[tuple[str, bool]] = []  # True if abandoned
 
     async def ready(self) -> Ready:
         profile = (StepTime(batch=1, seconds=0.5),)
@@ -65,8 +65,8 @@ class Scripted(OneWordEngine):
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
         return await self._play()  # type: ignore[no-any-return]
 
-    def release_kv(self, export_id: str) -> None:
-        self.released.append(export_id)
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
+        self.released.append((export_id, abandoned))
 
     async def _play(self) -> Any:
         answer = await self.kv() if callable(self.kv) else self.kv
@@ -90,7 +90,7 @@ async def test_a_migration_is_reported_traced_and_released(tmp_path: Path) -> No
     async with scripted(tmp_path) as stage:
         done = await stage.migrate(TOKENS)
         assert (done.moved_tokens, done.error) == (48, "")
-        assert stage.engines.backend(A).released == ["kv7"]  # type: ignore[union-attr]
+        assert stage.engines.backend(A).released == [("kv7", False)]  # type: ignore[union-attr]
         (span,) = (span for span in stage.spans() if "tokens" in span["name"])
         assert (span["name"], span["args"]) == (
             "48 tokens from a",
@@ -139,7 +139,7 @@ async def test_every_failure_is_reported_once(tmp_path: Path) -> None:
         ):
             target.kv = kv
             assert (await stage.migrate(TOKENS)).error == error
-        assert source.released == ["kv8"] * 3
+        assert source.released == [("kv8", False), ("kv8", True), ("kv8", True)]
         (span, *_) = (span for span in stage.spans() if span["args"].get("error") == "no room")
         assert span["name"] == "nothing from a"
 

@@ -207,7 +207,7 @@ class OneWordEngine:
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
         raise KvError("has no room")
 
-    def release_kv(self, export_id: str) -> None:
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
         return
 
     async def suspend(self, *, release: bool = False) -> Suspended:

@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from rollweave.schema.errors import KvError, WeightsError
-from rollweave.schema.serving import KvManifest, KvMemory, KvPort
+from rollweave.schema.serving import KvHeld, KvManifest, KvMemory, KvPort
 from rollweave.weights.memory import read_payload, seal
 
 TRANSFER_S = 30.0
@@ -237,6 +237,8 @@ async def fetch(manifest: KvManifest, *, chunk_bytes: int, first: int, last: int
                 chunks = payload[start:end]
             except WeightsError as error:
                 raise KvError(str(error)) from None
+        case KvHeld():
+            raise KvError("the KV is held by an inference server")
         case KvPort() as port:
             chunks = memoryview(await _receive(port, start, end - start))
     if digests(chunks, end - start, chunk_bytes) != manifest.digests[first:last]:

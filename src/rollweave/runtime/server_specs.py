@@ -35,6 +35,7 @@ def server_spec(
         scaled_logprobs=config.scales_logprobs,
         degree=degree,
         start_s=config.watchdog.start_s,
+        moves_kv=group.phase != "both",
         control_s=config.watchdog.weights_s / 2,
         **attached,
     )

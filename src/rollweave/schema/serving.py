@@ -200,6 +200,15 @@ class KvPort(TaggedStruct, frozen=True, kw_only=True):
     secret: bytes
 
 
+class KvHeld(TaggedStruct, frozen=True, kw_only=True):
+    """KV that an inference server holds until another one has read it: what the
+    exporting server answered, as JSON, which the importing one gets with its request.
+    It says when the lease of the KV ends.
+    """
+
+    parameters: str
+
+
 KvTransport = Literal["shm", "tcp"]
 """The transport of a KV migration."""
 
@@ -211,7 +220,8 @@ class KvManifest(Struct, frozen=True, kw_only=True):
     `key` is the key of the last block: a digest of all these tokens and the weights
     (engine/planner/blocks.py). `layout` names the order of the payload's bytes, and
     `model` is a digest of everything else that the numbers depend on. `digests` are the
-    xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks except the last.
+    xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks except the last. KV
+    that servers move themselves has none, and no bytes are counted.
     """
 
     id: str
@@ -228,7 +238,7 @@ class KvManifest(Struct, frozen=True, kw_only=True):
     chunk_blocks: int
     nbytes: int
     digests: tuple[int, ...]
-    where: KvMemory | KvPort
+    where: KvMemory | KvPort | KvHeld
 
 
 class LendingStats(Struct, frozen=True, kw_only=True):
@@ -336,9 +346,12 @@ class ImportKv(TaggedStruct, frozen=True, kw_only=True):
 
 
 class ReleaseKv(TaggedStruct, frozen=True, kw_only=True):
-    """Free the export. Unknown ids are ignored."""
+    """Free the export, which may still be read if it is `abandoned`: the importing
+    engine has not answered. Unknown ids are ignored.
+    """
 
     id: str
+    abandoned: bool = False
 
 
 class Suspend(TaggedStruct, frozen=True, kw_only=True):
@@ -578,7 +591,8 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     their log-probs must be. The server must be ready within `start_s`, and answer each
     control call within `control_s`. With `addresses`, it is not started: the engine
     leases one of the servers there as `holder`, with their `token`; it must compute
-    sequences of `context` tokens.
+    sequences of `context` tokens. With `moves_kv`, it exchanges KV with others of its
+    kind.
     """
 
     kind: ServerName
@@ -592,6 +606,7 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     token: str = ""
     holder: str = ""
     context: int = 0
+    moves_kv: bool = False
 
 
 LENT_SOCKET = "ROLLWEAVE_LENT_SOCKET"

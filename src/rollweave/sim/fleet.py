@@ -385,7 +385,7 @@ class SimFleet:
                     kv_total_tokens=room,
                     profile=_profile(cost, settings.max_slots, room) if own else (),
                     stages=True,
-                    moves_kv=own,
+                    moves_kv=settings.moves_kv,
                     preempts=own,
                 )
             )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.engine.vllm.control import ABORT, GENERATE, ROUTES
-from rollweave.engine.vllm.installed import vllm_version
+from rollweave.engine.vllm.installed import NEEDED_TO_MOVE_KV, vllm_version
 from rollweave.schema.errors import ConfigError
 
 
@@ -36,6 +36,22 @@ def interpreter(tmp_path: Path, *, routes: list[str]) -> str:
 
 def test_a_version_with_all_routes_is_accepted(tmp_path: Path) -> None:
     assert vllm_version(interpreter(tmp_path, routes=[*ROUTES, GENERATE, ABORT])) == "9.8"
+
+
+def test_a_version_without_nixl_cannot_move_kv(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, routes=[*ROUTES, GENERATE, ABORT])
+    folder = tmp_path / "site" / "vllm" / "distributed" / "kv_transfer"
+    with pytest.raises(ConfigError, match="must have vLLM with the package nixl, NixlConnector, "):
+        vllm_version(python, moves_kv=True)
+    folder.mkdir()
+    (folder / "module.py").write_text(" ".join(*NEEDED_TO_MOVE_KV.values()))
+    with pytest.raises(
+        ConfigError, match=r"must have vLLM with the package nixl, got version 9\.8"
+    ):
+        vllm_version(python, moves_kv=True)
+    (tmp_path / "site" / "nixl").mkdir()
+    (tmp_path / "site" / "nixl" / "__init__.py").write_text("raise RuntimeError")
+    assert vllm_version(python, moves_kv=True) == "9.8"
 
 
 def test_missing_routes_are_named_with_the_version(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line and the environment of a vLLM server."""
 
+import json
 import os
 import select
 import subprocess
@@ -87,6 +88,7 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
         "rollweave_leases",
         "rollweave_sglang",
         "rollweave_vllm",
+        "rollweave_vllm_kv",
         "rollweave_vllm_leases",
         "rollweave_vllm_routes",
         "rollweave_vllm_spans",
@@ -171,3 +173,20 @@ def test_experts_are_recorded_by_the_plug_in_on_a_cpu_and_by_vllm_on_a_gpu(
     for one, expected in ((spec, [None, None]), (asked, ["1", None]), (gpu, [None, "1"])):
         given = environment(one, token="t", folder=Path("/tmp/f"))
         assert [given.get(name) for name in variables] == expected
+
+
+def test_only_a_server_that_moves_kv_has_a_connector(spec: EngineSpec) -> None:
+    assert "--kv-transfer-config" not in options(spec)
+    assert spec.server is not None
+    server = msgspec.structs.replace(spec.server, moves_kv=True)
+    moving = msgspec.structs.replace(spec, server=server)
+    settings = json.loads(value(moving, "--kv-transfer-config"))
+    assert (settings["kv_connector"], settings["kv_buffer_device"]) == ("NixlConnector", "cpu")
+    assert settings["kv_load_failure_policy"] == "fail", "else it computes the prompt twice"
+    assert int(value(moving, "--max-num-seqs")) > int(value(spec, "--max-num-seqs"))
+    names = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "UCX_NET_DEVICES", "ROLLWEAVE_VLLM_KV")
+    given = [environment(one, token="t", folder=Path("/tmp/f")) for one in (spec, moving)]
+    assert [[one.get(name) for name in names] for one in given] == [
+        [None, None, None],
+        ["127.0.0.1", "lo", "1"],
+    ]

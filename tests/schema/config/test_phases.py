@@ -51,7 +51,16 @@ def test_prefill_engines_need_engines_that_decode() -> None:
         (
             [{**PREFILL, "kind": "vllm"}, DECODE],
             {},
-            "engines.0.phase must be both with kind vllm, whose engines cannot move KV, got prefill",
+            "engines.kind must be the same for all prefill and decode engines, which exchange KV, "
+            r"got \['vllm', 'embedded'\]",
+        ),
+        (
+            [
+                {**PREFILL, "kind": "vllm"},
+                {**DECODE, "kind": "vllm", "address": "http://h:1", "token_env": "T"},
+            ],
+            {"model": {"path": "/m"}},
+            "engines.1.phase must be both with address, whose engines cannot move KV, got decode",
         ),
         (
             [PREFILL, {**DECODE, "kind": "sglang"}],

@@ -88,8 +88,9 @@ class EngineBackend(Protocol):
         layout, or is incomplete.
         """
 
-    def release_kv(self, export_id: str) -> None:
-        """Free the export with this `KvManifest.id`.
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
+        """Free the export with this `KvManifest.id`; with `abandoned` if its importer
+        has not answered, and may still read it.
 
         Unknown ids are ignored.
         """

@@ -144,8 +144,8 @@ class EngineClient:
         assert isinstance(reply, KvImported), reply
         return reply.moved_tokens
 
-    def release_kv(self, export_id: str) -> None:
-        self._link.send(ReleaseKv(id=export_id))
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
+        self._link.send(ReleaseKv(id=export_id, abandoned=abandoned))
 
     async def _request_kv(self, command: ExportKv | ImportKv) -> KvExported | KvImported:
         self._raise_if_lost()

@@ -280,7 +280,7 @@ class HttpEngine:
     async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
         self._refuse(KvError, "given KV")
 
-    def release_kv(self, export_id: str) -> None:
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
         """Do nothing: no KV was exported."""
 
     async def close(self) -> None:

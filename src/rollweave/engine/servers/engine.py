@@ -9,13 +9,14 @@ anything leaves the former one serving. After any other failure of a control cal
 state of the server is not known: the engine ends with `EngineFatal`, and so does the
 server.
 
-KV cannot be exported or imported, ranks that change later are ignored, since servers
-take a priority with the request only, and memory is not given back.
+KV is exported and imported by the kind's mover, if the engine has one. Ranks that
+change later are ignored, since servers take a priority with the request only, and
+memory is not given back.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, assert_never
 
@@ -33,7 +34,7 @@ from rollweave.engine.servers.progress import ProgressReports
 from rollweave.engine.servers.published import HeldWeights, published, published_model
 from rollweave.engine.servers.versions import OwnDialect
 from rollweave.io.locked_folders import temporary_folder
-from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, WeightsError
+from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
     Abort,
@@ -49,6 +50,9 @@ from rollweave.schema.serving import (
     GenerateRequest,
     GenerateResult,
     ImportKv,
+    KvExported,
+    KvImported,
+    KvManifest,
     KvRefused,
     Load,
     LoadCheckpoint,
@@ -81,6 +85,36 @@ END_S = 0.5
 Controlling = Suspend | Resume | Load | LoadCheckpoint
 
 
+class KvMover(Protocol):
+    """Moves KV between the caches of two servers of a kind. `publication_id` names the
+    weights that the server has, -1 the model's own.
+    """
+
+    publication_id: int
+
+    async def export(self, id: str, tokens: Sequence[int]) -> KvManifest:
+        """Have the server hold the KV of these tokens. Raises KvError."""
+
+    async def take(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        """Have the server read exported KV into its cache; return how many tokens are
+        cached then. Raises KvError. In both cases the reading is over.
+        """
+
+    def release(self, id: str) -> None:
+        """End an export that nothing reads any longer. Unknown ids are ignored."""
+
+    async def pause(self) -> None:
+        """Refuse transfers until `resume`, and wait for those that are under way.
+        Raises EngineError if the state of the server is not known then.
+        """
+
+    def resume(self) -> None:
+        """Allow transfers again."""
+
+    async def close(self) -> None:
+        """Close this client."""
+
+
 class ServerKind(LeasedKind, Protocol):
     """The differences between the kinds of servers.
 
@@ -93,10 +127,10 @@ class ServerKind(LeasedKind, Protocol):
     copies_weights: bool
     restricts_tokens: bool
 
-    def version(self, python: str, *, routes: bool = False) -> str:
+    def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
         """Return the version of the server that an interpreter has. Raises ConfigError,
-        whose text is the broken rule, if it has none that can be an engine, and return
-        `routes` if these are needed.
+        whose text is the broken rule, if it has none that can be an engine, return
+        `routes` if these are needed, and move its KV if it is to.
         """
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
@@ -109,6 +143,9 @@ class ServerKind(LeasedKind, Protocol):
 
     def control(self, spec: EngineSpec, server: Server) -> Control:
         """Return the control of the server."""
+
+    def mover(self, spec: EngineSpec, shape: ModelShape, server: Server) -> KvMover | None:
+        """Return what moves the server's KV; None if it is not to be moved."""
 
     def hold(
         self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path
@@ -149,7 +186,10 @@ class ServerEngine:
             shape = read_any_shape(Path(self._spec.model))
             if not self._settings.addresses:
                 await asyncio.to_thread(
-                    self._kind.version, self._settings.python, routes=self._spec.routes
+                    self._kind.version,
+                    self._settings.python,
+                    routes=self._spec.routes,
+                    moves_kv=self._settings.moves_kv,
                 )
             with temporary_folder(f"rollweave-{self._settings.kind}-") as folder:
                 self._folder = folder
@@ -200,11 +240,12 @@ class ServerEngine:
             token=self._server.token,
         )
         self._control = kind.control(spec, self._server)
+        self._mover = kind.mover(spec, shape, self._server)
         if settings.addresses:
             try:
                 await self._restore()
             except BaseException:
-                await self._control.close()
+                await self._close_clients()
                 raise
         self._http = HttpEngine(
             where, start_s=settings.start_s, reply_s=REPLY_S, spoken=self._dialect
@@ -220,7 +261,7 @@ class ServerEngine:
                     max_slots=spec.max_slots,
                     max_context=max_context(spec, shape),
                     stages=True,
-                    moves_kv=False,
+                    moves_kv=self._mover is not None,
                     preempts=False,
                 )
             )
@@ -238,7 +279,12 @@ class ServerEngine:
             handling.result()
         finally:
             await self._http.close()
-            await self._control.close()
+            await self._close_clients()
+
+    async def _close_clients(self) -> None:
+        await self._control.close()
+        if self._mover is not None:
+            await self._mover.close()
 
     async def _restore(self) -> None:
         """Give a server that others have used before the model's own weights, since
@@ -283,9 +329,12 @@ class ServerEngine:
                 self._staging = self._spawn(self._stage(manifest, self._staging), "stage")
             case Stats():
                 self._spawn(self._sample(), "stats")
-            case ExportKv(id=id) | ImportKv(id=id):
-                self._reply(KvRefused(id=id, error=f"{self._name}'s KV cannot be moved from here"))
-            case Rerank() | ReleaseKv():
+            case ExportKv() | ImportKv():
+                self._spawn(self._move(command), "kv")
+            case ReleaseKv(id=id, abandoned=abandoned):
+                if self._mover is not None and not abandoned:
+                    self._mover.release(id)
+            case Rerank():
                 pass
             case Shutdown():
                 raise AssertionError("the caller ends")
@@ -345,6 +394,22 @@ class ServerEngine:
         self._on_tokens.pop(request_id, None)
         self._progress.drop(request_id)
 
+    async def _move(self, command: ExportKv | ImportKv) -> None:
+        """Export or import KV, and reply."""
+        mover, id = self._mover, command.id
+        reply: EngineReply
+        try:
+            if mover is None:
+                raise KvError(f"{self._name}'s KV cannot be moved from here")
+            if isinstance(command, ExportKv):
+                reply = KvExported(id=id, manifest=await mover.export(id, command.tokens))
+            else:
+                moved = await mover.take(command.tokens, command.manifest)
+                reply = KvImported(id=id, moved_tokens=moved)
+        except KvError as error:
+            reply = KvRefused(id=id, error=str(error))
+        self._reply(reply)
+
     async def _sample(self) -> None:
         stats, gauges = await self._http.stats(), await self._control.gauges()
         stats = msgspec.structs.replace(
@@ -392,11 +457,15 @@ class ServerEngine:
     async def _pause(self) -> None:
         self._times, self._updated = UpdateTimes(), False
         with self._times.measured("pause"):
+            if self._mover is not None:
+                await self._mover.pause()
             await self._control.pause()
 
     async def _continue(self) -> None:
         with self._times.measured("resume"):
             await self._control.resume()
+        if self._mover is not None:
+            self._mover.resume()
         if self._updated:
             self._times.report(self._version)
 
@@ -489,6 +558,8 @@ class ServerEngine:
             raise WeightsError(f"weights version {manifest.version}: {error}") from error
         self._dialect.changed(manifest.version, manifest.publication_id)
         self._version, self._label = manifest.version, str(manifest.version)
+        if self._mover is not None:
+            self._mover.publication_id = manifest.publication_id
         with self._times.measured("swap"):
             await control.swap(held, self._label)
         self._updated = True

@@ -16,7 +16,7 @@ LIMIT_S = 60.0
 
 SCRIPT = """
 import importlib.metadata, importlib.util, json, pathlib, sys
-package, names, needed = json.loads(sys.argv[1])
+package, names, needed, beside = json.loads(sys.argv[1])
 spec = importlib.util.find_spec(package)
 if spec is None or not spec.submodule_search_locations:
     print(json.dumps({"version": None, "lacks": []}))
@@ -28,7 +28,7 @@ for name in names:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-lacks = []
+lacks = [f"the package {name}" for name in beside if importlib.util.find_spec(name) is None]
 for folder, words in needed.items():
     files = sorted((root / folder).rglob("*.py"))
     text = "".join(file.read_text(errors="replace") for file in files)
@@ -44,9 +44,11 @@ def installed_version(
     package: str,
     distributions: Sequence[str],
     needed: Mapping[str, Sequence[str]],
+    beside: Sequence[str] = (),
 ) -> str:
     """Return the version of the server `name` that the interpreter has. `needed` are
-    words that the modules in a folder of its package must mention.
+    words that the modules in a folder of its package must mention, and `beside` are
+    packages that it must have as well.
 
     Raises ConfigError, whose text is the broken rule, if it has none, or one of a
     version that lacks what this engine needs.
@@ -57,7 +59,7 @@ def installed_version(
         raise ConfigError(f"{problem}, got {python!r}, which is no program")
     try:
         answer = subprocess.run(
-            [program, "-I", "-c", SCRIPT, json.dumps([package, distributions, needed])],
+            [program, "-I", "-c", SCRIPT, json.dumps([package, distributions, needed, beside])],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

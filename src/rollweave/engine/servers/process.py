@@ -112,6 +112,13 @@ class ServerProcess:
             self._process.kill()
 
 
+def free_port(host: str) -> int:
+    """Return a port of an address of this host that is free now."""
+    with socket.socket() as unused:
+        unused.bind((host, 0))
+        return int(unused.getsockname()[1])
+
+
 def settings_of(spec: EngineSpec) -> ServerSpec:
     """Return the settings of the server of an engine that has one."""
     assert spec.server is not None, "an engine without a server"

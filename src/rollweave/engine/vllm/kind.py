@@ -7,6 +7,7 @@ from rollweave.engine.servers.attached import About, Rule, at_least, attach
 from rollweave.engine.servers.process import Server, settings_of
 from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUTES, VllmControl
 from rollweave.engine.vllm.installed import vllm_version
+from rollweave.engine.vllm.kv import NixlKv
 from rollweave.engine.vllm.mapped import Mapped, mapped
 from rollweave.engine.vllm.server import VllmServer
 from rollweave.engine.vllm.versions import OwnVllm
@@ -24,8 +25,8 @@ class VllmKind:
     restricts_tokens = True
     leased_routes = (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT)
 
-    def version(self, python: str, *, routes: bool = False) -> str:
-        return vllm_version(python, routes=routes)
+    def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
+        return vllm_version(python, routes=routes, moves_kv=moves_kv)
 
     async def start(self, spec: EngineSpec, shape: ModelShape, folder: Path) -> Server:
         if settings_of(spec).addresses:
@@ -50,6 +51,9 @@ class VllmKind:
     def control(self, spec: EngineSpec, server: Server) -> VllmControl:
         limit_s = settings_of(spec).control_s
         return VllmControl(server.url, token=server.token, limit_s=limit_s)
+
+    def mover(self, spec: EngineSpec, shape: ModelShape, server: Server) -> NixlKv | None:
+        return NixlKv(spec, shape, server) if settings_of(spec).moves_kv else None
 
     def hold(
         self, spec: EngineSpec, manifest: WeightManifest, shape: ModelShape, folder: Path

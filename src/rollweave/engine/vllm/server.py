@@ -16,11 +16,13 @@ from rollweave.engine.servers.process import (
     PLUGIN,
     ServerProcess,
     command_line,
+    free_port,
     has_tokenizer,
     inherited,
     max_context,
     settings_of,
 )
+from rollweave.engine.vllm.kv import LEASE_S
 from rollweave.sandbox.processes import family
 from rollweave.schema.serving import EngineSpec, ServerSpec
 from rollweave.schema.weights import NUMBER_BYTES
@@ -35,9 +37,17 @@ here.
 ROUTES = "ROLLWEAVE_VLLM_ROUTES"
 """The environment variable with which the plug-in records routes on a CPU."""
 
+KV = "ROLLWEAVE_VLLM_KV"
+"""The environment variable with which the plug-in can end the leases of moved KV."""
+
 BATCHED_TOKENS = 16384
 """Tokens that a step computes at most on a CPU, where a prompt is computed in one
 piece: vLLM's generators of a request with a seed cannot continue one there.
+"""
+
+TRANSFERS = 4
+"""Number of a server's sequences beside those of turns: the core lets an engine be in
+three transfers at once, each of which is a request.
 """
 
 SHARED_MEMORY = " /dev/shm/"
@@ -107,13 +117,15 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         "port": port,
         "dtype": spec.dtype,
         "max-model-len": context,
-        "max-num-seqs": spec.max_slots,
+        "max-num-seqs": spec.max_slots + (TRANSFERS if settings.moves_kv else 0),
         "tensor-parallel-size": degree,
         "kv-cache-memory-bytes": kv_bytes,
         "scheduling-policy": "priority",
         "weight-transfer-config": json.dumps({"backend": NAME}),
         "middleware": "rollweave_vllm.Guard",
     }
+    if settings.moves_kv:
+        ours["kv-transfer-config"] = json.dumps(connector(spec.device))
     switches = ["enable-scale-out", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
     if settings.scaled_logprobs:
         ours["logprobs-mode"] = "processed_logprobs"  # else they are at temperature 1
@@ -133,6 +145,17 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
     return command_line(ours, switches, settings.args)
 
 
+def connector(device: str) -> dict[str, object]:
+    """Return vLLM's settings of the transfer of KV to other servers and from them."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": device,
+        "kv_load_failure_policy": "fail",  # the turn computes its prompt itself
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+    }
+
+
 def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]:
     """Return the server's environment."""
     ours = {
@@ -147,6 +170,16 @@ def environment(spec: EngineSpec, *, token: str, folder: Path) -> dict[str, str]
         ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
         if settings_of(spec).degree == 1:
             ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process is twice as fast
+    if settings_of(spec).moves_kv:
+        ours |= {
+            KV: "1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.kv_host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(spec.kv_host)),
+        }
+        if spec.device == "cpu":
+            ours["UCX_TLS"] = "tcp"  # shared memory would be left if the server is killed
+        if spec.kv_host == HOST:
+            ours["UCX_NET_DEVICES"] = "lo"
     if spec.routes:
         ours[ROUTES if spec.device == "cpu" else "VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return inherited() | ours

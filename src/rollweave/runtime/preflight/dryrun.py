@@ -250,7 +250,11 @@ def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
             kind = kind_of(group.server)
             field = f"engines.{number}.python"
             try:
-                version = kind.version(group.python, routes=config.algorithm.routing_replay)
+                version = kind.version(
+                    group.python,
+                    routes=config.algorithm.routing_replay,
+                    moves_kv=group.phase != "both",
+                )
                 yield ok(field, f"{kind.name} {version} in {group.python}")
             except ConfigError as error:
                 yield fail(field, str(error))

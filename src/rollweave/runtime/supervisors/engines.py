@@ -357,8 +357,10 @@ class EngineSupervisor:
         manifest = await source.export_kv(tokens, over)
         try:
             moved = await target.import_kv(tokens, manifest)
-        finally:
-            source.release_kv(manifest.id)
+        except BaseException as error:
+            source.release_kv(manifest.id, abandoned=not isinstance(error, KvError))
+            raise
+        source.release_kv(manifest.id)
         if self.backend(command.target) is not target or target.lost.done():
             raise KvError(f"{command.target} ended during the migration")
         return moved

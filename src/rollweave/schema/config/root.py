@@ -502,9 +502,9 @@ class RunConfig(Section):
                     f"{field} must be both unless other engines have phase {other}, got {phase}"
                 )
             if not group.moves_kv:
+                where = "address" if group.address else f"kind {group.kind}"
                 raise ValueError(
-                    f"{field} must be both with kind {group.kind}, whose engines cannot move KV, "
-                    f"got {phase}"
+                    f"{field} must be both with {where}, whose engines cannot move KV, got {phase}"
                 )
             if self.allocation is not None:
                 raise ValueError(f"{field} must be both with [allocation], got {phase}")
@@ -512,6 +512,12 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{field} must be both without prefix_cache, from which KV moves, got {phase}"
                 )
+        kinds = [self.engines[number].kind for number in split]
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                "engines.kind must be the same for all prefill and decode engines, which exchange "
+                f"KV, got {kinds}"
+            )
         exact = {self.engines[number].deterministic for number in split}
         if len(exact) > 1:
             raise ValueError(

@@ -569,8 +569,8 @@ class EngineConfig(Section):
 
     @property
     def moves_kv(self) -> bool:
-        """True if engines of this kind can export KV to other engines and import it."""
-        return self.server is None
+        """True if these engines can export KV to others of their kind and import it."""
+        return self.kind == "embedded" or (self.kind == "vllm" and not self.address)
 
 
 class AllocationConfig(Section):

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+import rollweave_vllm_kv
 import rollweave_vllm_spans
 from rollweave_leases import Application, Receive, Send, run_server
 
@@ -66,6 +67,7 @@ def register() -> None:
     tqdm.set_lock(threading.RLock())
     if NAME not in Factory._registry:
         Factory.register_engine(NAME, f"{NAME}_vllm_weights", "RollweaveTransfer")
+    rollweave_vllm_kv.register()
     if ROUTES in os.environ:
         importlib.import_module(f"{NAME}_vllm_routes").register()
 
