@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.runtime.sinks import WandB, missing_sinks, open_sinks
+from rollweave.runtime.sinks import Trackio, WandB, missing_sinks, open_sinks
 from rollweave.schema.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Recorder:
-    """Stands for the wandb module, and records its calls."""
+    """Stands for the module of wandb or trackio, and records its calls."""
 
     def __init__(self) -> None:
         self.started: list[dict[str, object]] = []
@@ -57,8 +57,8 @@ class Recorder:
     def define_metric(self, name: str, *, step_metric: str) -> None:
         self.axes.append(step_metric)
 
-    def log(self, values: Mapping[str, object]) -> None:
-        self.logged.append(dict(values))
+    def log(self, values: Mapping[str, object], step: int | None = None) -> None:
+        self.logged.append(dict(values) if step is None else {**values, "step": step})
 
     def finish(self) -> None:
         self.finished += 1
@@ -78,3 +78,35 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
         {"reward": 0.5, "training_step": 2},
     ]
     assert (module.finished, set(module.axes)) == (2, {"training_step"})
+
+
+def test_a_resumed_run_continues_its_trackio_run(tmp_path: Path) -> None:
+    module, (one, other) = Recorder(), (tmp_path / "a" / "lake", tmp_path / "b" / "lake")
+    for step, directory in enumerate((one, one, other)):
+        directory.mkdir(parents=True, exist_ok=True)
+        sink = Trackio(module, directory, {"seed": step})
+        sink.write(step, {"reward": 0.5})
+        sink.close()
+    first, second, third = (started["name"] for started in module.started)
+    assert first == second != third
+    assert all(str(name).startswith("lake-") for name in (first, third))
+    assert {started["resume"] for started in module.started} == {"allow"}
+    assert module.logged == [{"reward": 0.5, "step": step} for step in range(3)]
+    assert module.finished == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.skipif(missing_sinks(["trackio"]) != [], reason="trackio is not installed")
+def test_trackio_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
+    import trackio
+
+    run_dir = tmp_path / "lake"
+    run_dir.mkdir()
+    (sink,) = open_sinks(["trackio"], run_dir, {"run": {"name": "lake"}})
+    sink.write(1, {"reward/lake": 0.5})
+    sink.write(2, {"reward/lake": 0.75})
+    sink.close()
+    (run,) = trackio.Api().runs("rollweave")
+    assert run.name.startswith("lake-")
+    assert list(tmp_path.rglob("*.db"))

@@ -602,6 +602,29 @@ def report(run: Run) -> None:
 
 
 @app.command()
+def export(
+    run: Run,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", help="jsonl or parquet, for data sets, or inspect, for inspect_ai."
+        ),
+    ] = "jsonl",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File to write; by default named after RUN, in this directory."
+        ),
+    ] = None,
+) -> None:
+    """Write all trajectories of RUN, with their tokens, to one file."""
+    with errors_reported():
+        from rollweave.cli.export import export as work
+
+        work(run, format_=format_, output=output)
+
+
+@app.command()
 def ui(
     directory: Annotated[
         Path | None,

@@ -12,6 +12,7 @@ from rollweave.schema.errors import ConfigError
 
 EXTRAS = {
     "envs": ("gymnasium", "reasoning_gym"),
+    "parquet": ("pyarrow",),
     "predict": ("sklearn", "threadpoolctl", "transformers"),
     "ray": ("ray",),
     "search": ("bm25s",),

@@ -1,6 +1,6 @@
-"""Optional mirrors of the metrics: TensorBoard and Weights & Biases.
+"""Optional mirrors of the metrics: TensorBoard, Trackio, and Weights & Biases.
 
-Both are extras, imported only if `run.sinks` names them.
+All are extras, imported only if `run.sinks` names them.
 """
 
 import importlib
@@ -14,7 +14,11 @@ from rollweave.io.extras import how_to_install
 from rollweave.runtime.metrics import Sink
 from rollweave.schema.errors import ConfigError
 
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+PACKAGES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
 
 
 class TensorBoard:
@@ -31,6 +35,32 @@ class TensorBoard:
         self._writer.close()
 
 
+class Trackio:
+    """Mirrors to a run of Trackio's project `rollweave`, in the database of this
+    machine; `trackio show --project rollweave` shows it.
+
+    Its name is that of the run and a number of the run directory, so that `--resume`
+    continues it, and no other run of the same name does.
+    """
+
+    def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]) -> None:
+        self._run = module.init(
+            project="rollweave",
+            name=f"{run_dir.name}-{_kept_id(run_dir / 'trackio_id')}",
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class WandB:
     """Mirrors to a W&B run of the same name, offline or online as the user's
     environment selects.
@@ -39,15 +69,12 @@ class WandB:
     """
 
     def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]) -> None:
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
         self._run = module.init(
             project="rollweave",
             name=run_dir.name,
             dir=str(run_dir),
             config=config,
-            id=id_file.read_text(),
+            id=_kept_id(run_dir / "wandb_id"),
             resume="allow",
         )
         self._run.define_metric("*", step_metric="training_step")
@@ -57,6 +84,15 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _kept_id(file: Path) -> str:
+    """Return the run's id there; a new one that is written to the file if it is
+    absent.
+    """
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
 
 
 def missing_sinks(names: Sequence[str]) -> list[str]:
@@ -72,9 +108,11 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> l
     sinks: list[Sink] = []
     for name in names:
         module = importlib.import_module(PACKAGES[name])
-        sinks.append(
-            TensorBoard(module, run_dir)
-            if name == "tensorboard"
-            else WandB(module, run_dir, config)
-        )
+        match name:
+            case "tensorboard":
+                sinks.append(TensorBoard(module, run_dir))
+            case "trackio":
+                sinks.append(Trackio(module, run_dir, config))
+            case _:
+                sinks.append(WandB(module, run_dir, config))
     return sinks

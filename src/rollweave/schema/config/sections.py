@@ -1318,7 +1318,7 @@ class RunSection(Section):
         "and 20 times as long as writing one takes. Unset: by time alone; 0: none before the "
         "end.",
     )
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
         (), description="Metric sinks in addition to metrics.jsonl."
     )
 

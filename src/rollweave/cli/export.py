@@ -1,0 +1,30 @@
+"""`rollweave export`: writes a run's trajectories for other programs."""
+
+from pathlib import Path
+
+from rich.markup import escape
+
+from rollweave.cli.console import err, out
+from rollweave.cli.runs import find_run
+from rollweave.record.export import SUFFIXES, Export
+from rollweave.runtime.preflight.checks import human_bytes
+from rollweave.schema.errors import ConfigError
+
+
+def export(name: str, *, format_: str, output: Path | None) -> None:
+    """Write all attempts of the run to one file, and print its path."""
+    if format_ not in SUFFIXES:
+        raise ConfigError(f"--format must be one of {', '.join(SUFFIXES)}, got {format_!r}")
+    run = find_run(name)
+    if not run.trajectories.is_dir():
+        raise ConfigError(f"{run.path} must hold trajectories, got none yet")
+    path = output or Path(run.path.resolve().name + SUFFIXES[format_])
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output must be a file in a directory that exists, got {str(path)!r}")
+    exported = Export(run)
+    for line in exported.damaged:
+        text = f"[yellow]warning:[/] {escape(line)}; it and the rest of this file are left out"
+        err.print(text, soft_wrap=True)
+    exported.write(path, format_)
+    size = human_bytes(path.stat().st_size)
+    out.print(f"{escape(str(path))} ({exported.attempts:,} attempts, {size})", soft_wrap=True)
