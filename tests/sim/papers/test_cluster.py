@@ -2,6 +2,7 @@
 workload changes are isolated.
 """
 
+import math
 import statistics
 
 import pytest
@@ -13,6 +14,7 @@ from rollweave.sim.models import model
 from rollweave.sim.papers.cluster import (
     ExperimentError,
     GaussianSteps,
+    NarrowOutputs,
     ScaledSteps,
     Setup,
     SlowStarts,
@@ -124,6 +126,18 @@ def test_scaled_steps() -> None:
     for plan, slow in zip(_plans(base), _plans(ScaledSteps(base, factor=2.0)), strict=True):
         assert [turn.env_s * 2 for turn in plan.turns] == [turn.env_s for turn in slow.turns]
         assert (plan.init_s, plan.reward_s) == (slow.init_s, slow.reward_s)
+
+
+def test_narrow_outputs_have_the_same_mean_and_less_spread() -> None:
+    base = workload("gem-game")
+    logs = []
+    for work in (base, NarrowOutputs(base, factor=0.5)):
+        plans = [work.plan(index=i, member=0, attempt=0, seed=0) for i in range(300)]
+        outputs = [turn.output_tokens for plan in plans for turn in plan.turns]
+        logs.append((statistics.fmean(outputs), statistics.stdev(map(math.log, outputs))))
+    (mean, spread), (narrow_mean, narrow_spread) = logs
+    assert narrow_mean == pytest.approx(mean, rel=0.01)
+    assert narrow_spread == pytest.approx(spread / 2, rel=0.01)
 
 
 def test_slow_starts() -> None:

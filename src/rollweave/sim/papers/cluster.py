@@ -401,6 +401,35 @@ class ScaledSteps:
         return msgspec.structs.replace(plan, turns=turns)
 
 
+class NarrowOutputs:
+    """The agent's outputs have `factor` of their spread, on a logarithmic scale, and
+    the same mean.
+    """
+
+    SAMPLED = 300
+    """Number of trajectories from which the mean is computed."""
+
+    def __init__(self, work: Workload, *, factor: float) -> None:
+        self._work, self._factor = work, factor
+        plans = (
+            work.plan(index=index, member=0, attempt=0, seed=0) for index in range(self.SAMPLED)
+        )
+        outputs = [turn.output_tokens for plan in plans for turn in plan.turns]
+        narrow = statistics.fmean(output**factor for output in outputs)
+        self._scale = statistics.fmean(outputs) / narrow
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
+        turns = tuple(
+            msgspec.structs.replace(
+                turn,
+                output_tokens=max(1, round(self._scale * turn.output_tokens**self._factor)),
+            )
+            for turn in plan.turns
+        )
+        return msgspec.structs.replace(plan, turns=turns)
+
+
 class SlowStarts:
     """A share `rate` of the environments starts `seconds` late: RollArt's long
     initialization failures, in which image pulls are retried until they succeed (§8).
