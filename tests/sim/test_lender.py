@@ -5,9 +5,11 @@ import random
 import pytest
 
 from rollweave.core.policy.admission import STALL_S, Slo
+from rollweave.sim.coserving import SHARING, Memory
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
-from rollweave.sim.lender import PAGE_BYTES, SHARING, Lender, LentEngine, Memory, Served
+from rollweave.sim.lender import KEPT_S, PAGE_BYTES, RELOAD_S, Lender, Served
+from rollweave.sim.lent import LentEngine
 from tests.support.simulation import Linear
 
 COST = Linear(kv_tokens=4000)
@@ -210,3 +212,37 @@ def test_kv_of_finished_turns_is_kept_for_the_lease_alone() -> None:
     rig.until(1000.0)
     assert kept > 0
     assert rig.lent.export_kv(1000.0, "t0", "") == 0
+
+
+def test_an_engine_that_holds_one_model_at_a_time_loads_the_other() -> None:
+    """Rollouts come once users were away for long enough, and go when they return."""
+    rig = Rig("autoscaling")
+    first = rig.user(0.0, 40, 10)
+    rig.until(1.0)
+    assert not rig.rollout(1.0, "t0"), "it holds the serving model"
+    served_at = rig.last[first]
+    rig.until(served_at + KEPT_S + RELOAD_S - 0.1)
+    assert not rig.lender.takes
+    rig.until(served_at + KEPT_S + RELOAD_S + 0.1)
+    assert rig.lender.takes
+    assert rig.rollout(100.0, "t1", output=700)
+    second = rig.user(101.0, 40, 10)
+    rig.until(101.5)
+    assert not rig.lender.takes
+    rig.until(1000.0)
+    assert rig.returned.keys() == {"t1"}
+    assert rig.returned["t1"] > 0
+    assert RELOAD_S <= rig.first[second] - 101.0 <= RELOAD_S + 5.0
+    assert rig.lender.takes, "users are away again"
+
+
+def test_an_engine_that_is_woken_serves_again() -> None:
+    rig = Rig("autoscaling")
+    rig.until(KEPT_S + RELOAD_S)
+    assert rig.lender.holds_rollouts
+    rig.lender.wake(rig.now)
+    rig.until(rig.now + RELOAD_S)
+    assert rig.lender.holds_serving
+    user = rig.user(rig.now, 40, 1)
+    rig.until(rig.now + 10.0)
+    assert rig.first[user] - user.arrived < 5.0

@@ -213,6 +213,14 @@ FROZENLAKE_OBSERVATION = FROZENLAKE_OUTPUT * FROZENLAKE_PREFILL / (1 - FROZENLAK
 states.
 """
 
+ALFWORLD_TURNS = (10, 50)
+"""Range of ALFWorld's turns. Assumption: at most 50, as in common training recipes."""
+
+ALFWORLD_OUTPUT, ALFWORLD_OBSERVATION = 64, 100
+"""Mean tokens of an output, as of FrozenLake's, and of a sentence about the objects in
+sight. Assumption.
+"""
+
 TURN_MAX = 8_192
 """Maximum tokens of an observation, and of a turn of an agent that acts often.
 Assumption.
@@ -315,6 +323,21 @@ _ALL = (
         prompt=around(GAME_PROMPT, sigma=EVEN_SIGMA, high=PROMPT_MAX),
         output=_short(FROZENLAKE_OUTPUT),
         observation=_seen(FROZENLAKE_OBSERVATION, EVEN_SIGMA),
+        env_s=_IO,
+        init_s=_LIGHT_INIT,
+        reward_s=_RULE,
+        max_context=ROLLART_CONTEXT,
+        max_response=ROLLART_CONTEXT,
+        answers=False,
+        init_error_rate=INIT_ERROR_RATE,
+    ),
+    Family(
+        name="alfworld",
+        source="ROSE §6 (32K context); RollArt §7.5; turns and lengths are assumptions",
+        turns=ALFWORLD_TURNS,
+        prompt=around(GAME_PROMPT, sigma=EVEN_SIGMA, high=PROMPT_MAX),
+        output=_short(ALFWORLD_OUTPUT),
+        observation=_seen(ALFWORLD_OBSERVATION, EVEN_SIGMA),
         env_s=_IO,
         init_s=_LIGHT_INIT,
         reward_s=_RULE,

@@ -21,7 +21,8 @@ from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.kv import Request
-from rollweave.sim.lender import ACTIVATION_S, LentEngine
+from rollweave.sim.lender import ACTIVATION_S
+from rollweave.sim.lent import LentEngine
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.serving import ServingCluster
 

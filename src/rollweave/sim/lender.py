@@ -22,9 +22,7 @@ from collections.abc import Callable
 from rollweave.core.policy.admission import (
     STALL_S,
     Corrections,
-    Curve,
     PrefillMode,
-    Profile,
     QueuedPrefill,
     Slo,
     StepKind,
@@ -32,20 +30,12 @@ from rollweave.core.policy.admission import (
     ttft_slack,
 )
 from rollweave.core.policy.kv_budget import HEADROOM, LEASE_S, KvBudget
-from rollweave.schema.base import Struct
+from rollweave.sim.coserving import Memory, Sharing, profiled
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.engine import Done, SimEngine
-from rollweave.sim.kv import Request
 
 PAGE_BYTES = 2 << 20
 """Bytes of a page of memory (ROSE §4.1)."""
-
-PROFILED_TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192)
-PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Prompts and batches whose steps are profiled."""
-
-PROFILED_CONTEXT = 1200
-"""Tokens of each context in the profile: about those of a request half answered."""
 
 FULL = 0.9
 """Share of their memory that rollouts use when no more turns are taken. Assumption."""
@@ -55,48 +45,15 @@ ACTIVATION_S = 5.0
 §4.1: at most).
 """
 
-
-class Sharing(Struct, frozen=True, kw_only=True):
-    """A way in which the two models share a serving engine.
-
-    Rollouts compute if serving then still meets the limits on `ttft` and `tpot`; with
-    `turns`, the two take turns step by step instead, and with `factor`, the one
-    computes whose next token is due first, rollouts by a limit that many times as long.
-    Without `shrinks`, rollouts have a fixed half of the memory.
-    """
-
-    ttft: bool = True
-    tpot: bool = True
-    turns: bool = False
-    factor: float = 0.0
-    prefix_cache: bool = True
-    shrinks: bool = True
-    lease_s: float = LEASE_S
-
-
-SHARING = {
-    "cooperative": Sharing(),
-    "ttft": Sharing(tpot=False),
-    "tpot": Sharing(ttft=False),
-    "spatial": Sharing(turns=True),
-    "preemption": Sharing(turns=True, prefix_cache=False),
-    "partition": Sharing(turns=True, prefix_cache=False, shrinks=False),
-    "multiplexing": Sharing(factor=4.0, prefix_cache=False),
-}
-"""The ways of `ablation.sharing`: ROSE's, its admission by one limit, the stages of its
-Table 2, and Prism's (§6.1).
+RELOAD_S = 20.0
+"""Seconds in which an engine that holds one model at a time loads the other one.
+Assumption: "tens of seconds" (ROSE §3.2; the values of Fig. 3c are not in the text).
 """
 
-
-class Memory(Struct, frozen=True, kw_only=True):
-    """Bytes of an engine: all, those for KV beside the weights of both models, and of a
-    token of each.
-    """
-
-    total: float
-    kv: float
-    serving_token: float
-    rollout_token: float
+KEPT_S = 60.0
+"""Seconds without requests after which such an engine loads the rollout model: the
+window over which Knative decides to scale down.
+"""
 
 
 class Served:
@@ -128,6 +85,7 @@ class Lender:
         limits: Slo,
         memory: Memory,
         sharing: Sharing,
+        lease_s: float = LEASE_S,
     ) -> None:
         self.name, self.phase = name, phase
         self.on_first: Callable[[Served, float], None] = lambda request, now: None
@@ -137,6 +95,7 @@ class Lender:
         self.serving_s = 0.0
         self.stalls = 0
         self._cost, self._limits, self._memory, self._sharing = cost, limits, memory, sharing
+        self._lease_s = lease_s
         self._profile, self._corrections = profiled(cost), Corrections()
         self._pages = KvBudget(
             max(1, int(memory.kv // PAGE_BYTES)),
@@ -156,8 +115,11 @@ class Lender:
         self._until = math.inf  # end of what it computes
         self._began = 0.0
         self._run = 0  # steps in which answers grow, without a choice in between
-        self._computes = ""  # prompt, tokens or rollouts; "" if idle
+        self._computes = ""  # prompt, tokens, rollouts, kept or reload; "" if idle
         self._last = ""
+        # The model in memory, where one has it at a time: serving or rollouts.
+        self._holds, self._wanted = "serving", ""
+        self._idle_at = 0.0
         # The rollouts' clock: `_tau` at `_wall`, which runs while they compute.
         self._tau = self._wall = self._target = 0.0
         self._resizes = False
@@ -192,7 +154,40 @@ class Lender:
     def takes(self) -> bool:
         """Return whether rollouts may begin more turns: they have memory for them."""
         engine = self.engine
+        if not self.holds_rollouts:
+            return False
         return engine is None or engine.kv_used < FULL * engine.kv_tokens
+
+    @property
+    def holds_rollouts(self) -> bool:
+        """Return whether the rollout model can compute without a reload."""
+        return not self._sharing.reloads or (self._holds == "rollouts" and not self._wanted)
+
+    @property
+    def holds_serving(self) -> bool:
+        """Return whether the serving model can compute without a reload."""
+        return not self._sharing.reloads or self._holds == "serving"
+
+    def has_room(self, request: Served, *, prompt: bool) -> bool:
+        """Return whether the prompt of a request, or its answer, would meet its limit
+        here by the profile, without a reload.
+        """
+        if not self.holds_serving:
+            return False
+        if prompt:
+            tokens = request.prompt_tokens + sum(one.prompt_tokens for one in self._prompts)
+            return self._profile.prefill_s(tokens, PrefillMode.MONOLITHIC) <= self._limits.ttft_s
+        waiting = sum(one.prompt_tokens for one in self._joining) + request.prompt_tokens
+        batch = len(self._ends) + len(self._joining) + 1
+        fits = (self._context + waiting) * self._memory.serving_token <= self._memory.kv
+        return fits and self._profile.decode.seconds(batch) <= self._limits.tpot_s
+
+    def wake(self, now: float) -> None:
+        """Load the serving model again, for requests to come."""
+        self.advance_to(now)
+        if self._holds == "rollouts" and self._wanted != "serving":
+            self._wanted = "serving"
+            self._changed(now)
 
     def use(self, now: float) -> float:
         """Return the mean share of the memory for KV that serving has used since the
@@ -220,7 +215,7 @@ class Lender:
         self._count_use(now)
         self._admit()
         self._peak = max(self._peak, self.serving_bytes)
-        if not self._computes:
+        if self._computes in ("", "kept"):
             self._choose(now)
         elif self._computes == "rollouts" and self.engine is not None:
             tau = self._now(now)
@@ -248,7 +243,7 @@ class Lender:
 
     def _admit(self) -> None:
         """Let answers begin that have room beside what rollouts may hold."""
-        room = self._memory.kv - self._budget
+        room = self._memory.kv - (0.0 if self._sharing.reloads else self._budget)
         token = self._memory.serving_token
         while self._joining:
             first = self._joining[0]
@@ -274,7 +269,7 @@ class Lender:
         self.advance_to(now)
         self.engine, self._budget = None, 0.0
         self._done.clear()
-        if self._computes == "rollouts":
+        if self._computes in ("rollouts", "kept"):
             self._computes, self._until = "", math.inf
         self._admit()
         if not self._computes:
@@ -286,7 +281,7 @@ class Lender:
             used = max(self._peak, self.serving_bytes)
             self._budget = self._pages.begin_step(_pages(used)) * PAGE_BYTES
         else:
-            self._budget = self._memory.kv / 2
+            self._budget = self._memory.kv / (1 if self._sharing.reloads else 2)
         self._peak = self.serving_bytes
         self._resize(now)
 
@@ -394,6 +389,9 @@ class Lender:
         self._last = computed
         if computed in ("prompt", "tokens"):
             self.serving_s += at - self._began
+            self._idle_at = at
+        elif computed == "reload":
+            self._holds, self._wanted, self._idle_at = self._wanted, "", at
         self._count_use(at)
         if computed == "prompt":
             self._learn(StepKind.SERVING_PREFILL, at - self._began)
@@ -430,7 +428,9 @@ class Lender:
         """
         rollouts = False
         serves = bool(self._prompts or self._ends)
-        if self.engine is not None:
+        if self._sharing.reloads and self._reloads(now, serves):
+            return
+        if self.engine is not None and self.holds_rollouts:
             self._expire(now)
             end = self.engine.first_end(self._tau)
             rollouts = end is not None
@@ -453,6 +453,27 @@ class Lender:
         else:
             return
         self._began, self._until = now, now + seconds
+
+    def _reloads(self, now: float, serves: bool) -> bool:
+        """Load the other model, if it is needed now or serving was idle for long.
+
+        Returns whether the device does, or waits for that.
+        """
+        if self._holds == "rollouts":
+            if not (serves or self._wanted):
+                return False
+            if self.engine is not None:
+                self.on_returned(self.engine.give_all(self._tau))
+            wanted = "serving"
+        elif serves or self.engine is None:
+            return False
+        elif now < self._idle_at + KEPT_S:
+            self._computes, self._until = "kept", self._idle_at + KEPT_S
+            return True
+        else:
+            wanted = "rollouts"
+        self._wanted, self._computes, self._until = wanted, "reload", now + RELOAD_S
+        return True
 
     def _may_run(self, now: float, seconds: float, serves: bool) -> bool:
         """Return whether rollouts may compute a step of so many seconds now."""
@@ -484,7 +505,7 @@ class Lender:
         also waits for those before it.
         """
         slack, ahead, limits = math.inf, 0, self._limits
-        if self._sharing.turns or self._sharing.factor:
+        if self._sharing.turns or self._sharing.factor or self._sharing.reloads:
             return 0.0
         if self._sharing.ttft:
             factor = self._corrections.factor(StepKind.SERVING_PREFILL)
@@ -547,7 +568,7 @@ class Lender:
         """Forget the KV of turns that finished longer ago than the lease."""
         assert self.engine is not None, "it lends"
         expired = None
-        while self._marks and now - self._marks[0][0] >= self._sharing.lease_s:
+        while self._marks and now - self._marks[0][0] >= self._lease_s:
             expired = self._marks.popleft()[1]
         if expired is not None:
             self.engine.forget(math.nextafter(expired, math.inf))
@@ -555,31 +576,6 @@ class Lender:
     def _count_use(self, now: float) -> None:
         self._use_s += (now - self._use_at) * self.serving_bytes / self._memory.kv
         self._use_at = now
-
-
-def profiled(cost: EngineCosts) -> Profile:
-    """Return what a serving model would measure of itself before it lends."""
-    prompts = Curve(
-        tuple(
-            (
-                tokens,
-                cost.step_s(
-                    prefill_tokens=tokens,
-                    prefill_context=tokens * (tokens + 1) // 2,
-                    decode=0,
-                    decode_context=0,
-                ),
-            )
-            for tokens in PROFILED_TOKENS
-        )
-    )
-    decode = Curve(
-        tuple(
-            (batch, cost.decode_s(decode=batch, decode_context=batch * PROFILED_CONTEXT, steps=1))
-            for batch in PROFILED_BATCHES
-        )
-    )
-    return Profile(mono=prompts, chunked=prompts, decode=decode)
 
 
 def _pages(size: float) -> int:
@@ -594,104 +590,3 @@ def _at(done: Done, at: float) -> Done:
         cached_tokens=done.cached_tokens,
         queue_s=done.queue_s,
     )
-
-
-class LentEngine:
-    """The engine of a run on a lender, with the calls of `SimEngine` in the wall's
-    time.
-    """
-
-    def __init__(self, lender: Lender, engine: SimEngine, *, now: float) -> None:
-        self.lender, self._engine = lender, engine
-        lender.lend(now, engine)
-
-    @property
-    def cost(self) -> EngineCosts:
-        return self._engine.cost
-
-    @property
-    def publication_id(self) -> int:
-        return self._engine.publication_id
-
-    @property
-    def busy_s(self) -> float:
-        return self._engine.busy_s
-
-    @property
-    def kv_tokens(self) -> int:
-        return self._engine.kv_tokens
-
-    @property
-    def kv_used(self) -> int:
-        return self._engine.kv_used
-
-    def add(self, now: float, request: Request) -> bool:
-        """Queue a request. Returns False if its KV would not fit."""
-        engine, tau = self.lender.call(now)
-        fits = engine.fits(request)
-        if fits:
-            engine.add(tau, request)
-        self.lender.called(now)
-        return fits
-
-    def abort(self, now: float, key: str) -> int | None:
-        engine, tau = self.lender.call(now)
-        sampled = engine.abort(tau, key)
-        self.lender.called(now)
-        return sampled
-
-    def rerank(self, now: float, key: str, rank: float) -> None:
-        engine, tau = self.lender.call(now)
-        engine.rerank(tau, key, rank)
-        self.lender.called(now)
-
-    def reported_tokens(self, now: float) -> dict[str, int]:
-        engine, tau = self.lender.call(now)
-        reported = engine.reported_tokens(tau)
-        self.lender.called(now)
-        return reported
-
-    def export_kv(self, now: float, key: str, shared_key: str) -> int:
-        engine, tau = self.lender.call(now)
-        blocks = engine.export_kv(tau, key, shared_key)
-        self.lender.called(now)
-        return blocks
-
-    def import_kv(
-        self, now: float, key: str, shared_key: str, blocks: int, *, shared_tokens: int
-    ) -> int:
-        engine, tau = self.lender.call(now)
-        kept = engine.import_kv(tau, key, shared_key, blocks, shared_tokens=shared_tokens)
-        self.lender.called(now)
-        return kept
-
-    def reprice(self, now: float, cost: EngineCosts) -> None:
-        engine, tau = self.lender.call(now)
-        engine.reprice(tau, cost)
-        self.lender.called(now)
-
-    def suspend(self, now: float) -> float:
-        engine, tau = self.lender.call(now)
-        settled = self.lender.wall(engine.suspend(tau))
-        self.lender.called(now)
-        return max(now, settled)
-
-    def load(self, now: float, publication_id: int) -> None:
-        engine, tau = self.lender.call(now)
-        engine.load(tau, publication_id)
-        self.lender.begin_step(now)
-        self.lender.called(now)
-
-    def resume(self, now: float) -> None:
-        engine, tau = self.lender.call(now)
-        engine.resume(tau)
-        self.lender.called(now)
-
-    def next_at(self) -> float | None:
-        return self.lender.next_at()
-
-    def advance(self, now: float) -> list[Done]:
-        return self.lender.advance(now)
-
-    def check(self) -> None:
-        self._engine.check()

@@ -18,11 +18,13 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimServingConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
+from rollweave.sim.coserving import SHARING, Memory
 from rollweave.sim.cost import ACTIVATION_BYTES, MEMORY_FRACTION, EngineCost
 from rollweave.sim.engine import SimEngine
 from rollweave.sim.hardware import Gpu, gpu
 from rollweave.sim.hosts import NO_POOL, gpu_of
-from rollweave.sim.lender import SHARING, Lender, LentEngine, Memory, Served
+from rollweave.sim.lender import Lender, Served
+from rollweave.sim.lent import LentEngine
 from rollweave.sim.models import ModelShape, model
 from rollweave.sim.traffic import Arrival, drawn, recorded
 
@@ -80,10 +82,12 @@ class ServingCluster:
                 limits=limits,
                 memory=memory,
                 sharing=SHARING[config.ablation.sharing],
+                lease_s=serving.lease_s,
             )
             lender.on_first, lender.on_last = self._first(lender), self._last
             lender.on_returned = self._returner(lender.name)
             self.lenders[lender.name] = lender
+        self._reloads = SHARING[config.ablation.sharing].reloads
         self._prompt_engines = [one for one in self.lenders.values() if one.phase != "decode"]
         self._token_engines = [one for one in self.lenders.values() if one.phase != "prefill"]
         self._uses: dict[str, deque[float]] = {
@@ -162,10 +166,28 @@ class ServingCluster:
         request = Served(
             arrived=now, prompt_tokens=arrival.prompt_tokens, output_tokens=arrival.output_tokens
         )
-        lender = min(self._prompt_engines, key=lambda one: one.load)
+        lender = self._engine_for(request, self._prompt_engines, prompt=True)
         lender.arrive(now, request)
         self._touched(lender)
         self._next_arrival()
+
+    def _engine_for(self, request: Served, engines: list[Lender], *, prompt: bool) -> Lender:
+        """Return the engine that takes the prompt or the answer of a request: the one
+        with the fewest tokens, or, where engines hold one model at a time, the first
+        that has room. If none has, one more loads the serving model.
+        """
+        if not self._reloads:
+            return min(engines, key=lambda one: one.load)
+        for engine in engines:
+            if engine.has_room(request, prompt=prompt):
+                return engine
+        serving = [engine for engine in engines if engine.holds_serving]
+        for engine in engines:
+            if not engine.holds_serving:
+                engine.wake(self._clock.now)
+                self._touched(engine)
+                break
+        return min(serving or engines, key=lambda one: one.load)
 
     def _first(self, lender: Lender) -> Callable[[Served, float], None]:
         def first(request: Served, at: float) -> None:
@@ -174,7 +196,7 @@ class ServingCluster:
                 return
             target = lender
             if lender.phase == "prefill":
-                target = min(self._token_engines, key=lambda one: one.load)
+                target = self._engine_for(request, self._token_engines, prompt=False)
             delay = 0.0 if target is lender else self._cost.move_s(request.prompt_tokens)
             when = max(at + delay, self._clock.now)
             self._clock.at(when, lambda: self._joins(target, request))

@@ -20,7 +20,10 @@ SLOW = frozenset(
         ),
         *(f"rollart-{figure}" for figure in ("fig10c", "fig11a", "fig11b", "fig12", "fig14a")),
         *(f"rollart-{one}" for one in ("fig14b", "table4", "table5")),
-        *(f"rose-{one}" for one in ("fig1c", "fig10", "fig14", "table3")),
+        *(
+            f"rose-{one}"
+            for one in ("fig1c", "fig10", "fig14", "fig9", *(f"table{n}" for n in (1, 2, 3, 4, 5)))
+        ),
         *(f"prorl-{one}" for one in ("fig5", "table3")),
     }
 )

@@ -397,9 +397,16 @@ Mechanism = Literal[
 
 
 Sharing = Literal[
-    "cooperative", "ttft", "tpot", "spatial", "preemption", "partition", "multiplexing"
+    "cooperative",
+    "ttft",
+    "tpot",
+    "spatial",
+    "preemption",
+    "partition",
+    "multiplexing",
+    "autoscaling",
 ]
-"""Ways in which serving and rollouts share an engine (sim/lender.py)."""
+"""Ways in which serving and rollouts share an engine (sim/coserving.py)."""
 
 
 class AblationConfig(Section):
@@ -435,7 +442,8 @@ class AblationConfig(Section):
         "while it meets that one; spatial: both compute step by step in turn; preemption: the "
         "same, and lent engines forget finished turns; partition: and each has half of the "
         "memory for KV; multiplexing: the one whose next token is due first computes, rollouts "
-        "by four times the limit of serving.",
+        "by four times the limit of serving; autoscaling: an engine holds one model at a time, "
+        "and loads rollouts once it had no requests for a minute.",
     )
 
     @model_validator(mode="after")
@@ -1256,6 +1264,9 @@ class SimServingConfig(Section):
     )
     ttft_s: Positive = Field(0.5, description="Promised seconds to the first token.")
     tpot_s: Positive = Field(0.15, description="Promised seconds of each further token.")
+    lease_s: Positive = Field(
+        10.0, description="Seconds for which rollouts keep the KV of a finished turn (ROSE App. C)."
+    )
 
     @model_validator(mode="after")
     def _has_requests(self) -> Self:

@@ -83,6 +83,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     # [sim.serving]: serving engines, of whose GPUs rollouts borrow `borrowed`
     serving: Mapping[str, Any] = {}
     borrowed: int = 0
+    sharing: str = "cooperative"  # of [ablation]
 
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
         """Return the configuration of a run of `steps` steps. Raises ValueError."""
@@ -144,7 +145,11 @@ class Setup(Struct, frozen=True, kw_only=True):
                 if self.degrees
                 else None,
                 "trainer": {"colocated": self.colocated},
-                "ablation": {"policies": self.policies, "without": self.without},
+                "ablation": {
+                    "policies": self.policies,
+                    "without": self.without,
+                    "sharing": self.sharing,
+                },
                 "eval": {"final_episodes": 0},
                 "watchdog": {
                     "turn_s": FOREVER_S,

@@ -23,6 +23,7 @@ from rollweave.sim.papers.cluster import (
 )
 from rollweave.sim.papers.rows import Experiment, Row
 from rollweave.sim.relays import DELTA_SHARE
+from rollweave.sim.run import Outcome
 
 CONTEXT = 32_768
 """Maximum tokens of Qwen3-8B/32k on FrozenLake (§6)."""
@@ -166,12 +167,19 @@ def _beside_users(quick: bool) -> list[Row]:
 
 
 def _with_weights_s(setup: Setup, *, steps: int) -> float:
-    """Return the mean seconds of the first `steps` rollouts of a run, each from the end
-    of the training step before it, with the wait for new weights.
+    """Return the mean seconds of the first `steps` rollouts of a run, with the wait for
+    new weights.
     """
-    lines = steps_of(setup, steps=steps).steps
+    return statistics.fmean(rollout_times(steps_of(setup, steps=steps)))
+
+
+def rollout_times(outcome: Outcome) -> list[float]:
+    """Return the seconds of each rollout of a synchronous run, from the end of the
+    training step before it.
+    """
+    lines = outcome.steps
     ends = [0.0, *(float(line["at"]) + line["trainer"]["train_s"] for line in lines[:-1])]
-    return statistics.fmean(float(line["at"]) - end for line, end in zip(lines, ends, strict=True))
+    return [float(line["at"]) - end for line, end in zip(lines, ends, strict=True)]
 
 
 # Weights from cluster to cluster.
