@@ -44,11 +44,13 @@ class Queues:
         if what == "leave":
             if name in waiting:
                 del waiting[name]
+                self.queues.leave(name)
                 self.state.trajectories[name].open_turn.place = Held()
             return
         if what == "queue":
             self.arrivals += 1
-            waiting.pop(name, None)
+            if waiting.pop(name, None) is not None:
+                self.queues.leave(name)
             waiting[name] = self.arrivals
             self.state.trajectories[name] = Trajectory(
                 id=name,
@@ -103,6 +105,8 @@ def compare(both: Queues) -> None:
             assert listed == {one.id for one in own}
             if engine is not None and own:
                 assert engine in both.queues.engines
+            if engine is not None:
+                compare_counts(both, engine, waiting)
             first = both.queues.first(both.state, key)
             oldest = both.queues.oldest(both.state, key)
             if not own:
@@ -113,6 +117,18 @@ def compare(both: Queues) -> None:
             assert oldest is not None
             assert first.trajectory == min(own, key=claim)
             assert oldest.trajectory == min(own, key=lambda one: one.open_turn.arrival)
+
+
+def compare_counts(both: Queues, engine: EngineId, waiting: list[Trajectory]) -> None:
+    places = [(one, one.open_turn.place) for one in waiting]
+    own = [one for one, place in places if isinstance(place, Queued) and place.engine == engine]
+    assert both.queues.count(engine) == len(own)
+    for but in both.state.trajectories.values():
+        others = [one for one in own if one.id != but.id]
+        assert both.queues.count(engine, but=but.id) == len(others)
+        before = but.open_turn.arrival
+        counted = both.queues.count(engine, but=but.id, before=before)
+        assert counted == sum(one.open_turn.arrival < before for one in others)
 
 
 def claim(trajectory: Trajectory) -> tuple[float, float, str]:

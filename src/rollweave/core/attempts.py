@@ -156,6 +156,7 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     match turn.place:
         case Queued():
             del run.state.turns.queue[trajectory.id]
+            run.turn_queues.leave(trajectory.id)
         case OnEngine(engine=engine_id):
             abort(run, trajectory, turn, engine_id)
             vacate(run, run.state.engines[engine_id], trajectory, turn)

@@ -120,6 +120,10 @@ def _check_turns(run: Run) -> None:
                 assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
                 moving = state.migrations.open[trajectory.migration]
                 assert moving.since is not None or moving.vacates, trajectory
+    places = [state.trajectories[member].open_turn.place for member in state.turns.queue]
+    for engine in state.engines.values():
+        counted = sum(isinstance(one, Queued) and one.engine == engine.id for one in places)
+        assert run.turn_queues.count(engine.id) == counted, f"turns that wait for {engine.id}"
     for number, migration in state.migrations.open.items():
         trajectory_ = state.trajectories.get(migration.trajectory_id)
         moves = trajectory_ is not None and trajectory_.migration == number

@@ -282,6 +282,7 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     state, engine = run.state, run.state.engines[chosen]
     counted = state.counters.scheduling
     del state.turns.queue[trajectory.id]
+    run.turn_queues.leave(trajectory.id)
     counted.preemptions += len(engine.active) >= engine.max_slots
     counted.queue_s += run.now - turn.since
     state.turns.given += 1

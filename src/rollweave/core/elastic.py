@@ -7,13 +7,12 @@ of finished turns (`core/costs`); while it is not known, it is assumed to cost a
 as a sampled one.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rollweave.core import phases
 from rollweave.core.policy.elastic import Site, earliest
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Queued, Trajectory
+from rollweave.core.state import Engine, Trajectory
 from rollweave.schema.base import EngineId
 
 FIRST_TOKENS = 64.0
@@ -24,9 +23,17 @@ def engine_for(run: Run, trajectory: Trajectory, engines: Sequence[Engine]) -> E
     """Return the engine of these on which the trajectory's turn should finish first;
     None without any.
     """
-    ahead, cached = _waiting(run, trajectory), phases.cached_by_engine(run, trajectory)
-    tokens = _tokens(run, trajectory)
-    sites = [_site(run, trajectory, engine, ahead, cached) for engine in engines]
+    tokens, cached = _tokens(run, trajectory), phases.cached_by_engine(run, trajectory)
+    sites = [
+        _site(
+            run,
+            trajectory,
+            engine,
+            ahead=run.turn_queues.count(engine.id, but=trajectory.id),
+            cached=cached,
+        )
+        for engine in engines
+    ]
     return earliest(sites, tokens=tokens, affine=trajectory.engine)
 
 
@@ -38,9 +45,11 @@ def gains(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     if assigned is None or assigned.rate is None:
         return True
     tokens, cached = _tokens(run, trajectory), phases.cached_by_engine(run, trajectory)
-    here = _site(run, trajectory, engine, {}, cached).finish_s(tokens)
-    ahead = _waiting(run, trajectory, before=True)
-    return here < _site(run, trajectory, assigned, ahead, cached).finish_s(tokens)
+    here = _site(run, trajectory, engine, ahead=0, cached=cached).finish_s(tokens)
+    ahead = run.turn_queues.count(
+        assigned.id, but=trajectory.id, before=trajectory.open_turn.arrival
+    )
+    return here < _site(run, trajectory, assigned, ahead=ahead, cached=cached).finish_s(tokens)
 
 
 def _tokens(run: Run, trajectory: Trajectory) -> float:
@@ -48,26 +57,12 @@ def _tokens(run: Run, trajectory: Trajectory) -> float:
     return FIRST_TOKENS if known is None else known
 
 
-def _waiting(run: Run, trajectory: Trajectory, *, before: bool = False) -> Counter[EngineId]:
-    """Return how many turns wait for each engine, without the trajectory's own; those
-    that were queued before it, if so asked.
-    """
-    waiting: Counter[EngineId] = Counter()
-    own = trajectory.open_turn.arrival
-    for name, arrival in run.state.turns.queue.items():
-        if name == trajectory.id or (before and arrival > own):
-            continue
-        turn = run.state.trajectories[name].open_turn
-        if isinstance(turn.place, Queued) and turn.place.engine is not None:
-            waiting[turn.place.engine] += 1
-    return waiting
-
-
 def _site(
     run: Run,
     trajectory: Trajectory,
     engine: Engine,
-    ahead: Mapping[EngineId, int],
+    *,
+    ahead: int,
     cached: Mapping[EngineId, int],
 ) -> Site:
     turn, rate = trajectory.open_turn, engine.rate
@@ -84,7 +79,7 @@ def _site(
         id=engine.id,
         active=active,
         slots=slots,
-        ahead=ahead.get(engine.id, 0),
+        ahead=ahead,
         missing=max(0, context - cached.get(engine.id, 0)),
         price_s=price_s,
         token_s=token_s,

@@ -12,6 +12,7 @@ surface, or until they outnumber the live ones.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from typing import NamedTuple, Self
 
 from rollweave.core.state import Queued, State, Trajectory, Turn
@@ -37,6 +38,10 @@ class TurnQueues:
         self._heaps: dict[QueueKey, list[tuple[float, float, TrajectoryId, int]]] = {}
         self._arrivals: dict[QueueKey, list[tuple[int, TrajectoryId]]] = {}
         self._entries = 0
+        # The engine that each queued turn waits for, and its number of arrival; and the
+        # numbers of those that wait for an engine, in order.
+        self._places: dict[TrajectoryId, tuple[EngineId | None, int]] = {}
+        self._numbers: dict[EngineId | None, list[int]] = {}
 
     @classmethod
     def of(cls, state: State) -> Self:
@@ -69,6 +74,35 @@ class TurnQueues:
         )
         heapq.heappush(self._arrivals.setdefault(key, []), (turn.arrival, trajectory.id))
         self._entries += 1
+        self.leave(trajectory.id)
+        self._places[trajectory.id] = place.engine, turn.arrival
+        insort(self._numbers.setdefault(place.engine, []), turn.arrival)
+
+    def leave(self, trajectory_id: TrajectoryId) -> None:
+        """Note that the trajectory's turn is no longer queued, or moves."""
+        place = self._places.pop(trajectory_id, None)
+        if place is not None:
+            engine_id, arrival = place
+            numbers = self._numbers[engine_id]
+            del numbers[bisect_left(numbers, arrival)]
+            if not numbers:
+                del self._numbers[engine_id]
+
+    def count(
+        self,
+        engine_id: EngineId,
+        *,
+        but: TrajectoryId | None = None,
+        before: int | None = None,
+    ) -> int:
+        """Return how many turns wait for an engine, without that of the trajectory
+        `but`; those that were queued before the arrival `before`, if given.
+        """
+        numbers = self._numbers.get(engine_id, [])
+        own_engine, own = self._places.get(but, (None, 0)) if but is not None else (None, 0)
+        if before is None:
+            return len(numbers) - (own_engine == engine_id)
+        return bisect_left(numbers, before) - (own_engine == engine_id and own < before)
 
     def first(self, state: State, key: QueueKey) -> QueuedTurn | None:
         """The turn of the highest rank, and of the lowest tiebreak among equal
