@@ -34,6 +34,7 @@ from rollweave.schema.events import (
     TurnFailed,
     TurnProgress,
     TurnRequested,
+    TurnReturned,
     TurnsProgressed,
 )
 from rollweave.schema.rollouts import AnswerTurn, AttemptReport, StreamTurn, TurnAsked, TurnGivenUp
@@ -646,6 +647,18 @@ async def test_an_inconsistent_answer_fails_the_turn(
     stage.start("e0", 2, resume=True)
     assert first.resumed == (partial(kept_tokens) if kept_tokens else None)
     await finished(stage, first, kept_tokens)
+
+
+async def test_a_turn_that_a_lent_engine_returns_continues_from_all_of_its_tokens() -> None:
+    stage, first, second = await streaming_turn()
+    first.calls[0][1].set_result(result(9, finish=FinishReason.RETURNED))
+    await settle()
+    (returned,) = stage.of(TurnReturned)
+    assert (returned.turn, returned.dispatch) == (0, 0)
+    assert stage.of(TurnFailed) == []
+    stage.start("e1", 1, resume=True)
+    assert second.resumed == partial(9)
+    await finished(stage, second, 9)
 
 
 async def test_a_missing_engine_fails_the_dispatch_and_keeps_the_partial_turn() -> None:

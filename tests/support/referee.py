@@ -144,7 +144,7 @@ class Referee:
                     f"{event} while no turn is open"
                 )
                 self.requested.discard(attempt)
-            case e.TurnDone() | e.TurnFailed() | e.PrefillDone():
+            case e.TurnDone() | e.TurnFailed() | e.TurnReturned() | e.PrefillDone():
                 self._answer(event)
             case e.TurnsProgressed(turns=turns):
                 assert turns
@@ -273,7 +273,7 @@ class Referee:
         assert self.stage.get(attempt) in stages, f"{event} while it is {self.stage.get(attempt)}"
         return attempt
 
-    def _answer(self, event: e.TurnDone | e.TurnFailed | e.PrefillDone) -> None:
+    def _answer(self, event: e.TurnDone | e.TurnFailed | e.TurnReturned | e.PrefillDone) -> None:
         attempt = (str(event.trajectory_id), event.attempt)
         if self.open.get(attempt) == (event.turn, event.dispatch):
             del self.open[attempt]

@@ -204,10 +204,10 @@ class EngineLoop:
         """Compute one step. Return False if no request could have a slot and blocks."""
         return self._step()
 
-    def abort(self, id: str) -> None:
+    def abort(self, id: str, finish: FinishReason = FinishReason.ABORTED) -> None:
         """End a request with the tokens that it has, as `Abort` does."""
         if id in self._live:
-            self._finish(self._live[id], FinishReason.ABORTED)
+            self._finish(self._live[id], finish)
 
     def close(self) -> None:
         """End the threads of the engine."""

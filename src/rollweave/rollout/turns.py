@@ -44,6 +44,7 @@ from rollweave.schema.events import (
     TurnDone,
     TurnFailed,
     TurnRequested,
+    TurnReturned,
     TurnWithdrawn,
 )
 from rollweave.schema.rollouts import AnswerTurn, StreamTurn, TurnAsked
@@ -516,6 +517,17 @@ class Turns:
             text = f"the active time ran out in turn {turn.number}"
             self._leave(turn)
             self._answer(command, stop=StopReason.TIME_BUDGET, error=text)
+            return
+        if result.finish is FinishReason.RETURNED:
+            turn.partial_turn.finish(result)
+            self.post(
+                TurnReturned(
+                    trajectory_id=command.trajectory_id,
+                    attempt=command.attempt,
+                    turn=command.turn,
+                    dispatch=command.dispatch,
+                )
+            )
             return
         flaw = _result_error(result, self.command.purpose, resumed)
         if flaw:

@@ -64,7 +64,7 @@ class StartRun(TaggedStruct, frozen=True, kw_only=True):
 
 class StartTurn(TaggedStruct, frozen=True, kw_only=True):
     """Run the episode's open turn on this engine. `dispatch` fences late answers. →
-    TurnDone | TurnFailed
+    TurnDone | TurnFailed | TurnReturned
 
     With `resume`, the turn continues after the tokens that earlier dispatches sampled,
     as far as they are known. The core asks for this on an engine with the weights that

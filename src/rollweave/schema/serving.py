@@ -54,6 +54,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     TIME = "time"  # `budget_s` was used up
     ABORTED = "aborted"
+    RETURNED = "returned"  # an engine that is lent needs its time or memory for its own users
     ERROR = "error"
 
 

@@ -230,7 +230,7 @@ def test_a_burst_of_serving_takes_the_pages_of_rollouts(
         lost = [
             result
             for result in borrower.replies.results(stats.aborted).values()
-            if result.finish is FinishReason.ABORTED
+            if result.finish is FinishReason.RETURNED
         ]
         assert lost
         assert all(len(result.tokens) == len(result.logprobs) for result in lost)
@@ -270,7 +270,7 @@ def test_a_rollout_without_progress_is_handed_back(
         borrower = Borrower(lender.socket, borrowed(models["llama"][0], kv_tokens=1024))
         borrower.replies.wait_for(Ready)
         borrower.send(asks("r", prompt=370))  # the budget is two groups of 128 tokens
-        assert borrower.replies.results(1)["r"].finish is FinishReason.ABORTED
+        assert borrower.replies.results(1)["r"].finish is FinishReason.RETURNED
         assert lender.executor.stats().stalls == 1
         borrower.close()
 

@@ -40,6 +40,7 @@ from rollweave.schema.serving import (
     EngineFatal,
     EngineReply,
     EngineSpec,
+    FinishReason,
     LendingStats,
     Load,
     Sampled,
@@ -458,7 +459,7 @@ class CoServing:
         """Hand a rollout back with its tokens."""
         assert self._borrowed is not None
         self._aborted += 1
-        self._borrowed.loop.abort(id)
+        self._borrowed.loop.abort(id, FinishReason.RETURNED)
 
     def stats(self) -> LendingStats:
         """Return what the loan has brought and cost so far."""

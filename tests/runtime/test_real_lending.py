@@ -1,0 +1,187 @@
+"""A real run borrows a serving engine that users have requests at, and one of the two
+dies, hangs, or is asked to return in the middle of a turn: the trajectories continue on
+the run's own engine, and the users see nothing of it.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster.run import lost_trajectories
+from benchmarks.coserve.borrowing_run import BorrowingRun
+from benchmarks.coserve.cores import Cores
+from benchmarks.coserve.serving_engine import ServingEngine, save_model
+from rollweave.core.state import State
+from rollweave.envs.rules import rules_of
+from rollweave.record.journal import Replay
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import StartTurn
+from tests.support.host_agents import SECRET
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LIMIT_S = 480.0
+"""Maximum seconds of any wait, on a busy machine."""
+
+TURN_S = 30.0
+"""Deadline of a turn: the run notices by it that a lent engine hangs."""
+
+ROLLOUT = {"groups_per_step": 2, "group_size": 4, "max_running": 16}
+
+PROMPT, TOKENS = (5, 9, 17), 24
+
+
+class Users(threading.Thread):
+    """Requests of a serving engine's users, one after another."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        super().__init__(daemon=True)
+        self._engine = engine
+        self._over = threading.Event()
+        self.answers: list[list[int]] = []
+        self.error = ""
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self.answers.append(self._engine.complete(PROMPT, output_tokens=TOKENS))
+        except OSError as error:
+            self.error = str(error)
+
+    def end(self) -> None:
+        """Stop, and check that all answers were the same."""
+        self._over.set()
+        self.join(LIMIT_S)
+        assert not self.error
+        assert {len(answer) for answer in self.answers} == {TOKENS}
+        assert len(set(map(tuple, self.answers))) == 1
+
+
+class Loan:
+    """A run that trains, and the serving engine that it has borrowed."""
+
+    def __init__(self, run: BorrowingRun, engine: ServingEngine) -> None:
+        self.run, self.engine = run, engine
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        self.run.wait(condition, LIMIT_S, what)
+
+    def lending(self) -> bool:
+        """Return whether the engine is lent now."""
+        return bool(self.engine.stats()["lending"]["lent"])
+
+    def until_in_turn(self) -> EngineId:
+        """Wait until the lent engine computes a turn, and return its id."""
+        found: list[EngineId] = []
+
+        def computes() -> bool:
+            found.extend(lent_in_turn(self.run.state()))
+            return bool(found)
+
+        self.until(lambda: self.run.trained >= 1 and self.run.run.journal.exists(), "a step")
+        self.until(computes, "a turn on the lent engine")
+        return found[0]
+
+    def train_on(self, steps: int = 2) -> None:
+        trained = self.run.trained
+        self.until(lambda: self.run.trained >= trained + steps, "more steps")
+
+
+def lent_in_turn(state: State) -> list[EngineId]:
+    """Return the engines of a lending host that have turns."""
+    lenders = {number for number, slot in state.hosts.up.items() if slot.name != "own"}
+    return [
+        engine.id for engine in state.engines.values() if engine.host in lenders and engine.active
+    ]
+
+
+def continued(run: BorrowingRun, lent: EngineId) -> int:
+    """Return how many turns began on the lent engine and again on another one."""
+    begun: dict[tuple[str, int], EngineId] = {}
+    count = 0
+    for _, _, commands in Replay(run.run.journal, run.config, rules=rules_of(run.config)):
+        for command in commands:
+            if isinstance(command, StartTurn):
+                turn = (command.trajectory_id, command.turn)
+                count += begun.get(turn) == lent != command.engine_id
+                begun[turn] = command.engine_id
+    return count
+
+
+@pytest.fixture
+def loan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loan]:
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
+    model = save_model(tmp_path / "serving")
+    nowhere = Cores(device=None, others=())
+    watchdog = {"turn_s": TURN_S, "train_s": 600.0}
+    (tmp_path / "runs").mkdir()
+    with (
+        BorrowingRun(tmp_path / "runs", watchdog=watchdog, rollout=ROLLOUT) as run,
+        ServingEngine(
+            model,
+            tmp_path / "engine.log",
+            nowhere,
+            *("--lend", run.address, "--ttft-ms", "60000", "--tpot-ms", "60000"),
+        ) as engine,
+    ):
+        yield Loan(run, engine)
+        for pid in run.children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def kill(engine: ServingEngine) -> None:
+    os.kill(engine.engine_pid, signal.SIGKILL)
+
+
+def hang(engine: ServingEngine) -> None:
+    os.kill(engine.engine_pid, signal.SIGSTOP)
+
+
+def take_back(engine: ServingEngine) -> None:
+    engine.process.send_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("strike", [kill, hang, take_back])
+def test_trajectories_of_a_lent_engine_continue_elsewhere(
+    loan: Loan, strike: Callable[[ServingEngine], None]
+) -> None:
+    lent = loan.until_in_turn()
+    users = Users(loan.engine)
+    if strike is take_back:
+        users.start()
+    strike(loan.engine)
+    loan.train_on()
+    if strike is take_back:
+        loan.until(lambda: not loan.lending(), "the return of the engine")
+        users.end()
+    summary = loan.run.ended()
+    assert lost_trajectories(summary["account"]) == 0
+    assert loan.run.unaccounted(summary["account"]) == 0
+    assert continued(loan.run, lent)
+    if strike is hang:
+        os.kill(loan.engine.engine_pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_users_see_nothing_of_a_run_that_dies_or_hangs(loan: Loan, number: signal.Signals) -> None:
+    loan.until_in_turn()
+    users = Users(loan.engine)
+    users.start()
+    os.kill(loan.run.pid, number)
+    while loan.lending():
+        assert users.is_alive()
+    before = len(users.answers)
+    while len(users.answers) < before + 3:
+        assert users.is_alive()
+    users.end()
+    lending = loan.engine.stats()["lending"]
+    assert (lending["lent"], lending["rollout_pages"]) == (False, 0)
+    if number is signal.SIGSTOP:
+        os.kill(loan.run.pid, signal.SIGKILL)
+        os.kill(loan.run.pid, signal.SIGCONT)
