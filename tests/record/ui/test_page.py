@@ -154,6 +154,7 @@ async def test_an_empty_directory_says_so(tmp_path: Path) -> None:
         assert page.errors == []
 
 
+@pytest.mark.slow
 async def test_16000_trajectories_are_on_the_page_at_once(tmp_path: Path) -> None:
     write_large_run(tmp_path / "large", trajectories=16_000)
     async with serving(Runs(tmp_path), token=TOKEN, port=0) as address, browsing() as page:
