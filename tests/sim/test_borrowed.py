@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollweave.core.state import Engine
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
@@ -134,6 +135,38 @@ def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> Non
     assert all(one.resume for one in again), "with the tokens that they have"
     later = watch.commands(c.StartEngine)
     assert all(one.lender != held.lender for one in later if one.engine_id > held.id)
+
+
+@pytest.mark.parametrize("policies", [(), ("earliest",)])
+def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[str, ...]) -> None:
+    """Its own engine is lost, and then those that stood in for it are recalled."""
+    metrics = SimMetrics()
+    world = World(config(policies=policies), observer=metrics)
+    metrics.watch(world)
+    world.each_event = world.core.check
+    world.start()
+    serving, state = world.serving, world.core.state
+    assert serving is not None
+
+    def borrowed() -> list[Engine]:
+        return [one for one in state.engines.values() if one.lender and one.active]
+
+    while state.publication.version < 1:
+        world.step()
+    own = next(one for one in state.engines.values() if not one.lender)
+    world.fleet.lose(own.id, "killed")
+    while not borrowed():
+        assert world.over is None
+        world.step()
+    assert own.version < 0, "the next step begins before it is back"
+    for one in state.engines.values():
+        if one.lender:
+            serving.recalled.add(one.lender)
+    serving.report()
+    while world.over is None:
+        assert world.clock.now < 3600.0, "the run hangs"
+        world.step()
+    assert world.over == ""
 
 
 def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
