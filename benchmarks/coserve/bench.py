@@ -356,7 +356,8 @@ class _Bench:
     def _offer(
         self, engine: ServingEngine, arrivals: Sequence[Arrival], *, watch_s: float = 0.0
     ) -> LoadReport:
-        return generate(
+        """Raises RollweaveError if no request at all is answered."""
+        report = generate(
             LoadPlan(
                 name=secrets.token_hex(4),
                 url=engine.url,
@@ -366,6 +367,9 @@ class _Bench:
                 watch_s=watch_s,
             )
         )
+        if not any(one.tokens for one in report.served):
+            raise RollweaveError(f"the serving engine answers nothing: {report.served[0].error}")
+        return report
 
     def _violates(self, one: Served) -> bool:
         """Return whether a request was not answered within the limits."""

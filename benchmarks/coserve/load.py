@@ -55,16 +55,17 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
 
 class Served(Struct, frozen=True, kw_only=True):
     """One request: its arrival in the plan, seconds by which it was sent late, seconds
-    from its arrival to its first token and to its answer, and its number of tokens; 0
-    for a request that failed. The engine knows the time between the two; all the rest,
-    also that before the engine takes the request, is time to the first token.
+    from its arrival to its first token and to its answer, and its number of tokens; or
+    the error of one that failed. The engine knows the time between the two; all the
+    rest, also that before the engine takes the request, is time to the first token.
     """
 
     at: float
     late_s: float
-    first_s: float
-    last_s: float
-    tokens: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: int = 0
+    error: str = ""
 
     @property
     def tpot_s(self) -> float | None:
@@ -156,7 +157,7 @@ def generate(plan: LoadPlan) -> LoadReport:
 
 
 async def _generated(plan: LoadPlan) -> LoadReport:
-    headers = {"Authorization": f"Bearer {plan.token}"}
+    headers = {"Authorization": f"Bearer {plan.token}", "Content-Type": "application/json"}
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(
@@ -191,8 +192,8 @@ async def _request(
         async with session.post("/rollweave/v1/generate", data=as_json(body)) as response:
             response.raise_for_status()
             result = msgspec.json.decode(await response.read(), type=GenerateResult)
-    except (aiohttp.ClientError, TimeoutError):
-        return Served(at=arrival.at, late_s=late_s, first_s=0.0, last_s=0.0, tokens=0)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return Served(at=arrival.at, late_s=late_s, error=f"{type(error).__name__}: {error}")
     last_s = time.monotonic() - due
     return Served(
         at=arrival.at,
