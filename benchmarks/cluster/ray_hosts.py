@@ -33,7 +33,8 @@ UP = "This command will now block forever"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # nodes for which no mode is named do not agree on one
-    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_raylet_start_wait_time_s": "150",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # of 5 s: a busy machine needs more
 }
 
 RAY = Path(sys.executable).parent / "ray"

@@ -16,6 +16,8 @@ import pytest
 
 from benchmarks.cluster.hosts import CONTROLLERS
 from benchmarks.cluster.ray_hosts import RayHosts
+from rollweave.io.extras import missing_from
+from rollweave.record.store import TrajectoryReader
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import HostJoined, HostLost, RunStarted
 from tests.support.fake_runs import (
@@ -27,6 +29,7 @@ from tests.support.fake_runs import (
     make_config,
     pids,
     reached,
+    run_dir,
     write,
 )
 
@@ -85,6 +88,12 @@ class Mine(FrozenLake):
         assert os.environ["COLOR"] == "blue"
         return super().reset(task)
 """
+PLACED = """
+import ray
+
+def node(conversation, task, reward):
+    return float(ray.util.get_node_ip_address().rpartition(".")[2])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +111,17 @@ def config_of(directory: Path, ray: RayHosts, **sections: Any) -> RunConfig:
 
 
 @contextlib.contextmanager
-def controller(config: RunConfig, ray: RayHosts, *options: str) -> Iterator[Any]:
-    """Run a controller on the head's host, and kill it in the end."""
+def controller(
+    config: RunConfig, ray: RayHosts, *options: str, directory: Path = ROOT
+) -> Iterator[Any]:
+    """Run a controller on the head's host, with this working directory, and kill it in
+    the end.
+    """
     with ray.inside(CONTROLLERS), (Path(config.run.dir) / "printed").open("ab") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fake_runs", str(write(config)), *options],
             env={**ray.environment(), "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
+            cwd=directory,
             stdout=printed,
             stderr=printed,
         )
@@ -119,9 +132,11 @@ def controller(config: RunConfig, ray: RayHosts, *options: str) -> Iterator[Any]
         process.wait()
 
 
-def outcome(config: RunConfig, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
+def outcome(
+    config: RunConfig, process: "subprocess.Popen[bytes]", within_s: float = 180.0
+) -> dict[str, Any]:
     """Wait for the end of a run that succeeds, and return what it printed."""
-    status = process.wait(180)
+    status = process.wait(within_s)
     printed = (Path(config.run.dir) / "printed").read_text()
     assert status == 0, printed
     result: dict[str, Any] = json.loads(printed.splitlines()[-1])
@@ -309,6 +324,37 @@ def test_a_role_of_the_users_own_runs_on_the_nodes(ray: RayHosts, tmp_path: Path
     printed = ray.run(CONTROLLERS, "env", "-C", str(tmp_path), f"PYTHONPATH={ROOT}", *program)
     assert printed == "[3.0, 3.0] bandwidth compute\n"
     ray.wait_for_agents(20)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_serverless_reward_is_computed_on_another_node(
+    ray: RayHosts, tmp_path: Path, workers: int
+) -> None:
+    """The run's agent has one node, and the instances of the function the other, which
+    has the only CPU that is left. The controller is on a third one, the head's; with
+    `workers`, the function is called from the agent's.
+    """
+    if missing_from("serverless"):
+        pytest.skip("Ray Serve is not installed")
+    (tmp_path / "placed.py").write_text(PLACED)
+    reward = {"name": "node", "function": "placed:node", "run": "serverless", "weight": 0.0}
+    config = config_of(
+        tmp_path,
+        ray,
+        steps=2,
+        cluster={"hosts": 1},
+        rewards=[{**reward, "timeout_s": 120.0}],
+        workers={"count": workers},
+    )
+    with controller(config, ray, directory=tmp_path) as process:
+        outcome(config, process, within_s=400)
+    (begun,) = events(config, RunStarted)
+    (taken,) = (ray.number(host.name) for host in begun.hosts)
+    entries = TrajectoryReader(run_dir(config) / "trajectories").entries
+    places = {entry.score.rewards["node"] for entry in entries if entry.score is not None}
+    assert places == {float(ray.address(1 - taken).rpartition(".")[2])}
+    ray.wait_for_agents(20)
+    until(lambda: " 0.0/" in cpus(ray), "the end of the instances", 60)
 
 
 def train(
