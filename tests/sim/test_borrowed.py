@@ -3,16 +3,20 @@ when an engine is given back.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from rollweave.core.core import Core
 from rollweave.core.state import Engine
+from rollweave.record.journal import RunJournal
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.sim.lender import ACTIVATION_S
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.world import World
@@ -167,6 +171,32 @@ def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[
         assert world.clock.now < 3600.0, "the run hangs"
         world.step()
     assert world.over == ""
+
+
+def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
+    run_config = config()
+    with RunJournal(tmp_path / "journal.bin") as journal:
+        metrics = SimMetrics()
+        world = World(run_config, observer=metrics, journal=journal)
+        metrics.watch(world)
+        world.start()
+
+        def lent() -> int:
+            engines = world.core.state.engines.values()
+            return sum(bool(one.lender) and one.max_slots > 0 for one in engines)
+
+        def until_lent() -> float:
+            since = world.clock.now
+            while lent() < 4:
+                assert world.clock.now < 60.0
+                world.step()
+            return world.clock.now - since
+
+        until_lent()
+        world.revive(Core.restore(world.core.snapshot(), run_config), journal)
+        world.step()
+        assert not lent(), "they are lost with the controller"
+        assert until_lent() == pytest.approx(ACTIVATION_S)
 
 
 def test_an_engine_whose_lender_is_silent_is_given_back() -> None:

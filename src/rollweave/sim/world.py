@@ -219,6 +219,8 @@ class World:
                 relays=self.hosts.relays,
             )
         )
+        if self.serving is not None:  # its engines came back, and may be borrowed again
+            self.serving.report()
 
     def pools_busy(self) -> dict[str, float]:
         """Return the share of the time in which the GPUs of the engines of each pool,
