@@ -18,6 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
+from rollweave.envs.registry import ENTRY_POINTS
 from rollweave.sandbox.images import Recipe
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.hosts import HostsFile
@@ -231,6 +232,8 @@ def test_settings_that_are_shown_are_accepted(path: Path) -> None:
             validated(HostsFile, snippet, path.name)
         elif "base" in snippet:
             msgspec.convert(snippet, Recipe)
+        elif "project" in snippet:
+            assert snippet["project"]["entry-points"].keys() <= set(ENTRY_POINTS)
         else:
             assert without_effect(validated(RunConfig, completed(snippet), path.name)) == []
 
