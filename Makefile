@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants lint format figures clean
+.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants lint format figures site clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -81,6 +81,10 @@ format: .venv/ready-test
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray,serverless]"
 	touch $@
 
+.venv/ready-docs: .venv/ready-test
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
 # Its requirements conflict with ours. Without a GPU it must not find torchvision and the others.
 .venv-vllm/ready:
 	$(PYTHON) -m venv .venv-vllm
@@ -101,7 +105,11 @@ format: .venv/ready-test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-trl build runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 figures: .venv/ready-test
 	$(BIN)/python docs/figures/packages.py src docs/figures/packages.svg
+
+# These pages as a site in build/site; only the installation needs the network.
+site: .venv/ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -185,7 +185,7 @@ def test_the_readme_names_every_command_and_extra() -> None:
     shown = {name.split()[1] for name in names if name.startswith("rollweave ")}
     assert commands.commands.keys() - shown == set()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert extras["optional-dependencies"].keys() - names == {"fuzz", "test"}
+    assert extras["optional-dependencies"].keys() - names == {"docs", "fuzz", "test"}
 
 
 def fenced(path: Path, language: str) -> list[str]:

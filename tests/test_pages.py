@@ -3,6 +3,7 @@ files are written, and their commands and programs run.
 """
 
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import rollweave
 from rollweave import Split
 from rollweave.cli.main import app
 from rollweave.envs.base import Episode, Score
@@ -117,3 +119,12 @@ def test_a_line_without_a_prompt_is_named(folder: Path) -> None:
     result = CliRunner().invoke(app, ["train", "broken.toml", "--dry-run"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "broken.jsonl:5: must be a JSON object with 'prompt'" in result.output
+
+
+def test_every_page_and_public_name_is_in_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = set(re.findall(r"(\S+\.md)$", navigation, re.MULTILINE))
+    docs = ROOT / "docs"
+    assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} <= listed
+    subjects = runpy.run_path(str(docs / "site/hooks.py"))["SUBJECTS"]
+    assert {name for names in subjects.values() for name in names} == set(rollweave.__all__)
