@@ -22,6 +22,7 @@ NAMES = [
     "swe",
     "webshop",
     "frozenlake",
+    "alfworld",
     "gem-math",
     "gem-game",
     "coding",
@@ -52,7 +53,7 @@ def test_every_family_of_the_papers_exists_and_names_its_source() -> None:
     assert list(FAMILIES) == NAMES
     for name, family in FAMILIES.items():
         assert family.name == name
-        assert family.source.startswith(("RollArt", "Heddle", "Laminar"))
+        assert family.source.startswith(("RollArt", "Heddle", "Laminar", "ROSE"))
 
 
 @pytest.mark.parametrize("name", NAMES)

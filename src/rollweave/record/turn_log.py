@@ -198,14 +198,13 @@ class TurnLog:
         if lost is None:
             return []
         records = list[TurnRecord]()
-        for segment in self._where.get(lost, ()):
-            for payload in self._payloads(segment, self._segments[segment].places[lost]):
-                if PREFIX.unpack_from(payload)[1] != len(records):
-                    return records
-                try:
+        # what follows a record that cannot be read is not used
+        with contextlib.suppress(OSError, msgspec.DecodeError, ValueError):
+            for segment in self._where.get(lost, ()):
+                for payload in self._payloads(segment, self._segments[segment].places[lost]):
+                    if PREFIX.unpack_from(payload)[1] != len(records):
+                        return records
                     records.append(_decoder.decode(memoryview(payload)[PREFIX.size :]))
-                except (msgspec.DecodeError, ValueError):
-                    return records
         return records
 
     def release(self, trajectory_id: TrajectoryId) -> None:
@@ -303,7 +302,7 @@ class TurnLog:
             try:
                 self._replace(group)
             except DiskError:
-                return  # the former segments are as good; they only take more space
+                continue  # the former segments are as good; they only take more space
 
     def _sparse_groups(self) -> list[list[int]]:
         """Return groups of neighboring sparse segments, each of which takes fewer files
@@ -340,11 +339,9 @@ class TurnLog:
                 for attempt, places in self._segments[number].places.items()
                 for place in places
             )
-            for payload, attempt in zip(
-                self._payloads(number, [place for place, _ in ordered]),
-                [attempt for _, attempt in ordered],
-                strict=False,
-            ):
+            with writing(self._path(number)):  # it may only fail to be read for now
+                payloads = list(self._payloads(number, [place for place, _ in ordered]))
+            for payload, (_, attempt) in zip(payloads, ordered, strict=False):
                 offset = len(content)
                 content += SEGMENT.record(RECORD, payload, offset)
                 segment.add(attempt, offset, len(content))
@@ -364,19 +361,16 @@ class TurnLog:
             self._delete(number)
 
     def _payloads(self, number: int, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Yield the payloads at these places, up to the first that cannot be read."""
-        try:
-            fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
+        """Yield the payloads at these places, up to the first that is damaged. Raises
+        OSError.
+        """
+        fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
         try:
             for offset, end in places:
                 payload = SEGMENT.payload(os.pread(fd, end - offset, offset), offset)
                 if payload is None:
                     return
                 yield payload
-        except OSError:
-            return
         finally:
             os.close(fd)
 
