@@ -75,11 +75,14 @@ def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any]
     return tuple(parsed)
 
 
-def numbered_records(path: str, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def numbered_records(
+    path: str, field: str, option: str = "path"
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield every record with its line number. Raises ConfigError as `records` does."""
+    parsed = records(path, field, option)
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    return zip(numbers, records(path, field), strict=True)
+    return zip(numbers, parsed, strict=True)
 
 
 def messages_of(prompt: Any) -> tuple[Message, ...]:

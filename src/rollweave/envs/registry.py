@@ -36,6 +36,7 @@ BUILT_IN = {
     "program": "rollweave.envs.handlers.program:Program",
     "stem": "rollweave.envs.handlers.stem:Stem",
     "swe": "rollweave.envs.handlers.swe:Swe",
+    "swe_bench": "rollweave.envs.handlers.swe_bench:SweBench",
 }
 
 

@@ -7,10 +7,14 @@ the total size is bounded.
 
 import base64
 import difflib
+import json
 import posixpath
+import zlib
 from collections.abc import Callable, Mapping
 
 import msgspec
+
+from rollweave.schema.base import Struct
 
 Changes = dict[str, str | None]
 """New texts of files, by path; None if the file was removed."""
@@ -20,6 +24,11 @@ FILES = 100
 
 CHANGED_BYTES = 1 << 18
 """Maximum bytes of all changed files together."""
+
+UNLISTED = (
+    "the files of the project could not be listed: they are too large, or the listing was "
+    "tampered with"
+)
 
 PATH_CHARS = 200
 """Maximum length of a changed file's path."""
@@ -42,6 +51,65 @@ json.dump({path: base64.b64encode(data).decode() for path, data in files.items()
 folders and irregular files.
 """
 
+_WALK = """
+import base64, hashlib, json, os, stat, sys, zlib
+SKIPPED = {".git", "__pycache__", ".hypothesis", ".mypy_cache", ".nox", ".pytest_cache",
+           ".ruff_cache", ".tox", ".venv", "node_modules"}
+def walk(root):
+    for folder, names, here in os.walk(root):
+        names[:] = [name for name in names if name not in SKIPPED]
+        for name in here:
+            path = os.path.join(folder, name)
+            if not name.endswith(".pyc") and stat.S_ISREG(os.lstat(path).st_mode):
+                yield os.fsencode(os.path.relpath(path, root)).decode(errors="replace"), path
+def digest(path):
+    with open(path, "rb") as file:
+        found = hashlib.blake2b(digest_size=12)
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+    return base64.b64encode(found.digest()).decode()
+"""
+
+SURVEY = f"""{_WALK}
+files = {{name: digest(path) for name, path in walk(sys.argv[1])}}
+sys.stdout.buffer.write(zlib.compress(json.dumps(files).encode()))
+"""
+"""A program that prints the digest of each file of a folder, compressed: `SURVEY ROOT`.
+It skips git's folder, environments and caches.
+"""
+
+CHANGED = f"""{_WALK}
+root, most = sys.argv[1], int(sys.argv[2])
+before = json.loads(zlib.decompress(sys.stdin.buffer.read()))
+files, executable, size = {{}}, [], 0
+for name, path in walk(root):
+    if before.pop(name, None) != digest(path):
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+        if b"\\0" in data:
+            continue
+        size += len(data)
+        if size > most:
+            break
+        files[name] = base64.b64encode(data).decode()
+        if os.access(path, os.X_OK):
+            executable.append(name)
+else:
+    files.update(dict.fromkeys(before))
+    json.dump({{"files": files, "executable": executable}}, sys.stdout)
+"""
+"""A program that prints the files of a folder that differ from a survey on standard
+input, `CHANGED ROOT MOST`, without binary files; nothing if they have more than MOST
+bytes together.
+"""
+
+
+class Changed(Struct, frozen=True, kw_only=True):
+    """The output of CHANGED: new contents in base 64, None for a removed file."""
+
+    files: dict[str, str | None]
+    executable: tuple[str, ...]
+
 
 def changes(
     listing: bytes, before: Mapping[str, str], *, keep: Callable[[str], bool]
@@ -54,21 +122,49 @@ def changes(
     try:
         listed = msgspec.json.decode(listing, type=dict[str, str])
     except msgspec.MsgspecError:
-        return (
-            {},
-            "the files of the project could not be listed: they are too large, or the listing was "
-            "tampered with",
-        )
-    changed: Changes = {path: None for path in before if path not in listed and keep(path)}
-    for path, coded in listed.items():
-        if not _is_below(path) or not keep(path):
+        return {}, UNLISTED
+    removed: Changes = {path: None for path in before if path not in listed and keep(path)}
+    texts = {path: text for path, text in _texts(listed, keep).items() if text != before.get(path)}
+    return _bounded(removed | texts)
+
+
+def surveyed_changes(
+    listing: bytes, survey: bytes, *, keep: Callable[[str], bool]
+) -> tuple[Changes, frozenset[str], str]:
+    """Return the changes in the output of CHANGED, at paths that `keep` accepts, which
+    of the files are executable, and why all were refused ("" if they were not).
+    """
+    try:
+        listed = msgspec.json.decode(listing, type=Changed)
+    except msgspec.MsgspecError:
+        return {}, frozenset(), UNLISTED
+    before = json.loads(zlib.decompress(survey))
+    removed: Changes = {
+        path: None
+        for path, coded in listed.files.items()
+        if coded is None and path in before and keep(path)
+    }
+    coded = {path: coded for path, coded in listed.files.items() if coded is not None}
+    changed, refused = _bounded(removed | _texts(coded, keep))
+    return changed, frozenset(listed.executable), refused
+
+
+def _texts(coded: Mapping[str, str], keep: Callable[[str], bool]) -> Changes:
+    """Return the files that are text."""
+    texts: Changes = {}
+    for path, data in coded.items():
+        if not is_below(path) or not keep(path):
             continue
         try:
-            text = base64.b64decode(coded).decode()
+            text = base64.b64decode(data).decode()
         except ValueError:
             continue
-        if "\0" not in text and text != before.get(path):
-            changed[path] = text
+        if "\0" not in text:
+            texts[path] = text
+    return texts
+
+
+def _bounded(changed: Changes) -> tuple[Changes, str]:
     size = sum(len(text.encode()) for text in changed.values() if text is not None)
     if size > CHANGED_BYTES or len(changed) > FILES:
         return (
@@ -102,7 +198,8 @@ def _lines(text: str) -> list[str]:
     return [line + "\n" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
 
 
-def _is_below(path: str) -> bool:
+def is_below(path: str) -> bool:
+    """Return whether a relative path is plain and stays below its folder."""
     plain = (
         bool(path)
         and posixpath.normpath(path) == path

@@ -74,10 +74,7 @@ class Swe(SandboxHandler):
         timeout_s: float = 30.0,
         output_bytes: int = 10_000,
     ) -> None:
-        default = (
-            ("bash", "submit") if calls == "text" else ("bash", "str_replace_editor", "submit")
-        )
-        self._tools = tuple(tools if tools is not None else default)
+        self._tools = tools_or_default(tools, calls)
         check_tools(self._tools, calls)
         check_positive(timeout_s=timeout_s, output_bytes=output_bytes)
         self._calls: CallStyle = calls
@@ -172,14 +169,30 @@ class Swe(SandboxHandler):
 
 def prompt(bug: Bug, tools: Sequence[Tool], calls: CallStyle) -> list[Message]:
     """Return the first messages."""
-    end = "call submit" if any(tool.name == "submit" for tool in tools) else "say that you are done"
-    text = PROMPT.format(root=ROOT, issue=bug.issue, end=end)
-    return [
-        Message(
-            role="user",
-            content=f"{text}\n\n{text_call_instructions(tools)}" if calls == "text" else text,
-        )
-    ]
+    text = PROMPT.format(root=ROOT, issue=bug.issue, end=end_of_work(tools))
+    return first_messages(text, tools, calls)
+
+
+def tools_or_default(tools: Sequence[str] | None, calls: CallStyle) -> tuple[str, ...]:
+    """Return the names of an agent's tools, by default those with which it edits."""
+    if tools is not None:
+        return tuple(tools)
+    return ("bash", "submit") if calls == "text" else ("bash", "str_replace_editor", "submit")
+
+
+def end_of_work(tools: Sequence[Tool]) -> str:
+    """Return how an agent with these tools ends its work."""
+    return (
+        "call submit" if any(tool.name == "submit" for tool in tools) else "say that you are done"
+    )
+
+
+def first_messages(text: str, tools: Sequence[Tool], calls: CallStyle) -> list[Message]:
+    """Return the text as a user's message, with how to call the tools where the agent's
+    template does not show them.
+    """
+    content = f"{text}\n\n{text_call_instructions(tools)}" if calls == "text" else text
+    return [Message(role="user", content=content)]
 
 
 async def _write(sandbox: Sandbox, files: Mapping[str, str]) -> None:
