@@ -1,6 +1,8 @@
 """Run a configuration for a bench in a temporary directory, and measure its parts."""
 
 import dataclasses
+import os
+import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.record.trace import ENGINES, TRAINER
 from rollweave.runtime import launch
+from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
@@ -142,6 +145,19 @@ def shares(seconds: dict[str, float]) -> dict[str, float]:
     running = {cause: value for cause, value in seconds.items() if cause != "starting"}
     total = sum(running.values())
     return {cause: round(value / total, 4) for cause, value in running.items()} if total else {}
+
+
+@contextmanager
+def run_secret() -> Iterator[None]:
+    """Set a secret of the controller and its agents for the context."""
+    before = os.environ.get(SECRET_VARIABLE)
+    os.environ[SECRET_VARIABLE] = secrets.token_hex(32)
+    try:
+        yield
+    finally:
+        del os.environ[SECRET_VARIABLE]
+        if before is not None:
+            os.environ[SECRET_VARIABLE] = before
 
 
 def conditions_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ rollout. Agents end with their run.
 
 import contextlib
 import os
-import secrets
 import socket
 import statistics
 import subprocess
@@ -23,10 +22,9 @@ from typing import Any
 
 from benchmarks.contract import Figure
 from benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL
-from benchmarks.runs import trained
+from benchmarks.runs import run_secret, trained
 from benchmarks.scheduling.paced_engine import TOKENS
 from benchmarks.scheduling.rollouts import read_rollouts
-from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
@@ -193,7 +191,7 @@ def _free_port() -> int:
 def _agents(port: int, directory: Path) -> Iterator[None]:
     """Start an agent for each pool, which ends with the run of the context."""
     agents: list[subprocess.Popen[bytes]] = []
-    with _secret():
+    with run_secret():
         try:
             for pool in POOLS:
                 with (directory / f"agent-{pool}.out").open("wb") as output:
@@ -216,16 +214,3 @@ def _agents(port: int, directory: Path) -> Iterator[None]:
             for agent in agents:
                 agent.kill()
                 agent.wait()
-
-
-@contextlib.contextmanager
-def _secret() -> Iterator[None]:
-    """Set a secret of the controller and its agents for the context."""
-    before = os.environ.get(SECRET_VARIABLE)
-    os.environ[SECRET_VARIABLE] = secrets.token_hex(32)
-    try:
-        yield
-    finally:
-        del os.environ[SECRET_VARIABLE]
-        if before is not None:
-            os.environ[SECRET_VARIABLE] = before

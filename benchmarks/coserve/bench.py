@@ -9,15 +9,13 @@ each way of sharing in turn. Ways of sharing are settings of the engine: with a 
 that nothing exceeds, serving and rollouts take turns step by step.
 """
 
-import contextlib
 import math
-import os
 import random
 import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +35,10 @@ from benchmarks.coserve.load import (
     with_burst,
 )
 from benchmarks.coserve.serving_engine import MODEL, ServingEngine, save_model
+from benchmarks.runs import run_secret
 from rollweave.cli.engine import TAKE_BACK
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.mmap import MmapPages
-from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.traffic import Arrival
@@ -167,7 +165,7 @@ def bench_coserve(*, quick: bool, progress: Callable[[str], None]) -> Result:
     with (
         tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch,
         cores.beside(),
-        _secret(),
+        run_secret(),
     ):
         return _Bench(Path(scratch), plan, cores, progress).result()
 
@@ -449,16 +447,3 @@ def _step_s(engine: ServingEngine, *, seed: int) -> float:
     _seconds_of_one(engine, seed)
     after = engine.stats()
     return float((after["busy_s"] - before["busy_s"]) / (after["steps"] - before["steps"]))
-
-
-@contextlib.contextmanager
-def _secret() -> Iterator[None]:
-    """Set a secret of the run and its hosts for the context."""
-    before = os.environ.get(SECRET_VARIABLE)
-    os.environ[SECRET_VARIABLE] = secrets.token_hex(32)
-    try:
-        yield
-    finally:
-        del os.environ[SECRET_VARIABLE]
-        if before is not None:
-            os.environ[SECRET_VARIABLE] = before

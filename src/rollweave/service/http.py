@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from rollweave.io.http.bodies import body_of
+from rollweave.io.http.exposition import Sample, exposition
 from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
@@ -242,30 +243,25 @@ class _Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""
         del request
-        counts, lines = dict(self._service.counts()), []
-        lines += ["# TYPE rollweave_engines gauge", f"rollweave_engines {counts.pop('engines')}"]
-        totals = {
-            "submitted": counts.pop("submitted"),
-            "output_tokens": counts.pop("output_tokens"),
-        }
-        lines += ["# TYPE rollweave_rollouts gauge"]
-        lines += [
-            f'rollweave_rollouts{{stage="{stage}"}} {count}' for stage, count in counts.items()
+        counts = dict(self._service.counts())
+        samples = [Sample("gauge", "engines", counts.pop("engines"))]
+        totals = [
+            Sample("counter", f"{name}_total", counts.pop(name))
+            for name in ("submitted", "output_tokens")
         ]
-        for name, total in totals.items():
-            lines += [f"# TYPE rollweave_{name}_total counter", f"rollweave_{name}_total {total}"]
-        lines += ["# TYPE rollweave_delivered_total counter"]
-        delivered = self._service.delivered_by_reason()
-        lines += [
-            f'rollweave_delivered_total{{stop_reason="{reason}"}} {count}'
-            for reason, count in delivered.items()
+        samples += [
+            Sample("gauge", "rollouts", count, {"stage": stage}) for stage, count in counts.items()
         ]
-        lines += ["# TYPE rollweave_engine_running gauge"]
-        lines += [
-            f'rollweave_engine_running{{engine="{one.id}"}} {one.running}'
+        samples += totals
+        samples += [
+            Sample("counter", "delivered_total", count, {"stop_reason": reason})
+            for reason, count in self._service.delivered_by_reason().items()
+        ]
+        samples += [
+            Sample("gauge", "engine_running", one.running, {"engine": str(one.id)})
             for one in self._engines.statuses()
         ]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        return web.Response(text=exposition(samples), content_type="text/plain")
 
     async def openapi(self, request: web.Request) -> web.Response:
         del request

@@ -17,7 +17,7 @@ import pytest
 
 from rollweave.record.rundir import RunDir
 from rollweave.record.ui.attempts import Query
-from rollweave.record.ui.prometheus import exposition
+from rollweave.record.ui.prometheus import metrics
 from rollweave.record.ui.runs import POINTS, Runs, RunView, UnknownRunError
 from tests.support.busy_runs import write_large_run, write_status
 from tests.support.synthetic_run import write_run
@@ -250,7 +250,7 @@ def test_long_curves_are_thinned_to_means_with_their_range(run: RunDir) -> None:
 
 def test_the_metrics_for_prometheus(run: RunDir) -> None:
     write_status(run, pid=os.getpid())
-    text = exposition([RunView(run.path)])
+    text = metrics([RunView(run.path).figures()])
     assert 'rollweave_run_up{run="made-up",state="running"} 1\n' in text
     assert 'rollweave_run_steps_total{run="made-up"} 20\n' in text
     assert 'rollweave_run_engine_turns{run="made-up",engine="e0"} 1\n' in text
@@ -262,4 +262,4 @@ def test_the_metrics_for_prometheus(run: RunDir) -> None:
         if not line.startswith("#"):
             assert line.split("{")[0] in names
             float(line.rsplit(" ", 1)[1])
-    assert exposition([]) == ""
+    assert metrics([]) == ""

@@ -1,25 +1,26 @@
-"""The runs of a directory in Prometheus' text format, for one scrape of them all."""
+"""The runs of a directory as Prometheus' metrics, for one scrape of them all."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from rollweave.record.ui.runs import RunView
-
-Sample = tuple[dict[str, str], float]
+from rollweave.io.http.exposition import Kind, Sample, exposition
 
 
-def exposition(views: Iterable[RunView]) -> str:
-    """Return the metrics of all runs, each with the label `run`."""
-    families: dict[tuple[str, str], list[Sample]] = {}
+def metrics(runs: Iterable[dict[str, Any]]) -> str:
+    """Return the figures of all runs in Prometheus' text format, each sample with the
+    label `run`. A run that cannot be read has its state alone.
+    """
+    samples: list[Sample] = []
 
-    def add(kind: str, name: str, value: Any, /, **labels: str) -> None:
+    def add(kind: Kind, name: str, value: Any, /, **labels: str) -> None:
         if isinstance(value, int | float):
-            families.setdefault((kind, f"rollweave_{name}"), []).append((labels, float(value)))
+            samples.append(Sample(kind, name, value, labels))
 
-    for view in views:
-        figures = view.figures()
+    for figures in runs:
         run = figures["name"]
         add("gauge", "run_up", figures["state"] == "running", run=run, state=figures["state"])
+        if figures["state"] == "damaged":
+            continue
         add("counter", "run_steps_total", figures["step"], run=run)
         add("gauge", "run_steps_configured", figures["steps"] or None, run=run)
         add("gauge", "run_seconds", figures["at"], run=run)
@@ -35,11 +36,7 @@ def exposition(views: Iterable[RunView]) -> str:
             add("counter", "run_attempts_ended_total", count, run=run, stop_reason=reason)
         if figures["status"] is not None and figures["state"] == "running":
             _add_status(add, run, figures["status"])
-    lines = []
-    for (kind, name), samples in sorted(families.items(), key=lambda item: item[0][1]):
-        lines.append(f"# TYPE {name} {kind}")
-        lines += [f"{name}{{{_labels(labels)}}} {value:g}" for labels, value in samples]
-    return "\n".join(lines) + "\n" if lines else ""
+    return exposition(sorted(samples, key=lambda sample: sample.name))
 
 
 def _add_step(add: Any, run: str, line: dict[str, Any]) -> None:
@@ -62,20 +59,9 @@ def _add_status(add: Any, run: str, status: Any) -> None:
         add("gauge", "run_engine_turns", engine.busy, **labels)
         add("gauge", "run_engine_slots", engine.slots, **labels)
         add("gauge", "run_engine_weights_version", engine.version, **labels)
-    for wait in status.waits:
-        add(
-            "gauge",
-            "run_wait_seconds",
-            wait.seconds,
-            run=run,
-            waiter=wait.waiter,
-            target=wait.target,
-        )
-
-
-def _labels(labels: dict[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    longest: dict[tuple[str, str], float] = {}
+    for wait in status.waits:  # one target may be waited for in several ways
+        ends = wait.waiter, wait.target
+        longest[ends] = max(wait.seconds, longest.get(ends, 0.0))
+    for (waiter, target), seconds in longest.items():
+        add("gauge", "run_wait_seconds", seconds, run=run, waiter=waiter, target=target)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -446,13 +446,32 @@ class Runs:
     def overview(self) -> dict[str, Any]:
         """Return a row for each run, the one that was written last first."""
         until = time.monotonic() + BUDGET_S
-        rows: list[dict[str, Any]] = []
-        for view in self._found():
-            budget_s = max(0.0, until - time.monotonic())
-            with _kept_alive(view, rows):
-                rows.append({**view.line(budget_s), "changed": _changed(view.run)})
+        rows = self._each(lambda view: view.line(max(0.0, until - time.monotonic())))
         rows.sort(key=lambda row: -row["changed"])
         return {"directory": str(self._directory), "runs": rows}
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return what `/metrics` shows of each run."""
+        return self._each(RunView.figures)
+
+    def _each(self, read: Callable[[RunView], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what is read of each run; of one that cannot be read, its name and why
+        not.
+        """
+        rows = []
+        for view in self._found():
+            try:
+                row = read(view)
+            except Exception as error:  # what no check foresaw must not hide the other runs
+                path = str(view.run.path)
+                row = {
+                    "name": view.name,
+                    "path": path,
+                    "state": "damaged",
+                    "text": _one_line(error),
+                }
+            rows.append({**row, "changed": _changed(view.run)})
+        return rows
 
     def get(self, name: str) -> RunView:
         """Return a run by its name. Raises UnknownRunError."""
@@ -460,10 +479,6 @@ class Runs:
         if name in views:
             return views[name]
         raise UnknownRunError(f"there is no run {name!r:.80} in {self._directory}: it was deleted")
-
-    def present(self) -> list[RunView]:
-        """Return the runs that are there now."""
-        return self._found()
 
     def _found(self) -> list[RunView]:
         with self._lock:
@@ -494,23 +509,6 @@ def _run_directories(directory: Path) -> list[Path]:
     except OSError:
         return []
     return [path for path in entries if is_run(path)]
-
-
-@contextlib.contextmanager
-def _kept_alive(view: RunView, rows: list[dict[str, Any]]) -> Iterator[None]:
-    """Show a run that cannot be read as one line, and all others as they are."""
-    try:
-        yield
-    except Exception as error:  # a file that no check foresaw must not hide the other runs
-        rows.append(
-            {
-                "name": view.name,
-                "path": str(view.run.path),
-                "state": "damaged",
-                "text": _one_line(error),
-                "changed": _changed(view.run),
-            }
-        )
 
 
 def _changed(run: RunDir) -> float:

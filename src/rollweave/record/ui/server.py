@@ -18,7 +18,7 @@ from aiohttp import web
 from rollweave.io.http.guard import Guard, Handler
 from rollweave.io.http.listening import listening
 from rollweave.record.ui.attempts import ORDERS, PAGE, Query
-from rollweave.record.ui.prometheus import exposition
+from rollweave.record.ui.prometheus import metrics
 from rollweave.record.ui.runs import Runs, UnknownRunError
 from rollweave.schema.packing import as_json
 
@@ -196,7 +196,7 @@ class _Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""
         del request
-        text = await asyncio.to_thread(lambda: exposition(self._runs.present()))
+        text = await asyncio.to_thread(lambda: metrics(self._runs.figures()))
         return web.Response(text=text, content_type="text/plain")
 
 

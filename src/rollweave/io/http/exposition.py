@@ -1,0 +1,35 @@
+"""Prometheus' text format."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from rollweave.schema.text import valid
+
+Kind = Literal["counter", "gauge"]
+
+
+class Sample(NamedTuple):
+    """A value of the metric `rollweave_{name}`, by its labels."""
+
+    kind: Kind
+    name: str
+    value: float
+    labels: dict[str, str] = {}  # noqa: RUF012 (it is never changed)
+
+
+def exposition(samples: Iterable[Sample]) -> str:
+    """Return the samples as text, those of one metric together, in the order in which
+    the metrics begin.
+    """
+    families: dict[str, list[str]] = {}
+    for sample in samples:
+        name = f"rollweave_{sample.name}"
+        lines = families.setdefault(name, [f"# TYPE {name} {sample.kind}"])
+        labels = ",".join(f'{key}="{_escaped(text)}"' for key, text in sample.labels.items())
+        number = repr(float(sample.value)).removesuffix(".0")
+        lines.append(f"{name}{{{labels}}} {number}" if labels else f"{name} {number}")
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return valid(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
