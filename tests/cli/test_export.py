@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,18 @@ def test_a_failed_export_leaves_nothing(
     result = CliRunner().invoke(app, ["export", str(run), "--output", str(tmp_path / "all")])
     assert isinstance(result.exception, ZeroDivisionError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_runs_own_files_and_devices_are_not_written_over(run: Path, tmp_path: Path) -> None:
+    store = sorted((run / "trajectories").iterdir())[0]
+    before = store.read_bytes()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(store)
+    for path in (run / "metrics.jsonl", store, link):
+        code, _, errors = invoke(str(run), "--output", str(path))
+        assert code == 2
+        assert "--output must not be among the files of the run" in errors
+    assert store.read_bytes() == before
+    os.mkfifo(tmp_path / "pipe")
+    code, _, errors = invoke(str(run), "--output", str(tmp_path / "pipe"))
+    assert (code, "--output must be a regular file" in errors) == (2, True)

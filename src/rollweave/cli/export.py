@@ -21,10 +21,15 @@ def export(name: str, *, format_: str, output: Path | None) -> None:
     path = output or Path(run.path.resolve().name + SUFFIXES[format_])
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"--output must be a file in a directory that exists, got {str(path)!r}")
+    target = path.resolve()
+    if target.is_relative_to(run.path.resolve()):
+        raise ConfigError(f"--output must not be among the files of the run, got {str(path)!r}")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"--output must be a regular file, got {str(path)!r}")
     exported = Export(run)
     for line in exported.damaged:
         text = f"[yellow]warning:[/] {escape(line)}; it and the rest of this file are left out"
         err.print(text, soft_wrap=True)
-    exported.write(path, format_)
+    exported.write(target, format_)
     size = human_bytes(path.stat().st_size)
     out.print(f"{escape(str(path))} ({exported.attempts:,} attempts, {size})", soft_wrap=True)

@@ -24,6 +24,8 @@ previous part.
 """
 
 OPENING = b"[\n"
+ENDING = b"{}]\n"
+"""The last line of a closed trace, which the next life replaces."""
 
 BUFFER_LINES = 256
 """Number of lines buffered before they are written."""
@@ -118,7 +120,7 @@ class Trace:
         """
         with contextlib.suppress(DiskError):
             self.flush()
-            self._file.append(b"{}]\n")
+            self._file.append(ENDING)
         self._file.close()
 
     def _make_room(self) -> None:

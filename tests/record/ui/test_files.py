@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.record.ui.files import AppendedFile, ReplacedFile
+from rollweave.record.ui.files import READ_BYTES, AppendedFile, ReplacedFile
 from tests.support.properties import examples
 
 PIECES = st.lists(st.sampled_from([b"a\n", b"bc", b"\n", b"d\ne\nf"]), max_size=12)
@@ -61,3 +61,21 @@ def test_a_replaced_file_is_read_when_it_changes(tmp_path: Path) -> None:
     assert followed.content() == (b"two", True)
     path.unlink()
     assert followed.content() == (None, True)
+
+
+def test_a_line_that_is_too_long_hides_no_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n" + bytes(READ_BYTES + 10) + b"\ntwo\n")
+    file, lines = AppendedFile(path), list[bytes]()
+    for _ in range(3):
+        lines += file.lines()[0]
+    assert (lines[0], lines[-1]) == (b"one", b"two")
+
+
+def test_an_ending_gives_way_to_what_is_appended(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"[\none\n{}]\n")
+    file = AppendedFile(path, ending=b"{}]\n")
+    assert file.lines() == ([b"[", b"one"], False)
+    path.write_bytes(b"[\none\ntwo, a longer line\n{}]\n")
+    assert file.lines()[0] == [b"two, a longer line"]

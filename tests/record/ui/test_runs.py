@@ -19,6 +19,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.ui.attempts import Query
 from rollweave.record.ui.prometheus import metrics
 from rollweave.record.ui.runs import POINTS, Runs, RunView, UnknownRunError
+from rollweave.schema.status import WaitStatus
 from tests.support.busy_runs import write_large_run, write_status
 from tests.support.synthetic_run import write_run
 
@@ -117,10 +118,20 @@ def test_the_end_of_a_run(run: RunDir) -> None:
     ("name", "content", "problem"),
     [
         ("summary.json", b"{", "summary: the file is damaged and left out"),
+        ("summary.json", b"{}", "summary: the file is damaged and left out"),
+        ("summary.json", b'{"wall_s": 1, "idle": [1]}', "summary: the file is damaged"),
+        ("summary.json", b'{"wall_s": 1, "stop_reasons": {"a": "x"}}', "summary: the file is"),
         ("status.json", b'{"at": 1}', "status: the file is damaged and left out"),
         ("config.toml", b"[run", "config: the file is damaged and left out"),
         ("config.toml", b"\xff", "config: the file is damaged and left out"),
         ("metrics.jsonl", b'[]\n{"kind": "step"}\n\xff\n', "3 lines are damaged and left out"),
+        (
+            "metrics.jsonl",
+            b'{"kind": "step", "step": 0, "at": 1, "success": [1]}\n'
+            b'{"kind": "step", "step": 0, "at": 1, "staleness": {"a": 1}}\n'
+            b'{"kind": "evaluation", "at": 1}\n',
+            "3 lines are damaged and left out",
+        ),
     ],
 )
 def test_a_damaged_file_is_one_line_and_the_rest_stays(
@@ -135,6 +146,35 @@ def test_a_damaged_file_is_one_line_and_the_rest_stays(
     assert "\n" not in line
     assert len(overview["success"][0]["points"]) == 20
     assert overview["step"] == 20
+    assert metrics(Runs(run.path).figures())
+
+
+def test_settings_of_another_shape_are_left_out(run: RunDir) -> None:
+    run.config.write_text("tasks = 3\nrun = 4\nmodel = []\n")
+    head = RunView(run.path).line(1.0)
+    assert (head["tasks"], head["model"], head["step"]) == ([], "", 20)
+
+
+def test_a_copy_that_replaces_the_metrics_leaves_the_run_finished(run: RunDir) -> None:
+    view = RunView(run.path)
+    assert view.line(1.0)["state"] == "finished"
+    copy = run.metrics.with_suffix(".copy")
+    shutil.copy(run.metrics, copy)
+    copy.replace(run.metrics)
+    assert (view.line(1.0)["state"], view.line(1.0)["step"]) == ("finished", 20)
+
+
+def test_the_longest_of_several_waits_for_one_target_counts(run: RunDir) -> None:
+    write_status(run, pid=os.getpid())
+    figures = RunView(run.path).figures()
+    waits = tuple(
+        WaitStatus(waiter="attempts", target="an environment", what=what, seconds=seconds)
+        for what, seconds in (("starting", 900.0), ("stepping", 1.0))
+    )
+    figures["status"] = msgspec.structs.replace(figures["status"], waits=waits)
+    text = metrics([figures])
+    (line,) = [line for line in text.splitlines() if line.startswith("rollweave_run_wait")]
+    assert line.endswith(" 900")
 
 
 def test_a_directory_in_a_files_place_is_one_line(run: RunDir) -> None:

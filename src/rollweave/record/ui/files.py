@@ -10,10 +10,12 @@ READ_BYTES = 8 << 20
 class AppendedFile:
     """A file of lines that grows. What is read is not read again, unless the file was
     replaced or became shorter.
+
+    A last line `ending` is not read: it gives way to what is appended later.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, ending: bytes = b"") -> None:
+        self._path, self._ending = path, ending
         self._inode = -1
         self._offset = 0
         self._size = 0
@@ -27,7 +29,8 @@ class AppendedFile:
         """Return the complete lines since the last call, at most `READ_BYTES` of them,
         and whether another file has taken the place of the one that was read.
 
-        A missing file has no lines.
+        A missing file has no lines. Of a line that is longer than `READ_BYTES`, only
+        the end is returned.
         """
         try:
             with self._path.open("rb", buffering=0) as file:
@@ -44,7 +47,9 @@ class AppendedFile:
             self._inode, self._offset, self._size = -1, 0, 0
             return [], gone
         end = piece.rfind(b"\n") + 1
-        self._offset += end
+        if self._ending and piece[:end].endswith(b"\n" + self._ending):
+            end -= len(self._ending)
+        self._offset += end if end or len(piece) < READ_BYTES else len(piece)
         return piece[:end].splitlines(), replaced
 
 

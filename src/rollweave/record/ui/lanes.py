@@ -16,6 +16,7 @@ import numpy as np
 
 from rollweave.record.trace import (
     CONTROLLER,
+    ENDING,
     ENGINES,
     ENVIRONMENTS,
     RELAYS,
@@ -71,7 +72,7 @@ class LaneIndex:
     """The spans of the trace at `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = AppendedFile(path)
+        self._file = AppendedFile(path, ending=ENDING)
         self._clear()
 
     def _clear(self) -> None:
@@ -93,7 +94,7 @@ class LaneIndex:
                 lines, replaced = self._file.lines()
                 if replaced:
                     self._clear()
-                if not lines:
+                if not lines and not self._file.unread:
                     return True
                 self._pending = lines[::-1]
             for _ in range(min(BATCH, len(self._pending))):

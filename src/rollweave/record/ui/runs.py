@@ -65,6 +65,34 @@ PHASES = {
 """The activity of a living run by its phase."""
 
 
+Figures = dict[str, float | None]
+
+
+class _Figures(msgspec.Struct):
+    """The shape of a step or an evaluation, as far as an answer depends on it."""
+
+    step: int
+    at: float
+    reward: Figures = {}
+    success: Figures = {}
+    staleness: dict[int, int] = {}
+    idle: dict[str, dict[str, float]] = {}
+    trainer: dict[str, Any] = {}
+    stop_reasons: dict[str, int] = {}
+
+
+class _Summary(msgspec.Struct):
+    """The shape of a summary, as far as an answer depends on it."""
+
+    wall_s: float
+    idle: dict[str, dict[str, float]] = {}
+    stop_reasons: dict[str, int] = {}
+
+
+_check_figures = msgspec.json.Decoder(_Figures).decode
+_check_summary = msgspec.json.Decoder(_Summary).decode
+
+
 class UnknownRunError(Exception):
     """There is no such run, or no such attempt in it; the message is one line."""
 
@@ -87,10 +115,11 @@ class RunView:
         self._damaged: dict[str, str] = {}
         self.status: RunStatus | None = None
         self.settings: dict[str, Any] = {}
-        self._clear()
+        self._clear(summary=None)
 
-    def _clear(self) -> None:
-        self.data = RunData(name=self.name)
+    def _clear(self, summary: dict[str, Any] | None) -> None:
+        """Forget what was read of metrics.jsonl, and keep the summary."""
+        self.data = RunData(name=self.name, summary=summary)
         self.waiting: list[dict[str, Any]] = []
         self._strange_lines = 0
 
@@ -113,10 +142,10 @@ class RunView:
         while True:
             lines, replaced = self._metrics_file.lines()
             if replaced:
-                self._clear()
+                self._clear(self.data.summary)
             for line in lines:
                 self._add_line(line)
-            if not lines or not self._metrics_file.unread:
+            if not self._metrics_file.unread:
                 return True
             if time.monotonic() >= until:
                 return False
@@ -124,13 +153,13 @@ class RunView:
     def _add_line(self, text: bytes) -> None:
         try:
             line = json.loads(text)
+            if line.get("kind") in ("step", "evaluation"):
+                _check_figures(text)
             if line.get("kind") == "waiting":
                 self.waiting = [*self.waiting[-LOG_LINES:], line]
-            elif line.get("kind") != "step" or _is_step(line):
-                add_line(self.data, line)
             else:
-                self._strange_lines += 1
-        except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+                add_line(self.data, line)
+        except (ValueError, RecursionError, AttributeError, msgspec.MsgspecError):
             self._strange_lines += 1
 
     def _replace(self, name: str, use: Callable[[bytes | None], None]) -> None:
@@ -147,9 +176,9 @@ class RunView:
 
     def _set_summary(self, content: bytes | None) -> None:
         self.data.summary = None
-        value = json.loads(content) if content is not None else None
-        if isinstance(value, dict):
-            self.data.summary = value
+        if content is not None:
+            _check_summary(content)
+            self.data.summary = json.loads(content)
 
     def _set_config(self, content: bytes | None) -> None:
         self.settings = tomllib.loads(content.decode()) if content is not None else {}
@@ -294,7 +323,9 @@ class RunView:
         data, status = self.data, self.status
         kind, text = self._state()
         rollout, run = _table(self.settings, "rollout"), _table(self.settings, "run")
-        steps = run.get("steps") or (status.steps if status is not None else 0)
+        steps = run.get("steps")
+        if not isinstance(steps, int) or not steps:
+            steps = status.steps if status is not None else 0
         done = len({line["step"] for line in data.steps})
         at = status.at if status is not None and kind != "finished" else data.wall_s
         return {
@@ -305,7 +336,7 @@ class RunView:
             "mode": rollout.get("mode", ""),
             "tasks": [
                 str(task.get("name") or task.get("env", ""))
-                for task in self.settings.get("tasks", [])
+                for task in _list(self.settings, "tasks")
                 if isinstance(task, dict)
             ],
             "model": _model(self.settings),
@@ -519,10 +550,6 @@ def _changed(run: RunDir) -> float:
     return round(max(times, default=0.0), 3)
 
 
-def _is_step(line: Mapping[str, Any]) -> bool:
-    return isinstance(line.get("step"), int) and isinstance(line.get("at"), int | float)
-
-
 def _rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [row.as_object() for row in rows][:PAGE]
 
@@ -536,6 +563,11 @@ def _model(settings: Mapping[str, Any]) -> str:
 def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = settings.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _list(settings: Mapping[str, Any], name: str) -> list[Any]:
+    value = settings.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _mean(values: Iterable[Any]) -> float | None:

@@ -198,9 +198,9 @@ function overviewView(name, head) {
 
 function tiles(run) {
   const status = run.status, parts = [];
-  for (const [task, m] of Object.entries(run.measures)) parts.push([`${task}: ${m.kind}`, number(m.value), m.where]);
+  for (const [task, m] of Object.entries(run.measures)) parts.push([`${task}: ${m.kind}`, number(m.value), esc(m.where)]);
   parts.push(["training step", `${run.step}${run.steps ? ` <small>of ${run.steps}</small>` : ""}`, run.steps ? `<div class="progress"><i style="width:${Math.min(100, (run.step / run.steps) * 100)}%"></i></div>` : ""]);
-  parts.push(["run time", seconds(run.at), run.eta_s ? `about ${seconds(run.eta_s)} left` : run.best !== null && run.best !== undefined ? `best checkpoint: step ${run.best}` : ""]);
+  parts.push(["run time", seconds(run.at), run.eta_s ? `about ${seconds(run.eta_s)} left` : run.best !== null && run.best !== undefined ? `best checkpoint: step ${esc(run.best)}` : ""]);
   if (run.tokens_per_s) parts.push(["sampled", `${number(run.tokens_per_s)} <small>tokens/s</small>`, "over the last 10 steps"]);
   if (status && !status.ended) {
     const flying = ["starting", "running", "awaiting reward"].reduce((sum, key) => sum + (status.attempts[key] || 0), 0);
@@ -214,7 +214,7 @@ function waitsCard(run) {
   if (!status || run.state === "finished" || status.ended) return "";
   const stale = run.state === "silent" || run.state === "killed";
   const waits = [...status.waits].sort((a, b) => isLate(b) - isLate(a) || isLong(b) - isLong(a) || b.seconds - a.seconds);
-  if (!waits.length) return `<section class="card"><h2>What waits for what</h2><p class="quiet" style="margin:0">Nothing waits: ${status.phase}.</p></section>`;
+  if (!waits.length) return `<section class="card"><h2>What waits for what</h2><p class="quiet" style="margin:0">Nothing waits: ${esc(status.phase)}.</p></section>`;
   const shown = waits.slice(0, 8), rows = shown.map((wait) => {
     const full = wait.limit_s || Math.max(60, 5 * wait.usual_s), level = stale ? "" : isLate(wait) ? " long late" : isLong(wait) ? " long" : "";
     const limit = wait.limit_s ? `of ${seconds(wait.limit_s)}` : wait.usual_s ? `usually ${seconds(wait.usual_s)}` : "";
