@@ -30,9 +30,9 @@ from rollweave.engine.planner.batching import StepWork
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file, writing
 from rollweave.schema.base import EngineId
+from rollweave.schema.config.engines import BLOCK_TOKENS
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import BLOCK_TOKENS
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import Add, EngineSpec, GenerateRequest, Sampling
 from rollweave.sim.profile import Profile, ProfileCost, Sample

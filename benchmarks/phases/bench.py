@@ -32,8 +32,8 @@ from rollweave.engine.vllm.installed import vllm_version
 from rollweave.envs.tasks import TaskSource
 from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct, TrajectoryId
+from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import VLLM_HEAD_DIM, ScratchModel
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.papers.rollart_parts import NODES, SIZES, phases_s
 from rollweave.train.scratch import build_checkpoint

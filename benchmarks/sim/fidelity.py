@@ -36,7 +36,7 @@ from rollweave.record.summary import Summary, summarize
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import SimConfig
+from rollweave.schema.config.simulation import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.measured import MeasuredTrainer, Timings, read_timings

@@ -28,7 +28,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import TRAINER_THREADS
+from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.training import Save, Saved
 from rollweave.schema.work import Purpose

@@ -22,8 +22,8 @@ from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
 from rollweave.runtime.preflight.examiner import RULE
 from rollweave.schema.config.loading import dumps, loads
+from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ScratchModel
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint

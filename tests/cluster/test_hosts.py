@@ -19,7 +19,7 @@ from benchmarks.cluster.hosts import mounts, shared_memory
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from benchmarks.cluster.soak import NOTICED_S
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 from tests.support.real_runs import ROOT, lake
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from rollweave.core.state import Best, EngineStatus, GroupStatus, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.config.sections import FINAL_TASKS_FROM
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.work import StopReason
 from tests.support.core import MODES, config
 from tests.support.properties import examples

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, checked_score, score_episode
 from rollweave.envs.faults import Faulty
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, RewardError
 from rollweave.schema.work import Task
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollweave.envs.base import Observation, Step
 from rollweave.envs.registry import BUILT_IN, resolve
 from rollweave.schema.chat import Message
-from rollweave.schema.config.sections import FINAL_TASKS_FROM
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.work import Purpose, Task
 from tests.support.properties import examples
 

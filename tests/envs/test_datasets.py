@@ -16,7 +16,7 @@ from rollweave.envs.jsonl import Jsonl
 from rollweave.envs.reasoning import INSTRUCTION, answer_in
 from rollweave.envs.records import records
 from rollweave.envs.tasks import TaskSource
-from rollweave.schema.config.sections import FINAL_TASKS_FROM
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Purpose, Task
 

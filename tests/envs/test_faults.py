@@ -9,7 +9,7 @@ import pytest
 from rollweave.envs.base import Observation, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, score_episode
 from rollweave.envs.faults import Faulty
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, RewardError
 
 from .worlds import HERE, Echo, episode

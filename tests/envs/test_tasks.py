@@ -14,7 +14,7 @@ from rollweave.envs.tasks import InlineEnv, TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
-from rollweave.schema.config.sections import FINAL_TASKS_FROM
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Purpose, SegmentKind
 from rollweave.train.scratch import CHAT_TEMPLATE, TURN_END, build_tokenizer

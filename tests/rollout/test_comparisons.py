@@ -25,8 +25,8 @@ from rollweave.rollout.rewards import MissingRewardsError, Rewards
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelComparison, CompareGroup
+from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import RewardConfig
 from rollweave.schema.events import Event, GroupCompared
 from rollweave.schema.work import (
     BLAME_OF,

@@ -25,8 +25,8 @@ from rollweave.rollout.rewards import DomainRewards, MissingRewardsError, Reward
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.commands import CancelTrajectory
+from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import RewardConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import AttemptDelayed, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import Blame, StopReason, Task

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.runtime.preflight.dryrun import plan
-from rollweave.schema.config.sections import ScratchModel
+from rollweave.schema.config.model import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.runtime.lost_servers import EXACT, serving
 from tests.support.real_runs import Lineage, check_totals, lake, lines, living

@@ -17,7 +17,7 @@ import pytest
 from rollweave.core.policy.experience import sample
 from rollweave.envs.boundary import GuardedEnv
 from rollweave.runtime.loopwatch import Culprit, LoopWatch
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from tests.runtime import holding
 from tests.support.fake_runs import ROOT, assert_no_processes, lines, make_config, run, write
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollweave.engine.clients.transport import Transport
 from rollweave.schema.address import Hosts, check_names, parse_address
-from rollweave.schema.config.sections import ServeConfig
+from rollweave.schema.config.run import ServeConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
 from rollweave.service import registry

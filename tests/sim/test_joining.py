@@ -11,8 +11,8 @@ from rollweave.core.membership import next_id
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
 from tests.support.referee import Referee

@@ -12,8 +12,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import Command
+from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.events import TURN_REPORT_INTERVAL_S, Event
 from rollweave.schema.serving import PROGRESS_S
 from rollweave.schema.work import Limits, Purpose, Task

@@ -16,8 +16,8 @@ from rollweave.core.weights import MAX_VERSIONS
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.support.turn_records import TurnRecords

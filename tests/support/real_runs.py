@@ -28,8 +28,8 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime import launch
 from rollweave.schema.commands import TrainStep
 from rollweave.schema.config.loading import dumps
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName
 from rollweave.schema.events import StepTrained
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
+from rollweave.schema.config.model import HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import HEAD_DIM, ScratchModel
 from rollweave.schema.work import (
     Batch,
     Blame,

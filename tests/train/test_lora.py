@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.architectures import CONFIGURATIONS, build
 from rollweave.runtime.preflight.model import _transformers
-from rollweave.schema.config.sections import LoraConfig
+from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
     Restore,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollweave.schema.config.sections import TrainerConfig
+from rollweave.schema.config.training import TrainerConfig
 from rollweave.train.optimizer import (
     Snapshot,
     clip_gradients,

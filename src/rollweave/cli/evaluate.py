@@ -21,13 +21,9 @@ from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass
 from rollweave.schema.config.loading import load, loads
+from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import (
-    EVAL_EPISODES,
-    EvalConfig,
-    ModelConfig,
-    WarmupConfig,
-)
+from rollweave.schema.config.training import EVAL_EPISODES, EvalConfig, WarmupConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 DIRECTORY = "evaluations"

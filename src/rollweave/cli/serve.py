@@ -11,8 +11,8 @@ from rollweave.io.http.access import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
+from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModelConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.service import launch
 from rollweave.service.backends import backend_factory

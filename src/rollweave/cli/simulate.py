@@ -27,7 +27,7 @@ from rollweave.record.summary import (
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.hosts import NO_POOL

@@ -25,7 +25,7 @@ from rollweave.core.state import (
     Trajectory,
 )
 from rollweave.schema.commands import MarkBest, RecordEvaluation
-from rollweave.schema.config.sections import FINAL_TASKS_FROM
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.work import Purpose, StopReason
 
 

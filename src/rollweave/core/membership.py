@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from rollweave.core.bindings import bind_all, bind_engine, one_machine
 from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
+from rollweave.schema.config.engines import AllocationConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSlot
 
 

@@ -22,7 +22,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Migration, Trajectory
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Migrate
-from rollweave.schema.config.sections import BLOCK_TOKENS
+from rollweave.schema.config.engines import BLOCK_TOKENS
 from rollweave.schema.events import MigrationDone
 
 UNEVEN = 1.25

@@ -18,7 +18,7 @@ from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import TaskConfig
+from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.work import Purpose, StopReason
 
 

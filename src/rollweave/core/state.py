@@ -15,7 +15,7 @@ from rollweave.core.policy.turn_times import Fit, TurnTimes
 from rollweave.core.policy.work import Rate
 from rollweave.core.policy.worker_count import Peak
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
-from rollweave.schema.config.sections import EnginePhase
+from rollweave.schema.config.engines import EnginePhase
 from rollweave.schema.events import StepTime
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task

@@ -20,7 +20,7 @@ from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Caller, call_in_thread, call_inline
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import Task

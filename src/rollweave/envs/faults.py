@@ -15,7 +15,7 @@ from typing import Any
 
 from rollweave.envs.threads import Caller, call_inline
 from rollweave.schema.base import mix
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from rollweave.schema.work import Task
 
 GARBAGE = "not an observation"

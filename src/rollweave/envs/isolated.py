@@ -26,7 +26,7 @@ from rollweave.envs.protocol import (
 )
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.config.sections import Faults
+from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, RewardError
 
 

@@ -26,7 +26,9 @@ from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thr
 from rollweave.schema.base import TaskId, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import FINAL_TASKS_FROM, Faults, TaskConfig
+from rollweave.schema.config.run import Faults
+from rollweave.schema.config.tasks import TaskConfig
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
 from rollweave.schema.text import valid_tree
 from rollweave.schema.work import Purpose, Task

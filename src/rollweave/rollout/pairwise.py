@@ -22,7 +22,7 @@ from rollweave.rollout.reward_sources import (
     rubric_of,
     service_of,
 )
-from rollweave.schema.config.sections import RewardConfig
+from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.rollouts import ServiceWait
 
 VERDICT = re.compile(r"\**verdict:\**\s*\**(a|b|tie)\**\.?", re.IGNORECASE)

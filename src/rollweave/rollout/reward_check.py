@@ -9,7 +9,7 @@ from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_sources import Finished, source_of
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message
-from rollweave.schema.config.sections import RewardConfig
+from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.packing import as_json
 from rollweave.schema.work import StopReason, Task
 

@@ -28,7 +28,7 @@ from rollweave.rollout.chat.tools import openai_message
 from rollweave.rollout.http_service import TRAJECTORIES, HttpService, ServiceError
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.chat import Message
-from rollweave.schema.config.sections import JudgeConfig, RewardConfig
+from rollweave.schema.config.rewards import JudgeConfig, RewardConfig
 from rollweave.schema.errors import ConfigError, EnvError, RewardError
 from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES, ServiceWait

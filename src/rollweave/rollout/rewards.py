@@ -16,8 +16,8 @@ from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_sources import Finished, Source, source_of
 from rollweave.schema.base import Struct
+from rollweave.schema.config.rewards import ENV_REWARD
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ENV_REWARD
 from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.work import StopReason
 

@@ -12,7 +12,7 @@ from rollweave.sandbox.base import Backend
 from rollweave.sandbox.blobs import BlobServer
 from rollweave.sandbox.image_cache import GIGABYTE, ImageCache, Lease
 from rollweave.sandbox.image_supply import ImageExchange, ImageSupply
-from rollweave.schema.config.sections import SandboxConfig
+from rollweave.schema.config.run import SandboxConfig
 from rollweave.schema.errors import ImageError
 from rollweave.schema.images import (
     AskImage,

@@ -31,12 +31,10 @@ from rollweave.runtime.supervisors.predictor import OpenPredictor
 from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
 from rollweave.runtime.wiring import waiting_limit
+from rollweave.schema.config.engines import BLOCK_TOKENS
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import (
-    BLOCK_TOKENS,
-    TRAINER_THREADS,
-    ModeName,
-)
+from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.prediction import PredictorSpec

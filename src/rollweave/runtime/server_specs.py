@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.engine.servers.attached import holder_name, server_token
+from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import EngineConfig
 from rollweave.schema.serving import ServerSpec
 
 

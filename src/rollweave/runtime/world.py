@@ -35,7 +35,7 @@ from rollweave.runtime.supervisors.trainer import MakeTrainer, TrainerSupervisor
 from rollweave.runtime.waiting import name_long_waits
 from rollweave.runtime.wiring import RolloutRuntime, Wiring
 from rollweave.schema import commands as c
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.events import Event, RunStarted, StopRequested, WorldLost
 from rollweave.schema.hosts import RankSlot
 from rollweave.schema.serving import LoadCheckpoint

@@ -27,16 +27,13 @@ from rollweave.core.policy.ratio import (
     survivors,
 )
 from rollweave.schema.base import Struct
+from rollweave.schema.config.cluster import PoolConfig
+from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.loading import validated
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import (
-    EngineConfig,
-    EvalConfig,
-    ModeName,
-    PoolConfig,
-    SimPoolConfig,
-    WeightsConfig,
-)
+from rollweave.schema.config.simulation import SimPoolConfig
+from rollweave.schema.config.training import EvalConfig, WeightsConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.hardware import gpu, link

@@ -15,7 +15,7 @@ from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.config.sections import BLOCK_TOKENS, EngineConfig
+from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import SimPoolConfig
+from rollweave.schema.config.simulation import SimPoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
-from rollweave.schema.config.sections import Section
+from rollweave.schema.config.values import Section
 
 ALL = ()
 """Stands for all fields of a section."""

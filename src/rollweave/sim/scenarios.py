@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from rollweave.schema.config.ablation import PARTITIONS, PLACEMENTS, POLICIES, PRIORITIES
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import PARTITIONS, PLACEMENTS, POLICIES, PRIORITIES
 from rollweave.schema.work import StopReason
 from rollweave.sim.workload import Plan, Workload
 

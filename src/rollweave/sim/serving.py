@@ -15,7 +15,7 @@ from rollweave.core.policy.admission import Slo
 from rollweave.schema import events as e
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import SimServingConfig
+from rollweave.schema.config.simulation import SimServingConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.coserving import SHARING, Memory

@@ -13,8 +13,8 @@ from typing import Any
 
 from rollweave.core.policy.ratio import Prediction
 from rollweave.schema.base import Struct
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.workload import Workload

@@ -20,8 +20,9 @@ from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName, SimConfig
+from rollweave.schema.config.simulation import SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts

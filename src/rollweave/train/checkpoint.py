@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollweave.io.disk import file_digest
-from rollweave.schema.config.sections import ALL_LINEAR, LoraConfig
+from rollweave.schema.config.model import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup, Split
 from rollweave.train.files import PARTIAL, new_directory

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rollweave.schema.config.algorithm import OF_CRITIC
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import OF_CRITIC
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
 from rollweave.train.distributed import RankGroup, local_tensor

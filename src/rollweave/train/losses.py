@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from rollweave.schema.config.sections import AlgorithmConfig, Correction, LossName, LossValues
+from rollweave.schema.config.algorithm import AlgorithmConfig, Correction, LossName, LossValues
 
 IS_CAP = 2.0
 """Cap of the importance weights of all corrections but `icepop`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollweave.schema.config.sections import TrainerConfig
+from rollweave.schema.config.training import TrainerConfig
 from rollweave.train.distributed import (
     ALONE,
     RankGroup,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.schema.config.sections import HEAD_DIM, ScratchModel
+from rollweave.schema.config.model import HEAD_DIM, ScratchModel
 from rollweave.train.files import new_directory
 from rollweave.weights.checkpoint import ModelShape, read_shape
 

@@ -18,7 +18,7 @@ import torch
 
 from rollweave.io.device import device_named
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import TRAINER_THREADS
+from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
     Copied,

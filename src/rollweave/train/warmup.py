@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollweave.schema.config.sections import TrainerConfig, WarmupConfig
+from rollweave.schema.config.training import TrainerConfig, WarmupConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import SegmentKind, TokenSequence
 from rollweave.train.optimizer import clip_gradients, new_optimizer, set_learning_rate

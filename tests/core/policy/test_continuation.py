@@ -8,7 +8,7 @@ import pytest
 
 from rollweave.core.policy.continuation import may_continue, surviving_version
 from rollweave.core.policy.modes import preset
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.work import Purpose
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollweave.core.policy.modes import Mode, Update, preset, update_now
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 
 
 def test_the_presets_are_those_of_the_design() -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from rollweave.core.policy.pools import empty_pools, pools_of, slots_of, unserved
+from rollweave.schema.config.cluster import PoolConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import PoolConfig
 from rollweave.schema.hosts import Device, Resources
 
 

@@ -26,7 +26,7 @@ from rollweave.core.policy.ratio import (
     survivors,
     trainer_counts,
 )
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 from tests.support.properties import examples
 
 SYNC = Pacing(mode=ModeName.SYNC)

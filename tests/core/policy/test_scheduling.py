@@ -5,7 +5,8 @@ from typing import Literal
 import pytest
 
 from rollweave.core.policy.scheduling import Scheduling, scheduling
-from rollweave.schema.config.sections import AblationConfig, ModeName, RolloutConfig
+from rollweave.schema.config.ablation import AblationConfig
+from rollweave.schema.config.rollout import ModeName, RolloutConfig
 
 
 @pytest.mark.parametrize("placement", ["affinity", "least_load", "pinned", "partition"])

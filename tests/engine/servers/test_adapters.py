@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from benchmarks.architectures import build
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.published import published
-from rollweave.schema.config.sections import LoraConfig
+from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import LoadCheckpoint
 from rollweave.schema.training import Publish, Published, Save, Saved, Trained, TrainOn

@@ -18,8 +18,8 @@ from rollweave.runtime.preflight.layout import (
 )
 from rollweave.runtime.preflight.memory import scratch_shape
 from rollweave.schema.config.loading import loads
+from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ScratchModel
 from rollweave.schema.hosts import Device, Resources
 
 GIB = 1 << 30

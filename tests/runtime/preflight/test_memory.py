@@ -28,8 +28,8 @@ from rollweave.runtime.preflight.memory import (
     trained_parameters,
 )
 from rollweave.schema.config.loading import loads
+from rollweave.schema.config.model import LoraConfig, ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import LoraConfig, ScratchModel
 from rollweave.train.lora import NewAdapters
 from rollweave.train.model import MAX_LOGITS, Model
 from rollweave.train.packing import Example, pack

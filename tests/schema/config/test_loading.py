@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.schema.config.loading import FORMER, dumps, load, loads, settings_of
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ModeName
 from rollweave.schema.errors import ConfigError
 from tests.support.properties import examples
 

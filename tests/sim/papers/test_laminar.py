@@ -4,7 +4,7 @@ load.
 
 import pytest
 
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.hardware import Link, gpu, link
 from rollweave.sim.metrics import SimMetrics

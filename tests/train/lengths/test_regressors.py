@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollweave.core.policy.predict import ProgressivePredictor
-from rollweave.schema.config.sections import RolloutConfig
+from rollweave.schema.config.rollout import RolloutConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.lengths import REGRESSORS, build_regressor
 from tests.support.revealed_lengths import TURNS, Example, quality, teach, trajectories

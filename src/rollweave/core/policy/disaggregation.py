@@ -15,7 +15,7 @@ more prompts than it is worth waiting for.
 from collections.abc import Sequence
 
 from rollweave.schema.base import EngineId, Struct
-from rollweave.schema.config.sections import BLOCK_TOKENS
+from rollweave.schema.config.engines import BLOCK_TOKENS
 
 LEAST_TOKENS = 2 * BLOCK_TOKENS
 """Minimum missing tokens of a prompt that is computed elsewhere: KV moves in whole

@@ -17,7 +17,7 @@ at once, or in the paper's order without `early_updates`.
 import enum
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.sections import ModeName
+from rollweave.schema.config.rollout import ModeName
 
 
 class Update(enum.Enum):

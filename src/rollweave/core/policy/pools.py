@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from rollweave.schema.base import Struct
+from rollweave.schema.config.cluster import PoolConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import PoolConfig
 from rollweave.schema.hosts import Resources
 
 ALIKE = str.maketrans("oil", "011")

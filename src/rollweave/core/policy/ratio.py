@@ -18,7 +18,8 @@ from itertools import zip_longest
 from msgspec import structs
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.sections import EnginePhase, ModeName
+from rollweave.schema.config.engines import EnginePhase
+from rollweave.schema.config.rollout import ModeName
 
 MACHINE = 8
 """Number of GPUs of a machine: more GPUs than these train on whole machines."""

@@ -3,13 +3,8 @@ user may also combine them (Heddle §4, §5).
 """
 
 from rollweave.schema.base import Struct
-from rollweave.schema.config.sections import (
-    PARTITIONS,
-    POLICIES,
-    AblationConfig,
-    ModeName,
-    RolloutConfig,
-)
+from rollweave.schema.config.ablation import PARTITIONS, POLICIES, AblationConfig
+from rollweave.schema.config.rollout import ModeName, RolloutConfig
 
 
 class Scheduling(Struct, frozen=True, kw_only=True):

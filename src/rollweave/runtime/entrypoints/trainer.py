@@ -15,7 +15,7 @@ from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.runtime.links.trainer import TrainerSpec, serve
 from rollweave.runtime.roles.worker import Worker
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import TRAINER_THREADS
+from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import Save, Saved, TrainerReady
 from rollweave.train.checkpoint import EXPORT

@@ -24,7 +24,7 @@ from rollweave.runtime.hosts.listener import LEASE_S, HostListener, RemoteHost
 from rollweave.runtime.hosts.user_files import UserFiles, pack, variables
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.waiting import name_long_waits
-from rollweave.schema.config.sections import ClusterConfig, PoolConfig
+from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost
 from rollweave.schema.hosts import HostAccepted, HostSlot, Resources

@@ -17,7 +17,7 @@ from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.hosts import LOOPBACK
 from rollweave.runtime.hosts.resources import resources
-from rollweave.schema.config.sections import ClusterConfig
+from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import (
     AgentEnded,

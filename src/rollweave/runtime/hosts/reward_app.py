@@ -13,7 +13,7 @@ from rollweave.envs.threads import EnvThreads
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.reward_sources import FunctionReward, RewardCall
 from rollweave.runtime.hosts.answers import Answer, Answers, UserModules
-from rollweave.schema.config.sections import RewardConfig
+from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import PAYLOAD_BYTES
 from rollweave.schema.serverless import DeployedFunction

@@ -13,8 +13,8 @@ from rollweave.io.child import spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import user_files
+from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import ClusterConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serverless import (
     DeployedFunction,

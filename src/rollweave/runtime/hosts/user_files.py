@@ -24,7 +24,7 @@ from pathlib import Path
 from rollweave.envs.registry import reference_of
 from rollweave.sandbox import image_reference, unpacking
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import TaskConfig
+from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import UserModule
 

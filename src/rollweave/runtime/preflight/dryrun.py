@@ -37,9 +37,9 @@ from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.effects import without_effect
+from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import EngineConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.hosts import Resources
 from rollweave.schema.serving import EngineSpec

@@ -30,7 +30,8 @@ from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import FINAL_TASKS_FROM, TaskConfig
+from rollweave.schema.config.tasks import TaskConfig
+from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 

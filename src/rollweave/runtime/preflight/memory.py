@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from rollweave.engine.servers.kinds import kind_of
 from rollweave.schema.base import Struct
+from rollweave.schema.config.engines import EngineConfig
+from rollweave.schema.config.model import HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import HEAD_DIM, EngineConfig, ScratchModel
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape

@@ -37,8 +37,8 @@ from rollweave.runtime.preflight.memory import (
     trajectory_bytes,
 )
 from rollweave.schema.chat import Message
+from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import LoraConfig
 from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer

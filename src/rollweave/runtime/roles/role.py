@@ -25,7 +25,7 @@ from rollweave.runtime.roles.worker import DEFAULT, TAG, Declaration, Worker, de
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.base import Struct
-from rollweave.schema.config.sections import ClusterConfig, PoolConfig
+from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import HostSlot, Resources
 from rollweave.schema.roles import Arguments

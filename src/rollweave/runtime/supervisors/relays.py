@@ -19,7 +19,7 @@ from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
-from rollweave.schema.config.sections import WeightsConfig
+from rollweave.schema.config.training import WeightsConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.events import (
     Event,

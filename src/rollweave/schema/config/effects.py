@@ -9,15 +9,11 @@ from collections.abc import Callable, Iterator
 
 from pydantic import BaseModel
 
+from rollweave.schema.config.ablation import PARTITIONS, POLICIES
+from rollweave.schema.config.algorithm import OF_TURNS, TaskAlgorithmConfig
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import (
-    OF_TURNS,
-    PARTITIONS,
-    POLICIES,
-    ModeName,
-    TaskAlgorithmConfig,
-    TaskConfig,
-)
+from rollweave.schema.config.tasks import TaskConfig
 
 WINDOWED = (ModeName.PARTIAL, ModeName.BOUNDED)
 """Modes in which `rollout.alpha` bounds staleness."""

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from rollweave.schema.config.sections import Positive, PositiveInt, Section
+from rollweave.schema.config.values import Positive, PositiveInt, Section
 from rollweave.schema.hosts import Device, Resources
 
 GIB = 1 << 30

@@ -53,7 +53,7 @@ RULES = {
     "tuple_type": "be a list",
 }
 """The wording of each kind of pydantic error; kind `rule` is our own
-(`schema/config/sections.matching`).
+(`schema/config/values.matching`).
 """
 
 FORMER = {

@@ -13,8 +13,9 @@ from pydantic.fields import FieldInfo
 
 from rollweave.schema.config.effects import IN_MODE, RULES
 from rollweave.schema.config.loading import model_in
+from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.sections import Faults, ModeName
+from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError
 
 LARGEST = 2**63

@@ -1,8 +1,8 @@
 """The user's configuration: one TOML file, read into `RunConfig`. Unknown keys and
 broken rules are errors.
 
-Every setting has a sentence in `sections.py`. `schema/config/loading.py` reads files
-and overrides into a `RunConfig`.
+Every setting has a sentence in its section, in the module of its subject beside this
+one. `schema/config/loading.py` reads files and overrides into a `RunConfig`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,45 +10,33 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from rollweave.schema.config.sections import (
+from rollweave.schema.config.ablation import PARTITIONS, POLICIES, AblationConfig
+from rollweave.schema.config.algorithm import (
     GROUPLESS,
-    HEAD_DIM,
     OF_CRITIC,
     OF_TURNS,
-    PARTITIONS,
-    POLICIES,
-    RATES,
-    VLLM_HEAD_DIM,
-    AblationConfig,
     AlgorithmConfig,
-    AllocationConfig,
-    BufferConfig,
-    ClusterConfig,
     CriticConfig,
-    EngineConfig,
-    EvalConfig,
+    TeacherConfig,
+)
+from rollweave.schema.config.cluster import ClusterConfig, PoolConfig, WorkersConfig
+from rollweave.schema.config.engines import AllocationConfig, EngineConfig
+from rollweave.schema.config.model import HEAD_DIM, VLLM_HEAD_DIM, LoraConfig, ModelConfig
+from rollweave.schema.config.rewards import RewardConfig
+from rollweave.schema.config.rollout import ModeName, RolloutConfig
+from rollweave.schema.config.run import (
+    RATES,
     Fault,
     Faults,
-    LoraConfig,
-    ModelConfig,
-    ModeName,
-    NotNegative,
-    PoolConfig,
-    RewardConfig,
-    RolloutConfig,
     RunSection,
     SandboxConfig,
-    Section,
     ServeConfig,
-    SimConfig,
-    TaskConfig,
-    TeacherConfig,
-    TrainerConfig,
-    WarmupConfig,
     WatchdogConfig,
-    WeightsConfig,
-    WorkersConfig,
 )
+from rollweave.schema.config.simulation import SimConfig
+from rollweave.schema.config.tasks import BufferConfig, TaskConfig
+from rollweave.schema.config.training import EvalConfig, TrainerConfig, WarmupConfig, WeightsConfig
+from rollweave.schema.config.values import NotNegative, Section
 from rollweave.schema.text import did_you_mean
 
 SIMULATED_MODEL = "sim.model"

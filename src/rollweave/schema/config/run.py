@@ -1,0 +1,164 @@
+"""The sections `[run]`, `[watchdog]`, `[sandbox]`, `[serve]` and the injected
+faults.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollweave.schema.address import Hosts
+from rollweave.schema.config.values import (
+    Count,
+    NotNegative,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    matching,
+)
+
+RATES = ("env_error", "env_hang", "env_garbage", "reward_error")
+"""Kinds of injected failures; each has a rate."""
+
+Fault = Literal[
+    "env_error", "env_hang", "env_garbage", "reward_error", "latency_s", "latency_sigma"
+]
+
+
+class Faults(Section):
+    """The failures of [faults], with those that are not injected."""
+
+    env_error: Share = Field(0.0, description="Share of environment calls that raise.")
+    env_hang: Share = Field(0.0, description="Share of environment calls that never return.")
+    env_garbage: Share = Field(
+        0.0, description="Share of environment calls that return no observation."
+    )
+    reward_error: Share = Field(0.0, description="Share of rewards that raise.")
+    latency_s: NotNegative = Field(
+        0.0, description="Median of a log-normal latency added to each step of an environment."
+    )
+    latency_sigma: NotNegative = Field(1.0, description="Sigma of the logarithm of latency_s.")
+
+
+class WatchdogConfig(Section):
+    """Deadlines, in seconds. A wait that exceeds its deadline is logged by name, acted
+    on and counted.
+    """
+
+    turn_s: Positive = Field(
+        60.0,
+        description="Maximum seconds of one turn on an engine, after which it is aborted and "
+        "retried elsewhere.",
+    )
+    train_s: Positive = Field(
+        600.0,
+        description="Maximum seconds of one training step, measurement, publication or checkpoint. "
+        "A fifth of it is the maximum until an engine, relay, rollout worker or trainer is "
+        "ready; a tenth, of an engine that receives new weights, suspends, loads or resumes, "
+        "and of a relay that fetches a version.",
+    )
+    restarts: Count = Field(
+        3,
+        description="Maximum number of restarts of one engine, relay or rollout worker, or of "
+        "the trainer.",
+    )
+
+    @property
+    def start_s(self) -> float:
+        """Maximum seconds until an engine, relay, rollout worker or trainer is
+        ready.
+        """
+        return self.train_s / 5
+
+    @property
+    def weights_s(self) -> float:
+        """Maximum seconds in which an engine receives new weights, suspends, loads or
+        resumes, or a relay fetches a version.
+        """
+        return self.train_s / 10
+
+
+class RunSection(Section):
+    """The run: its name, its length and its checkpoints."""
+
+    name: Annotated[
+        str,
+        matching(
+            r"[A-Za-z0-9_][A-Za-z0-9._-]*",
+            "consist of letters, digits and . _ -, and not begin with . or -",
+        ),
+    ] = Field(
+        description="Name of the run directory: letters, digits, `._-`; dot and hyphen not first.",
+        max_length=100,
+    )
+    dir: Annotated[str, matching(r"[^\x00]+", "be a path, without a null byte")] = Field(
+        "runs", description="Directory in which run directories are created."
+    )
+    seed: Seed = Field(0, description="Seed of tasks, sampling and training.")
+    steps: Count = Field(100, description="Training steps.")
+    checkpoint_every: Count | None = Field(
+        None,
+        description="Steps between checkpoints, in addition to those by time: at least 30 s apart, "
+        "and 20 times as long as writing one takes. Unset: by time alone; 0: none before the "
+        "end.",
+    )
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
+        (), description="Metric sinks in addition to metrics.jsonl."
+    )
+
+
+class SandboxConfig(Section):
+    """The sandboxes in which handlers run what their agents write."""
+
+    backend: Literal["bubblewrap", "zygote", "apptainer", "plain"] | None = Field(
+        None,
+        description="Kind of sandbox (docs/SANDBOX.md); bubblewrap if unset. plain isolates "
+        "nothing.",
+    )
+    warm: Count = Field(
+        0,
+        description="Number of started sandboxes of each kind that are kept ready for the next "
+        "attempts.",
+    )
+    mirror: (
+        Annotated[
+            str,
+            matching(r"https?://[^\s/]+\S*|/[^\x00]*", "be http(s)://HOST/… or an absolute path"),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Source of images that no host of the run has: an http or https URL, or a "
+        "directory, which also receives the images that the run builds (docs/SANDBOX.md).",
+    )
+    cache_dir: (
+        Annotated[str, matching(r"(/|~/)[^\x00]*", "be an absolute path, or begin with ~/")] | None
+    ) = Field(
+        None,
+        description="Directory of each host for images, which runs share; unset: rollweave/images "
+        "in $XDG_CACHE_HOME, or in ~/.cache.",
+    )
+    cache_gb: Positive = Field(
+        50.0,
+        description="Maximum size of that directory in GB; the least recently used images make "
+        "room for others.",
+    )
+
+
+class ServeConfig(Section):
+    """`rollweave serve`: rollouts over HTTP."""
+
+    engines: Literal["local", "registered"] = Field(
+        "local",
+        description="local: [[engines]] on the model's checkpoint, and those that are registered; "
+        "registered: only the latter.",
+    )
+    engine_hosts: tuple[str, ...] = Field(
+        ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
+        description="Hosts of engines that clients may register: names, addresses, networks.",
+    )
+
+    @model_validator(mode="after")
+    def _hosts_are_hosts(self) -> Self:
+        Hosts.parse(self.engine_hosts, field="serve.engine_hosts")
+        return self

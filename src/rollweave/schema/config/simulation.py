@@ -1,0 +1,83 @@
+"""The section `[sim]`: simulated hardware, and serving engines with their users."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from rollweave.schema.config.values import Count, Positive, PositiveInt, Section
+
+
+class SimPoolConfig(Section):
+    """The simulated hosts of a pool."""
+
+    gpu: str | None = Field(
+        None,
+        description="GPU of these hosts, by name (sim/hardware.py); the one that the pool's "
+        "`resource` names if unset.",
+    )
+    hosts: PositiveInt | None = Field(
+        None,
+        description="Number of these hosts, with eight GPUs each; as many as the pool's engines "
+        "need if unset.",
+    )
+
+
+class SimServingConfig(Section):
+    """Simulated serving engines beside a run, and their users' requests (ROSE §3.2)."""
+
+    model: str = Field(description="Shape of the model that is served (sim/models.py).")
+    engines: PositiveInt = Field(description="Number of serving engines; all of them lend.")
+    prefill: Count = Field(
+        0,
+        description="Number of these that compute prompts for the others, which sample; 0: each "
+        "does both.",
+    )
+    rate: Positive | None = Field(
+        None, le=100_000, description="Mean number of requests per second, drawn with bursts."
+    )
+    trace: str | None = Field(
+        None,
+        description="CSV file of requests instead, with the columns TIMESTAMP, ContextTokens and "
+        "GeneratedTokens, as the public Azure traces have.",
+    )
+    ttft_s: Positive = Field(0.5, description="Promised seconds to the first token.")
+    tpot_s: Positive = Field(0.15, description="Promised seconds of each further token.")
+    lease_s: Positive = Field(
+        10.0, description="Seconds for which rollouts keep the KV of a finished turn (ROSE App. C)."
+    )
+
+    @model_validator(mode="after")
+    def _has_requests(self) -> Self:
+        if (self.rate is None) == (self.trace is None):
+            raise ValueError(
+                f"sim.serving must have a rate or a trace, got rate {self.rate} and trace "
+                f"{self.trace}"
+            )
+        if self.prefill >= self.engines:
+            raise ValueError(
+                f"sim.serving.prefill must be less than the {self.engines} engines, got "
+                f"{self.prefill}"
+            )
+        return self
+
+
+class SimConfig(Section):
+    """The simulated engines, environments and trainer of `rollweave simulate`
+    (sim/).
+    """
+
+    model: str = Field(description="Model shape, by name (sim/models.py).")
+    gpu: str = Field(
+        "h800",
+        description="GPU of engines and trainer, by name (sim/hardware.py), or a .json file with "
+        "measured step times of an engine; an h800 trains where this one does not. Pools have "
+        "their own.",
+    )
+    pools: dict[str, SimPoolConfig] = Field(default_factory=dict)
+    trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
+    serving: SimServingConfig | None = None
+    link: str = Field(
+        "rdma",
+        description="Link over which weights reach the engines and the relays of other sites, by "
+        "name (sim/hardware.py).",
+    )

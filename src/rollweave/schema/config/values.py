@@ -1,0 +1,43 @@
+"""The kinds of values that settings have, and the base of all sections."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+# Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
+Flag = Annotated[bool, Field(strict=True)]
+# Whole numbers fit into 64 bits, as journals and messages require.
+PositiveInt = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
+Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+
+def matching(pattern: str, rule: str) -> AfterValidator:
+    """Require text to match the whole `pattern`; otherwise the error says that the
+    field must `rule`.
+    """
+
+    def check(value: str) -> str:
+        if re.fullmatch(pattern, value) is None:
+            raise PydanticCustomError("rule", rule)
+        return value
+
+    return AfterValidator(check)
+
+
+Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "be the name of an environment variable")]
+
+
+def listed(given: Any) -> Any:
+    """Return a list of one name for a name alone."""
+    return (given,) if isinstance(given, str) else given
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
