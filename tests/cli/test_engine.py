@@ -13,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from openai import AsyncOpenAI
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
@@ -20,6 +21,7 @@ from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateRequest, Sampling
 from tests.support.engines import environment, tiny_checkpoint
+from tests.support.real_gateway import checkpoint
 
 
 @contextlib.asynccontextmanager
@@ -96,6 +98,38 @@ async def test_a_server_that_is_killed_during_a_turn_is_lost(tmp_path: Path) -> 
                 await pending
         finally:
             await engine.close()
+
+
+async def test_openai_s_client_chats_with_it(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    async with (
+        started(checkpoint(tmp_path)) as (_, place),
+        AsyncOpenAI(base_url=place["url"] + "/v1", api_key=place["token"], max_retries=0) as openai,
+    ):
+        stream = await openai.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=6, stream=True
+        )
+        assert [chunk async for chunk in stream][-1].choices[0].finish_reason in ("stop", "length")
+        answer = await openai.completions.create(model="any", prompt="hi", max_tokens=3)
+        assert answer.usage is not None
+        assert 1 <= answer.usage.completion_tokens <= 3
+    async with started(tiny_checkpoint(bare)) as (_, place), aiohttp.ClientSession() as http:
+        head = {"Authorization": f"Bearer {place['token']}"}
+        for path, body, status, text in (
+            (
+                "chat/completions",
+                {"messages": [{"role": "user", "content": "hi"}]},
+                400,
+                "no chat template",
+            ),
+            ("completions", {"prompt": "hi"}, 400, "no tokenizer"),
+            ("completions", {"prompt": [5], "return_token_ids": True}, 200, "token_ids"),
+        ):
+            url = f"{place['url']}/v1/{path}"
+            async with http.post(url, json={"model": "any", **body}, headers=head) as response:
+                assert response.status == status
+                assert text in await response.text()
 
 
 async def test_requires_the_token(tmp_path: Path) -> None:

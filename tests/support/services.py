@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from aiohttp import web
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.server import EngineServer
+from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.gateway.front import ServingFront
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.serving import EngineSpec
@@ -29,11 +31,13 @@ def registered(directory: Path, **sections: Any) -> RunConfig:
     return config
 
 
-class Words:
-    def encode(self, text: str) -> list[int]:
-        return [5] * len(text)
+class Words(TextCodec):
+    """A text is as many times the same token, and each token the same letter."""
 
-    def decode(self, tokens: Any) -> str:
+    def encode_literal(self, text: str) -> tuple[int, ...]:
+        return (5,) * len(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
         return "a" * len(tokens)
 
 
@@ -44,15 +48,19 @@ ECHO = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
 async def elsewhere(
     spec: EngineSpec = ECHO, loop: Any = EchoLoop
 ) -> AsyncIterator[tuple[EngineClient, str]]:
-    """Serve an engine over HTTP; yield its client and its address."""
+    """Serve an engine over HTTP, as `rollweave engine` does; yield its client and its
+    address.
+    """
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
     engine = EngineClient(
         "echo", in_thread(spec, loop, model_ready=present), start_s=20.0, reply_s=20.0
     )
-    app = EngineServer(engine, model="echo", text=Words()).application()
+    server = EngineServer(engine, model="echo")
+    app = server.application()
+    context = (await engine.ready()).max_context
+    ServingFront(server, Words(None), context=context).add_to(app)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await engine.ready()
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,19 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from rich.markup import escape
-from tokenizers import Tokenizer
 
 from rollweave.cli.console import err, out
 from rollweave.cli.host import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
-from rollweave.engine.clients.server import EngineServer, TextCodec
+from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
@@ -63,21 +65,6 @@ TOKEN_FILE = Path("rollweave") / "engine.token"
 """File with the token of all engines that this user starts, relative to the user's
 state directory. `--token-file` names another one.
 """
-
-
-class TokenizerCodec:
-    """The `TextCodec` of a checkpoint's tokenizer.json."""
-
-    def __init__(self, path: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(path))
-
-    def encode(self, text: str) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,15 +217,16 @@ async def _serve(
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
         try:
             err.print(f"[dim]loading {spec.model}[/]")
+            codec = _codec(spec)
             ready = asyncio.ensure_future(backend.ready())
             await _first(ready, ending)
             if not ready.done():
                 ready.cancel()
                 return
-            slots = ready.result().max_slots
+            slots, context = ready.result().max_slots, ready.result().max_context
             guard = Guard(token=token, hosts=(access.host, *access.names))
             async with listening(
-                _application(spec, backend),
+                _application(spec, backend, codec, context),
                 access.host,
                 access.port,
                 guard=guard,
@@ -295,7 +283,22 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _application(spec: EngineSpec, backend: EngineClient) -> web.Application:
-    path = Path(spec.model) / "tokenizer.json"
-    text: TextCodec | None = TokenizerCodec(path) if path.exists() else None
-    return EngineServer(backend, model=spec.model, text=text).application()
+def _codec(spec: EngineSpec) -> TextCodec:
+    """Return the checkpoint's codec: with its chat template, if it has one that grows
+    by appending, else that of its plain text.
+    """
+    directory = Path(spec.model)
+    try:
+        return ChatCodec.from_directory(directory)
+    except ConfigError as error:
+        err.print(f"no chat is served: {error}", markup=False, soft_wrap=True)
+        return TextCodec.of_checkpoint(directory)
+
+
+def _application(
+    spec: EngineSpec, backend: EngineClient, codec: TextCodec, context: int
+) -> web.Application:
+    server = EngineServer(backend, model=spec.model)
+    app = server.application()
+    ServingFront(server, codec, context=context).add_to(app)
+    return app

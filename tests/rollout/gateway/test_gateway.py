@@ -25,9 +25,10 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
-from rollweave.rollout.gateway import server as gateway_server
+from rollweave.rollout.gateway import answering
+from rollweave.rollout.gateway.answering import MAX_BODY
 from rollweave.rollout.gateway.requests import RequestError, _Chat, parse_chat
-from rollweave.rollout.gateway.server import MAX_BODY, Gateway, SessionRecording
+from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta
@@ -900,7 +901,7 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Far more is sampled than the connection holds."""
-    monkeypatch.setattr(gateway_server, "WRITE_S", 0.05)
+    monkeypatch.setattr(answering, "WRITE_S", 0.05)
     sampler, tokens = Sampler(), (*encode("a\n") * 10_000, END)
     body = json.dumps(ask(stream=True, logprobs=True)).encode()
     async with gateway(sampler) as (server, client):

@@ -10,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from rollweave.engine.clients.base import OnTokens
+from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateResult, Sampling
@@ -83,6 +84,34 @@ async def test_a_stream_adds_up_to_the_answer(directory: Path) -> None:
     assert text == complete.choices[0].message.content
     assert completion_chunks[-1].usage == complete.usage
     assert completion_chunks[-2].choices[0].finish_reason == complete.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_completions_whose_text_is_resent_are_one_sequence(
+    directory: Path, streamed: bool
+) -> None:
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (server, url, access),
+    ):
+        async with client(url, access["s"]) as openai:
+            text = "once upon"
+            for turn in range(3):
+                same: Any = {"model": "any", "prompt": text, "max_tokens": 9, "seed": turn}
+                if streamed:
+                    chunks = [
+                        chunk
+                        async for chunk in await openai.completions.create(**same, stream=True)
+                    ]
+                    text += "".join(chunk.choices[0].text for chunk in chunks)
+                else:
+                    text += (await openai.completions.create(**same)).choices[0].text
+                text += f" and {turn}?"
+            await openai.completions.create(model="any", prompt="another text", max_tokens=3)
+        main, other = server.close("s").sequences
+    assert [len(main.turns), len(other.turns)] == [3, 1]
+    assert logprob_error(directory, main) < 1e-4
+    assert ChatCodec.from_directory(directory).decode(main.tokens) + " and 2?" == text
 
 
 async def test_a_stream_is_read_while_the_engine_samples(directory: Path) -> None:

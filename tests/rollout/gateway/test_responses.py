@@ -50,8 +50,7 @@ def reply_of(
         deltas=text_deltas(CODEC, result, length=deltas, logprobs=True),
         finish_reason=finish_reason(message, finish),
         prompt_tokens=1,
-        completion_tokens=len(sampled),
-        cached_tokens=0,
+        result=result,
     )
 
 

@@ -5,11 +5,13 @@ from typing import Literal, NamedTuple
 
 from rollweave.schema.text import valid
 
-Kind = Literal["counter", "gauge"]
+Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Sample(NamedTuple):
-    """A value of the metric `rollweave_{name}`, by its labels."""
+    """A value of the metric `rollweave_{name}`, by its labels. The names of a
+    histogram's samples end in `_bucket`, `_sum` and `_count`.
+    """
 
     kind: Kind
     name: str
@@ -24,7 +26,8 @@ def exposition(samples: Iterable[Sample]) -> str:
     families: dict[str, list[str]] = {}
     for sample in samples:
         name = f"rollweave_{sample.name}"
-        lines = families.setdefault(name, [f"# TYPE {name} {sample.kind}"])
+        family = name.rpartition("_")[0] if sample.kind == "histogram" else name
+        lines = families.setdefault(family, [f"# TYPE {family} {sample.kind}"])
         labels = ",".join(f'{key}="{_escaped(text)}"' for key, text in sample.labels.items())
         number = repr(float(sample.value)).removesuffix(".0")
         lines.append(f"{name}{{{labels}}} {number}" if labels else f"{name} {number}")

@@ -1,5 +1,5 @@
 """Fields that clients of OpenAI, vLLM and SGLang send and that no server here honors,
-and their neutral values.
+their neutral values, and the errors that such clients read.
 
 A server reads the fields that it honors and passes all others to `refused_field`.
 Invariant: no field that would change what is sampled or answered is ignored. A field
@@ -161,6 +161,20 @@ def refused_field(
             allowed = " or ".join(json.dumps(each) for each in (*neutral[name], None))
             return name, f"must be {allowed}: it is not supported"
     return None
+
+
+def openai_error(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, object]:
+    """Return the body of an error in the form of OpenAI's APIs."""
+    kind = (
+        "rate_limit_error"
+        if status == 429
+        else "invalid_request_error"
+        if status < 500
+        else "server_error"
+    )
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -17,7 +17,7 @@ template whose turns are marked by ordinary text has no such guard.)
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Final, Self
@@ -28,10 +28,9 @@ from tokenizers import Tokenizer
 from rollweave.rollout.chat.template import (
     ChatError,
     ChatTemplate,
-    read_json,
     read_template,
-    special_tokens,
 )
+from rollweave.rollout.chat.text import TextCodec, eos_tokens, read_tokenizer
 from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError
@@ -61,7 +60,7 @@ CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
 
 
-class ChatCodec:
+class ChatCodec(TextCodec):
     """A tokenizer and a chat template.
 
     Raises ConfigError for a template whose conversations cannot grow by appending.
@@ -73,10 +72,12 @@ class ChatCodec:
         template: ChatTemplate,
         *,
         name: str = "chat template",
-        eos: Iterable[int] = (),
+        eos: Sequence[int] = (),
     ) -> None:
+        super().__init__(tokenizer)
         self._tokenizer = tokenizer
         self._template = template
+        self.plain = TextCodec(tokenizer, eos=eos)
         self._name = name
         special = [
             token.content
@@ -93,11 +94,9 @@ class ChatCodec:
         following = self._encode(self._after_placeholder((*CONTEXT, QUESTION), prompt=True))
         self._end = _common_prefix(self._encode(closing), following)
         by_token = self._ends_with_token = bool(self._end) and self._is_special(self._end[0])
-        self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([*(self._end[:1] if by_token else ()), *eos])
-        )
+        self.stop_token_ids = tuple(dict.fromkeys([*(self._end[:1] if by_token else ()), *eos]))
         """Tokens that end the agent's turn: the template's and the checkpoint's."""
-        self.stop: tuple[str, ...] = () if by_token or not closing else (closing,)
+        self.stop = () if by_token or not closing else (closing,)
         """Text that ends the agent's turn if the template closes it with ordinary
         text.
         """
@@ -112,15 +111,14 @@ class ChatCodec:
         Raises ConfigError if one of them is missing.
         """
         directory = Path(model_dir)
-        path = directory / "tokenizer.json"
-        if not path.exists():
+        tokenizer = read_tokenizer(directory)
+        if tokenizer is None:
             raise ConfigError(f"{directory} must have a tokenizer.json, got none")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"{path} must be a tokenizer: {error}") from error
         return cls(
-            tokenizer, read_template(directory), name=str(directory), eos=_eos(directory, tokenizer)
+            tokenizer,
+            read_template(directory),
+            name=str(directory),
+            eos=eos_tokens(directory, tokenizer),
         )
 
     @property
@@ -163,19 +161,6 @@ class ChatCodec:
                 return count
         return 0
 
-    def text(self, sampled: Sequence[int]) -> str:
-        """Return the agent's message: the text of the turn's tokens without its end."""
-        end = len(sampled) - self.end_overlap(sampled)
-        if end == len(sampled) and sampled and sampled[-1] in self.stop_token_ids:
-            end -= 1
-        return self.decode(sampled[:end])
-
-    def encode_literal(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a forced prefix of the agent's message, with special
-        tokens where it spells them.
-        """
-        return self._encode(text)
-
     @property
     def tool_format(self) -> ToolFormat | None:
         """The format in which the chat template tells the agent to call tools, None if
@@ -183,17 +168,13 @@ class ChatCodec:
         """
         return tool_format_of(self._template.source)
 
-    @cached_property
+    @property
     def shows_tools(self) -> bool:
         """True if the chat template shows the agent its tools."""
         tool = json.dumps(
             {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
         )
         return self.start((CONTEXT[0],), (tool,)) != self.start((CONTEXT[0],))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of any tokens, special ones included."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def single_token_ids(self, words: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of an action grammar's words.
@@ -320,38 +301,6 @@ class ChatCodec:
             )
 
 
-class TokenTexts:
-    """Finds what each token of a growing sequence adds to its text, in complete
-    characters.
-
-    A tokenizer may render a token differently after another one: new text is the
-    difference of two decodings that start at the same token.
-    """
-
-    def __init__(self, codec: ChatCodec) -> None:
-        self._codec = codec
-        self._tokens: list[int] = []
-        """The tokens from the last but one that completed a character on."""
-        self._read = 0
-
-    def add(self, token: int) -> str:
-        """Append a token; return its text, "" within a character that later tokens
-        complete.
-        """
-        self._tokens.append(token)
-        added = self.rest()
-        if not added or added.endswith("\ufffd"):
-            return ""
-        del self._tokens[: self._read]
-        self._read = len(self._tokens)
-        return added
-
-    def rest(self) -> str:
-        """Return the text of the tokens that have none yet."""
-        before = self._codec.decode(self._tokens[: self._read])
-        return self._codec.decode(self._tokens)[len(before) :]
-
-
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
     return tuple(
         a
@@ -359,16 +308,3 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]
             lambda pair: pair[0] == pair[1], zip(left, right, strict=False)
         )
     )
-
-
-def _eos(directory: Path, tokenizer: Tokenizer) -> list[int]:
-    """Return the end-of-sequence ids that the checkpoint names: in
-    generation_config.json, config.json and the tokenizer's eos_token.
-    """
-    ids: list[int] = []
-    for file in ("generation_config.json", "config.json"):
-        value = read_json(directory / file).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    text = special_tokens(directory).get("eos_token")
-    token = None if text is None else tokenizer.token_to_id(text)
-    return [*ids, *([] if token is None else [token])]

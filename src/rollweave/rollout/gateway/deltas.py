@@ -13,7 +13,7 @@ nothing released can be taken back.
 import math
 from collections.abc import Sequence
 
-from rollweave.rollout.chat.codec import ChatCodec, TokenTexts
+from rollweave.rollout.chat.text import TextCodec, TokenTexts
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.serving import GenerateResult
@@ -54,7 +54,7 @@ class DeltaReader:
 
     def __init__(
         self,
-        codec: ChatCodec,
+        codec: TextCodec,
         *,
         stop: Sequence[str] = (),
         stop_tokens: Sequence[int] = (),
@@ -191,7 +191,7 @@ class DeltaReader:
 
 
 def text_deltas(
-    codec: ChatCodec, result: GenerateResult, *, length: int, logprobs: bool
+    codec: TextCodec, result: GenerateResult, *, length: int, logprobs: bool
 ) -> tuple[TextDelta, ...]:
     """Return the first `length` characters of a complete turn's text as deltas."""
     reader = DeltaReader(codec, logprobs=logprobs)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import call_key
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
@@ -51,7 +51,8 @@ class Call:
     """One request. `forced` are the last tokens of its prompt, a forced prefix of the
     agent's message.
 
-    `digest` is that of the conversation. Once the call is in a sequence, up to `end`,
+    `digest` is that of the conversation; a completion has the `text` of its prompt
+    instead, until it is answered. Once the call is in a sequence, up to `end`,
     its `prompt` is empty: the prompts of a program add up to the square of its context.
     """
 
@@ -61,6 +62,7 @@ class Call:
     prompt: tuple[int, ...]
     prompt_tokens: int
     forced: tuple[int, ...] = ()
+    text: str | None = None
     state: CallState = CallState.PENDING
     result: GenerateResult | None = None
     branch: "_Branch | None" = None
@@ -147,13 +149,15 @@ class SessionRecorder:
     requested again).
     """
 
-    def __init__(self, codec: ChatCodec) -> None:
+    def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._calls_by_key: dict[Hashable, list[Call]] = {}
         self._by_message: dict[Hashable, list[Call]] = {}
         """Answered calls by the agent's message."""
         self._by_digest: dict[bytes, list[Call]] = {}
         """Answered calls by the digest of the conversation with the agent's message."""
+        self._by_text: dict[tuple[int, bytes], list[Call]] = {}
+        """Answered completions by the length and the digest of prompt and answer."""
         self._branches: list[_Branch] = []
         self.calls = 0
         """Number of requests that were not repetitions."""
@@ -164,6 +168,7 @@ class SessionRecorder:
         messages: Sequence[Message],
         tools: Sequence[str] = (),
         *,
+        prompt: str | tuple[int, ...] | None = None,
         forced: str = "",
         repeated: bool = False,
     ) -> Call:
@@ -172,8 +177,9 @@ class SessionRecorder:
 
         Requests with equal `key` are equal; one whose answer was lost gets that answer,
         and one that the program marks as `repeated` is the call that it repeats, if
-        there is one. `forced` is the prefix that the agent's message must have. Raises
-        ChatError if the chat template refuses the messages.
+        there is one. `forced` is the prefix that the agent's message must have. A
+        completion has a `prompt`, text or tokens, instead of messages. Raises ChatError
+        if the chat template refuses the messages.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
@@ -181,7 +187,11 @@ class SessionRecorder:
                 call.state = CallState.ANSWERED
             return call
         digests = _prefix_digests(messages, tools)
-        context, recognized = self._context(messages, tools, digests)
+        context, recognized = (
+            self._context(messages, tools, digests)
+            if prompt is None
+            else self._text_context(prompt)
+        )
         for known in recognized:
             self.deliver(known)  # the program sent the answer back, so it has it
         opening = self._codec.encode_literal(forced) if forced else ()
@@ -192,6 +202,7 @@ class SessionRecorder:
             prompt=context + opening,
             prompt_tokens=len(context) + len(opening),
             forced=opening,
+            text=prompt if isinstance(prompt, str) else None,
         )
         self.calls += 1
         self._calls_by_key.setdefault(key, []).append(call)
@@ -211,6 +222,11 @@ class SessionRecorder:
         assert call.state is CallState.PENDING, f"a call is answered once, and was {call.state}"
         _check(result)
         call.result, call.state = result, CallState.ANSWERED
+        if call.text is not None:
+            text = call.text + self._codec.decode(result.tokens)
+            self._by_text.setdefault(_text_key(text), []).append(call)
+            call.text = None
+            return
         self._by_message.setdefault(_message_key(message), []).append(call)
         self._by_digest.setdefault(_extend_digest(call.digest, message), []).append(call)
 
@@ -297,6 +313,19 @@ class SessionRecorder:
         tokens += self._render(recognized, messages[since:], tools)
         return tuple(tokens), recognized
 
+    def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[tuple[int, ...], list[Call]]:
+        """Return the tokens of a completion's prompt, and the completion with which it
+        begins, whose tokens are part of it.
+        """
+        if not isinstance(prompt, str):
+            return prompt, []
+        for length in sorted({length for length, _ in self._by_text}, reverse=True):
+            known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
+            if known:
+                call, rest = _preferred(known), prompt[length:]
+                return call.tokens + (self._codec.encode_literal(rest) if rest else ()), [call]
+        return self._codec.encode_literal(prompt), []
+
     def _render(
         self, recognized: Sequence[Call], messages: Sequence[Message], tools: Sequence[str]
     ) -> tuple[int, ...]:
@@ -317,6 +346,10 @@ def _message_key(message: Message) -> tuple[object, ...]:
     if message.role != "assistant":
         return (message.role, message.content, message.tool_call_id, message.name)
     return (message.role, message.content.strip(), call_key(message.tool_calls))
+
+
+def _text_key(text: str) -> tuple[int, bytes]:
+    return len(text), xxhash.xxh3_128_digest(text.encode(errors="surrogatepass"))
 
 
 def _extend_digest(digest: bytes, message: Message) -> bytes:

@@ -7,14 +7,15 @@ run where the session is pinned (`PINNED_FIELDS`), it has a value without effect
 (`io/http/fields.py`, and the tables here for messages), or the request is refused.
 """
 
+import functools
 import itertools
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollweave.io.http.fields import refused_field
+from rollweave.io.http.fields import openai_error, refused_field
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.errors import RollweaveError
@@ -32,18 +33,9 @@ class RequestError(RollweaveError):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """Return OpenAI's error object."""
-        kind = (
-            "rate_limit_error"
-            if self.status == 429
-            else "invalid_request_error"
-            if self.status < 500
-            else "server_error"
-        )
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        return openai_error(self.status, str(self), param=self.param, code=self.code)
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
@@ -52,10 +44,16 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
 
     `call` is the tool that the agent must call, "" for any tool, None if it need not
     call one. The agent's text is parsed for calls if `reads_calls`.
+
+    A completion has a `prompt`, text or tokens, in place of messages. `allowed`
+    restricts sampling to these tokens. With `prompt_logprobs`, its answer has those of
+    the prompt; with `token_ids`, those of the answer's tokens; with `token_names`,
+    tokens are named by their ids. `source` is the field with the conversation.
     """
 
     model: str
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    source: str = "messages"
     tools: tuple[str, ...] = ()
     call: str | None = None
     reads_calls: bool = False
@@ -71,6 +69,11 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     stream: bool = False
     include_usage: bool = False
+    prompt: str | tuple[int, ...] | None = None
+    allowed: tuple[int, ...] = ()
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    token_names: bool = False
 
 
 PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
@@ -111,33 +114,33 @@ CALL_ECHOED = frozenset(("extra_content", "index", "parsed_arguments", "provider
 """Fields of a tool call that clients add or echo and that no prompt shows."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Open(BaseModel):
-    """A model that keeps further fields, for `_check_others`."""
+class OpenModel(BaseModel):
+    """A model that keeps further fields, for `check_others`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class _Function(_Open):
+class _Function(OpenModel):
     name: str = Field(min_length=1)
     arguments: str = "{}"
 
 
-class _Call(_Open):
+class _Call(OpenModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Part(_Open):
+class _Part(OpenModel):
     type: Literal["text"]
     text: str
 
 
-class _Message(_Open):
+class _Message(OpenModel):
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
@@ -145,7 +148,7 @@ class _Message(_Open):
     name: str | None = None
 
 
-class _Declared(_Open):
+class _Declared(OpenModel):
     """A tool's declaration.
 
     The chat template shows all of it, so further fields are honored.
@@ -156,25 +159,27 @@ class _Declared(_Open):
     name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
 
 
-class _Tool(_Open):
+class _Tool(OpenModel):
     type: Literal["function"]
     function: _Declared
 
 
-class _Named(_Strict):
+class _Named(Strict):
     name: str = Field(min_length=1)
 
 
-class _Choice(_Strict):
+class _Choice(Strict):
     type: Literal["function"]
     function: _Named
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
+
+Model = TypeVar("Model", bound=BaseModel)
 
 MAX_TOKENS = 100_000
 """Maximum number of JSON strings, commas and opening brackets in one request, enough
@@ -189,14 +194,11 @@ MAX_STOPS = 16
 """Maximum number of stop strings, and of stop tokens, in one request."""
 
 
-class _Chat(_Open):
+class Common(OpenModel):
+    """The fields that requests of several APIs share."""
+
     model: str
-    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
-    parallel_tool_calls: bool | None = None
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
@@ -205,25 +207,43 @@ class _Chat(_Open):
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
         None, max_length=MAX_STOPS
     )
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=1)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields of `ChatRequest` that these are."""
+        options = self.stream_options
+        return {
+            "model": self.model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "seed": self.seed,
+            "stop": self.stops(),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "stream": bool(self.stream),
+            "include_usage": options is not None and bool(options.include_usage),
+        }
+
+
+class _Chat(Common):
+    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=1)
+
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Parse the body of a chat request. Raises RequestError (400, or 413 for a body of
-    too many parts).
-    """
-    if _has_too_many_tokens(body):
-        raise RequestError(
-            413, f"the body must have at most {MAX_TOKENS} strings, commas and brackets, got more"
-        )
-    try:
-        chat = _Chat.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error) from None
-    _check_others("", chat)
+    """Parse the body of a chat request. Raises RequestError."""
+    chat = read(body, _Chat)
+    check_others("", chat)
     tools = tuple(
         json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False)
         for tool in chat.tools or ()
@@ -231,16 +251,15 @@ def parse_chat(body: bytes) -> ChatRequest:
     names = [tool.function.name for tool in chat.tools or ()]
     call = _forced(chat, names)
     if chat.top_logprobs and not chat.logprobs:
-        raise _bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
+        raise bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
     if chat.top_logprobs and chat.temperature != 0:
-        raise _bad(
+        raise bad(
             "top_logprobs",
             "must be 0 unless temperature is 0: only the sampled token's is known",
             chat.top_logprobs,
         )
-    stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
     return ChatRequest(
-        model=chat.model,
+        **chat.given(),
         messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
         tools=tools,
         call=call,
@@ -250,27 +269,33 @@ def parse_chat(body: bytes) -> ChatRequest:
             (each for each in (chat.max_tokens, chat.max_completion_tokens) if each is not None),
             default=None,
         ),
-        temperature=chat.temperature,
-        top_p=chat.top_p,
-        top_k=None if chat.top_k is None else max(0, chat.top_k),
-        seed=chat.seed,
-        stop=stop,
-        stop_token_ids=tuple(chat.stop_token_ids or ()),
         logprobs=bool(chat.logprobs),
         top_logprobs=chat.top_logprobs or 0,
-        stream=bool(chat.stream),
-        include_usage=chat.stream_options is not None and bool(chat.stream_options.include_usage),
     )
 
 
-def _has_too_many_tokens(body: bytes) -> bool:
+def read(body: bytes, kind: type[Model], *, most: int = MAX_TOKENS) -> Model:
+    """Read a request. Raises RequestError: 400, or 413 for a body of more than `most`
+    parts.
+    """
+    if _has_too_many_tokens(body, most):
+        raise RequestError(
+            413, f"the body must have at most {most} strings, commas and brackets, got more"
+        )
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, kind) from None
+
+
+def _has_too_many_tokens(body: bytes, most: int) -> bool:
     """Count the tokens of `_TOKEN`, unless all bytes that could be part of one are
     few.
     """
-    if sum(map(body.count, (b",", b"[", b"{", b'"'))) <= MAX_TOKENS:
+    if sum(map(body.count, (b",", b"[", b"{", b'"'))) <= most:
         return False
-    tokens = sum(1 for _ in itertools.islice(_TOKEN.finditer(body), MAX_TOKENS + 1))
-    return tokens > MAX_TOKENS
+    tokens = sum(1 for _ in itertools.islice(_TOKEN.finditer(body), most + 1))
+    return tokens > most
 
 
 def _forced(chat: _Chat, names: list[str]) -> str | None:
@@ -278,18 +303,18 @@ def _forced(chat: _Chat, names: list[str]) -> str | None:
     choice = chat.tool_choice
     if isinstance(choice, _Choice):
         if choice.function.name not in names:
-            raise _bad(
+            raise bad(
                 "tool_choice.function.name",
                 f"must be one of the tools {names}",
                 choice.function.name,
             )
         return choice.function.name
     if choice == "required" and not names:
-        raise _bad("tools", "must hold a tool where tool_choice is 'required'", names)
+        raise bad("tools", "must hold a tool where tool_choice is 'required'", names)
     return "" if choice == "required" else None
 
 
-def _check_others(path: str, model: _Open, **tables: Any) -> None:
+def check_others(path: str, model: OpenModel, **tables: Any) -> None:
     """Raise RequestError for a field that the model lacks and whose value has an
     effect.
     """
@@ -297,19 +322,19 @@ def _check_others(path: str, model: _Open, **tables: Any) -> None:
     refusal = refused_field(others, **tables)
     if refusal is not None:
         name, rule = refusal
-        raise _bad(path + name, rule, others[name])
+        raise bad(path + name, rule, others[name])
 
 
 def _check_message(message: _Message, path: str) -> None:
     """Raise RequestError for an unsupported field of the message, or within it, whose
     value has an effect.
     """
-    _check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
+    check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
     for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-        _check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
+        check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
     for place, call in enumerate(message.tool_calls or ()):
-        _check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
-        _check_others(
+        check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
+        check_others(
             f"{path}tool_calls.{place}.function.",
             call.function,
             neutral={},
@@ -322,11 +347,11 @@ def _message(message: _Message, place: int) -> Message:
     content = message.content
     role: Role = "system" if message.role == "developer" else message.role
     if content is None and role != "assistant":
-        raise _bad(f"messages.{place}.content", "must be text", None)
+        raise bad(f"messages.{place}.content", "must be text", None)
     if message.tool_calls and role != "assistant":
-        raise _bad(f"messages.{place}.tool_calls", "must be those of an assistant", role)
+        raise bad(f"messages.{place}.tool_calls", "must be those of an assistant", role)
     if role == "tool" and message.tool_call_id is None:
-        raise _bad(
+        raise bad(
             f"messages.{place}.tool_call_id", "must name the call that the tool answers", None
         )
     return Message(
@@ -343,35 +368,28 @@ def _message(message: _Message, place: int) -> Message:
     )
 
 
-def _bad(param: str, rule: str, value: object) -> RequestError:
+def bad(param: str, rule: str, value: object) -> RequestError:
     return RequestError(400, f"{param} {rule}, got {value!r:.80}", param=param)
 
 
-def _refusal(error: ValidationError) -> RequestError:
+def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     """Return the first error.
 
     A union reports every branch; the deepest location is what the client meant.
     """
     problem = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in _FIELDS]
+    fields = _field_names(kind)
+    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
     name = ".".join(path) or "body"
     value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"
     return RequestError(400, f"{name}: {problem['msg']}{value}", param=name if path else None)
 
 
-_MODELS = (
-    _Chat,
-    _Message,
-    _Part,
-    _Call,
-    _Function,
-    _Tool,
-    _Declared,
-    _Choice,
-    _Named,
-    _StreamOptions,
-)
-_FIELDS = {name for model in _MODELS for name in model.model_fields}
-"""Names of the fields of a request: pydantic's locations also contain names of a
-union's branches.
-"""
+@functools.cache
+def _field_names(kind: type[BaseModel]) -> frozenset[str]:
+    """Return the names of the fields of a request: pydantic's locations also contain
+    names of a union's branches.
+    """
+    schema = kind.model_json_schema()
+    models = [schema, *schema.get("$defs", {}).values()]
+    return frozenset(name for model in models for name in model.get("properties", {}))

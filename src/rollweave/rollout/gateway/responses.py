@@ -1,18 +1,19 @@
-"""Render a turn as a response of OpenAI's chat API, complete or as a stream of chunks.
-Pure.
+"""Render a turn as a response of OpenAI's chat API, complete or as a stream of chunks,
+and the interface of all APIs. Pure.
 
 Invariants: the chunks' text and calls add up to those of the complete response; a chunk
 never contains part of a character; the stop text and the token that ends a turn are not
 shown.
 """
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
-from rollweave.rollout.gateway.requests import ChatRequest
+from rollweave.rollout.gateway.requests import ChatRequest, RequestError, parse_chat
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import FinishReason, GenerateResult, openai_finish_reason
@@ -30,6 +31,16 @@ class ReplyHead(Struct, frozen=True, kw_only=True):
     created: int
     model: str
 
+    def of(self, kind: str) -> Json:
+        """Return the fields of OpenAI's object `kind`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
 
 class ChatReply(Struct, frozen=True, kw_only=True):
     """The reply to a client for a complete turn. In a stream, `deltas` are those that
@@ -40,12 +51,63 @@ class ChatReply(Struct, frozen=True, kw_only=True):
     deltas: tuple[TextDelta, ...]
     finish_reason: str
     prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
+    result: GenerateResult
+
+    def usage(self) -> Json:
+        """Return the usage in the terms of OpenAI's chat API."""
+        completion_tokens = len(self.result.tokens)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.result.cached_tokens},
+        }
+
+
+class TurnStream(Protocol):
+    """The events of one turn in one API."""
+
+    def progress(self, deltas: Sequence[TextDelta]) -> Iterator[Json]:
+        """Yield events with the text that is certain before the turn is complete."""
+
+    def rest(self, reply: ChatReply) -> Iterator[Json]:
+        """Yield the other events of a complete turn.
+
+        Raises ContradictionError if its message does not begin with what was sent.
+        """
+
+
+class Api(Protocol):
+    """An API in front of the agent's turns: how requests are read, and turns are
+    written.
+    """
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the id of each response."""
+
+    def parse(self, body: bytes) -> ChatRequest:
+        """Read a request. Raises RequestError."""
+
+    def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
+        """Return the body of a response that is not streamed."""
+
+    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> TurnStream:
+        """Return the stream of a turn, whose text begins with `forced`."""
+
+    def event(self, event: Json) -> bytes:
+        """Return an event as it is sent."""
+
+    @property
+    def end(self) -> bytes:
+        """The bytes after the last event of a complete stream."""
+
+    def error(self, error: RequestError) -> Json:
+        """Return the body of an error."""
 
 
 def read_turn(
-    codec: ChatCodec,
+    codec: TextCodec,
     tools: ToolFormat | None,
     result: GenerateResult,
     *,
@@ -82,6 +144,33 @@ def finish_reason(message: Message, finish: FinishReason) -> str:
     return "tool_calls" if word == "stop" and message.tool_calls else word
 
 
+class OpenAIApi:
+    """The form of events and errors that OpenAI's APIs share."""
+
+    end: Final = b"data: [DONE]\n\n"
+
+    def event(self, event: Json) -> bytes:
+        return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+    def error(self, error: RequestError) -> Json:
+        return error.body()
+
+
+class ChatApi(OpenAIApi):
+    """OpenAI's chat API."""
+
+    prefix: Final = "chatcmpl"
+
+    def parse(self, body: bytes) -> ChatRequest:
+        return parse_chat(body)
+
+    def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
+        return completion(head, reply, chat)
+
+    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "Chunks":
+        return Chunks(head, chat, forced=forced)
+
+
 def completion(head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
     """Return the body of a response that is not streamed."""
     choice = {
@@ -95,7 +184,7 @@ def completion(head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         "logprobs": _logprobs(reply.deltas, chat),
         "finish_reason": reply.finish_reason,
     }
-    return {**_head(head, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    return {**head.of("chat.completion"), "choices": [choice], "usage": reply.usage()}
 
 
 class Chunks:
@@ -144,7 +233,7 @@ class Chunks:
             yield from self.progress(reply.deltas)
         yield self._chunk({}, (), reply.finish_reason)
         if self._chat.include_usage:
-            yield {**_head(self._head, CHUNK), "choices": [], "usage": _usage(reply)}
+            yield {**self._head.of(CHUNK), "choices": [], "usage": reply.usage()}
 
     def _begin(self, *, no_content: bool = False) -> Json:
         self._begun = True
@@ -156,7 +245,7 @@ class Chunks:
         logprobs = _logprobs(deltas, self._chat) if deltas else None
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         tail = {"usage": None} if self._chat.include_usage else {}
-        return {**_head(self._head, CHUNK), "choices": [choice], **tail}
+        return {**self._head.of(CHUNK), "choices": [choice], **tail}
 
 
 def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
@@ -172,22 +261,3 @@ def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
         }
         content.append({**entry, "top_logprobs": [entry] * chat.top_logprobs})
     return {"content": content, "refusal": None}
-
-
-def _head(head: ReplyHead, kind: str) -> Json:
-    return {
-        "id": head.id,
-        "object": kind,
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": None,
-    }
-
-
-def _usage(reply: ChatReply) -> Json:
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-    }

@@ -14,60 +14,37 @@ the client disconnects, and does not wait for one that reads slowly. This requir
 
 import asyncio
 import contextlib
-import json
-import logging
+import functools
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator
 from typing import Final
 
-import xxhash
 from aiohttp import web
 
-from rollweave.io.http.bodies import BodyError, body_of
-from rollweave.io.http.guard import Guard, Refused
+from rollweave.io.http.bodies import body_of
+from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ToolFormat
-from rollweave.rollout.gateway.deltas import (
-    ContradictionError,
-    DeltaReader,
-    TextDelta,
-    text_deltas,
+from rollweave.rollout.gateway.answering import (
+    BODY_S,
+    KEEP_ALIVE_S,
+    MAX_BODY,
+    answer,
+    errors_of,
+    identity,
 )
-from rollweave.rollout.gateway.requests import ChatRequest, RequestError, parse_chat
-from rollweave.rollout.gateway.responses import (
-    ChatReply,
-    Chunks,
-    Json,
-    ReplyHead,
-    completion,
-    finish_reason,
-)
-from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits, Turn
+from rollweave.rollout.gateway.apis import apis
+from rollweave.rollout.gateway.requests import RequestError
+from rollweave.rollout.gateway.responses import Api
+from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
-from rollweave.schema.chat import Message
-from rollweave.schema.rollouts import IDEMPOTENCY_KEY
-from rollweave.schema.serving import GenerateResult, Sampling
+from rollweave.schema.serving import Sampling
 from rollweave.schema.work import TokenSequence
-
-MAX_BODY: Final = 16 * 2**20
-"""Maximum bytes of a request: four times a context of a million tokens of plain text.
-"""
 
 MAX_SESSIONS: Final = 100_000
 """Maximum number of open sessions."""
-
-BODY_S: Final = 60.0
-"""Seconds that a client has to send its request."""
-
-KEEP_ALIVE_S: Final = 15.0
-"""Seconds of silence after which a stream sends a comment: proxies give up after about
-30.
-"""
-
-WRITE_S: Final = 60.0
-"""Seconds that a client has to read what is sent, before it is disconnected."""
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -111,6 +88,7 @@ class Gateway:
     ) -> None:
         self._codec, self._generate, self._model = codec, generate, model
         self._tools = tools or codec.tool_format
+        self._apis = apis(codec)
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self._started = int(time.time())
@@ -176,9 +154,12 @@ class Gateway:
 
     def app(self) -> web.Application:
         """Return the application, which must be served with `handler_cancellation`."""
-        app = web.Application(middlewares=[_in_openai_json])
+        app = web.Application()
         app.router.add_get("/s/{session}/v1/models", self._models)
-        app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
+        for path, api in self._apis.items():
+            app.router.add_post("/s/{session}/v1" + path, functools.partial(self._answer, api=api))
+        paths = {"/v1" + path: api for path, api in self._apis.items()}
+        app.middlewares.append(errors_of(paths))
         return app
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -191,68 +172,19 @@ class Gateway:
         }
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY, seconds=BODY_S)
-        chat = parse_chat(body)
-        key, repeated = _identity(request, body)
-        async with session.turn(chat, key, repeated=repeated) as turn:
-            return await (self._stream if chat.stream else self._completion)(
-                request, session, turn, chat
-            )
-
-    async def _completion(
-        self, request: web.Request, session: Session, turn: Turn, chat: ChatRequest
-    ) -> web.StreamResponse:
-        await _turn_ended(turn, None)
-        result, message = _outcome(turn)
-        deltas: Sequence[TextDelta] = ()
-        if chat.logprobs:
-            deltas = text_deltas(self._codec, result, length=turn.shown, logprobs=True)
-        body = completion(_head(session, turn, chat), _reply(turn, result, message, deltas), chat)
-        response = web.json_response(body)
-        await response.prepare(request)
-        await response.write_eof()
-        session.deliver(turn)
-        return response
-
-    async def _stream(
-        self, request: web.Request, session: Session, turn: Turn, chat: ChatRequest
-    ) -> web.StreamResponse:
-        """Stream the reply.
-
-        Status and headers wait for the first text, so that errors before it are plain
-        responses, but no longer than clients wait.
-        """
-        stream = _EventStream(request)
-        chunks = Chunks(_head(session, turn, chat), chat, forced=turn.forced)
-        try:
-            try:
-                await self._send_turn(stream, chunks, session.deltas_of(turn, chat), turn)
-            except ContradictionError as error:
-                text = f"the stream is broken off: {error}"
-                await stream.fail(RequestError(503, text, code="stream_broken_off"))
-            except RequestError as error:
-                await stream.fail(error)
-            else:
-                await stream.end()
-                session.deliver(turn)
-        except TimeoutError:
-            stream.break_off()
-        return stream.response
-
-    async def _send_turn(
-        self, stream: "_EventStream", chunks: Chunks, reader: DeltaReader, turn: Turn
-    ) -> None:
-        """Send all chunks of the turn. Raises RequestError if the turn fails."""
-        while not turn.ended:
-            news = turn.news
-            await stream.send(chunks.progress(reader.read(turn.tokens, turn.logprobs)))
-            if not await _turn_ended(turn, self._keep_alive_s, news) and not news.done():
-                await stream.keep_alive()
-        result, message = _outcome(turn)
-        deltas = reader.finish(result.tokens, result.logprobs, turn.shown)
-        await stream.send(chunks.rest(_reply(turn, result, message, deltas)))
+        key, repeated = identity(request, body)
+        return await answer(
+            request,
+            session,
+            api,
+            api.parse(body),
+            key=key,
+            repeated=repeated,
+            keep_alive_s=self._keep_alive_s,
+        )
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of the path if the client has its token."""
@@ -265,82 +197,6 @@ class Gateway:
             text = "the bearer token must be that of the session"
             raise RequestError(401, text, code="invalid_api_key")
         return session
-
-
-class _EventStream:
-    """A stream of events in response to one request.
-
-    Everything that is sent raises TimeoutError if the client has not read it within
-    `WRITE_S`.
-    """
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-
-    async def send(self, chunks: Iterable[Json]) -> None:
-        """Send chunks, if there are any."""
-        if data := b"".join(map(_event, chunks)):
-            await self._write(data)
-
-    async def keep_alive(self) -> None:
-        """Send a comment."""
-        await self._write(b": the turn is in progress\n\n")
-
-    async def fail(self, error: RequestError) -> None:
-        """Send an error as the last event; raise it if nothing has been sent."""
-        if not self.response.prepared:
-            raise error
-        await self._write(_event(error.body()), last=True)
-
-    async def end(self) -> None:
-        """Send the mark of a complete stream."""
-        await self._write(b"data: [DONE]\n\n", last=True)
-
-    def break_off(self) -> None:
-        """Disconnect the client."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
-
-    async def _write(self, data: bytes, *, last: bool = False) -> None:
-        async with asyncio.timeout(WRITE_S):
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
-            await self.response.write(data)
-            if last:
-                await self.response.write_eof()
-
-
-def _head(session: Session, turn: Turn, chat: ChatRequest) -> ReplyHead:
-    id = f"chatcmpl-{session.id}-{turn.call.number}"
-    return ReplyHead(id=id, created=int(time.time()), model=chat.model)
-
-
-def _outcome(turn: Turn) -> tuple[GenerateResult, Message]:
-    """Return the result of a turn that has ended, and its message; or raise its
-    RequestError.
-    """
-    if turn.error is not None:
-        raise turn.error
-    result, message = turn.call.result, turn.message
-    assert result is not None, "a turn without error has a result"
-    assert message is not None, "and a message"
-    return result, message
-
-
-def _reply(
-    turn: Turn, result: GenerateResult, message: Message, deltas: Sequence[TextDelta]
-) -> ChatReply:
-    return ChatReply(
-        message=message,
-        deltas=tuple(deltas),
-        finish_reason=finish_reason(message, result.finish),
-        prompt_tokens=turn.call.prompt_tokens,
-        completion_tokens=len(result.tokens),
-        cached_tokens=result.cached_tokens,
-    )
 
 
 @contextlib.asynccontextmanager
@@ -389,66 +245,5 @@ class GatewayListener:
             await self._stack.aclose()
 
 
-async def _turn_ended(
-    turn: Turn, timeout_s: float | None, news: asyncio.Future[None] | None = None
-) -> bool:
-    """Wait for the end of the turn, successful or not, or for `news`, without
-    cancelling it.
-    """
-    assert turn.task is not None, "a turn has a task from the start"
-    waited: list[asyncio.Future[None]] = [turn.task] if news is None else [turn.task, news]
-    await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    return turn.task.done()
-
-
-def _identity(request: web.Request, body: bytes) -> tuple[tuple[str, bytes], bool]:
-    """Return a key that is equal for equal requests, and whether the client marks this
-    one as a retry.
-
-    OpenAI's clients count their retries in a header; others may name a request with an
-    idempotency key.
-    """
-    name = request.headers.get(IDEMPOTENCY_KEY, "")
-    tries = request.headers.get("X-Stainless-Retry-Count", "0")
-    return (name, xxhash.xxh3_128_digest(body)), bool(name) or tries not in ("", "0")
-
-
-def _event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
-
-
 def _unknown(id: str) -> RequestError:
     return RequestError(404, f"session must be open, got {id!r:.80}", code="session_not_found")
-
-
-_log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@web.middleware
-async def _in_openai_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every failure into OpenAI's error object."""
-    try:
-        return await handler(request)
-    except RequestError as error:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-        return web.json_response(error.body(), status=error.status, headers=headers)
-    except (Refused, BodyError) as error:
-        return web.json_response(
-            RequestError(error.status, error.reason).body(), status=error.status
-        )
-    except web.HTTPException as error:
-        rule = {
-            404: "path must be one that is served",
-            405: "method must be one that the path takes",
-        }
-        text = f"{rule.get(error.status, error.reason)}, got {request.method} {request.path:.200}"
-        return web.json_response(RequestError(error.status, text).body(), status=error.status)
-    except ConnectionError:
-        raise  # the client is gone
-    except Exception as error:
-        _log.exception("%s %s failed", request.method, request.path)
-        return web.json_response(
-            RequestError(500, f"{type(error).__name__}: {error}").body(), status=500
-        )

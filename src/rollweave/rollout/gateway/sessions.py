@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.rollout.chat.codec import ChatCodec, ChatError
+from rollweave.rollout.chat.template import ChatError
+from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
@@ -119,7 +120,7 @@ class Session:
         self,
         id: str,
         *,
-        codec: ChatCodec,
+        codec: TextCodec,
         tools: ToolFormat | None,
         generate: Generate,
         limits: SessionLimits,
@@ -171,13 +172,17 @@ class Session:
                 self._cancel(turn)
                 self.recorder.lose(turn.call)
 
+    def codec_of(self, chat: ChatRequest) -> TextCodec:
+        """Return the codec of the request's text: a completion is not templated."""
+        return self._codec if chat.prompt is None else self._codec.plain
+
     def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
         """Return a reader of the turn's text while it is sampled."""
         call_start = None
         if self._tools is not None and chat.reads_calls:
             call_start = self._tools.call_start
         return DeltaReader(
-            self._codec,
+            self.codec_of(chat),
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
             call_start="" if turn.forced else call_start,
@@ -219,10 +224,15 @@ class Session:
             forced = self._tools.call_prefix(chat.call)
         try:
             call = self.recorder.begin(
-                key, chat.messages, chat.tools, forced=forced, repeated=repeated
+                key,
+                chat.messages,
+                chat.tools,
+                prompt=chat.prompt,
+                forced=forced,
+                repeated=repeated,
             )
         except ChatError as error:
-            raise RequestError(400, f"messages: {error}", param="messages") from error
+            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
         turn = self._turns.get(call)
         if turn is None:
             turn = Turn(call, forced)
@@ -244,15 +254,17 @@ class Session:
             len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
             for message in chat.messages
         )
+        chars += len(chat.prompt) if isinstance(chat.prompt, str) else 0
         limit = MAX_CHARS_PER_TOKEN * self.limits.context
         if chars > limit:
             self.exhausted = StopReason.MAX_TOKENS
             context = f"a context of {self.limits.context} tokens"
             self.context_error = (
-                f"messages and tools must have at most {limit} characters in {context}, got {chars}"
+                f"{chat.source} and tools must have at most {limit} characters in {context}, "
+                f"got {chars}"
             )
             raise RequestError(
-                400, self.context_error, param="messages", code="context_length_exceeded"
+                400, self.context_error, param=chat.source, code="context_length_exceeded"
             )
 
     def _check_tools(self, chat: ChatRequest) -> None:
@@ -301,11 +313,11 @@ class Session:
         if room < 1:
             self.exhausted = StopReason.MAX_TOKENS
             self.context_error = (
-                f"messages must leave room in a context of {limits.context} tokens, got "
+                f"{chat.source} must leave room in a context of {limits.context} tokens, got "
                 f"{len(call.prompt)} tokens"
             )
             raise RequestError(
-                400, self.context_error, param="messages", code="context_length_exceeded"
+                400, self.context_error, param=chat.source, code="context_length_exceeded"
             )
         self.exhausted = None
         return self._sampling_of(
@@ -313,7 +325,7 @@ class Session:
         )
 
     def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
-        base = self._sampling
+        base, codec = self._sampling, self.codec_of(chat)
         one_call = (
             (self._tools.call_end,)
             if self._tools is not None and chat.reads_calls and chat.one_call
@@ -330,11 +342,10 @@ class Session:
             base,
             max_tokens=min(room, chat.max_tokens or room),
             stop_token_ids=tuple(
-                dict.fromkeys(
-                    (*self._codec.stop_token_ids, *base.stop_token_ids, *chat.stop_token_ids)
-                )
+                dict.fromkeys((*codec.stop_token_ids, *base.stop_token_ids, *chat.stop_token_ids))
             ),
-            stop=(*self._codec.stop, *base.stop, *chat.stop, *one_call),
+            stop=(*codec.stop, *base.stop, *chat.stop, *one_call),
+            allowed=chat.allowed or base.allowed,
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
             **{"seed": mix(base.seed, call.number), **overrides},
@@ -352,6 +363,8 @@ class Session:
             turn.error = RequestError(
                 504, f"the turn took more than {self.limits.turn_s:g} s", code="timeout"
             )
+        except RequestError as error:
+            turn.error = error
         except EngineError as error:
             turn.error = RequestError(
                 503, f"no engine could take the turn: {error}", code="unavailable"
@@ -369,7 +382,7 @@ class Session:
     def _accept_result(self, turn: Turn, chat: ChatRequest, result: GenerateResult) -> None:
         tools = self._tools if chat.reads_calls else None
         turn.message, turn.shown = read_turn(
-            self._codec,
+            self.codec_of(chat),
             tools,
             result,
             number=turn.call.number,
@@ -378,12 +391,15 @@ class Session:
             stop_tokens=chat.stop_token_ids,
         )
         self.recorder.answer(turn.call, result, turn.message)
-        self.conversation = (*chat.messages, turn.message)
+        asked = chat.messages
+        if isinstance(chat.prompt, str):
+            asked = (Message(role="user", content=chat.prompt),)
+        self.conversation = (*asked, turn.message)
         self._sampled_tokens += len(result.tokens)
 
     def _stop_texts(self, chat: ChatRequest) -> tuple[str, ...]:
         """Return the texts that end a turn and are not shown."""
-        return (*self._codec.stop, *self._sampling.stop, *chat.stop)
+        return (*self.codec_of(chat).stop, *self._sampling.stop, *chat.stop)
 
     def _cancel(self, turn: Turn) -> None:
         """Cancel a turn in progress; it then counts as never requested."""

@@ -1,0 +1,152 @@
+"""Text and tokens without a chat template: what completions of plain text need."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rollweave.rollout.chat.template import ChatError, read_json, special_tokens
+from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.schema.chat import Message
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import valid
+
+
+class TextCodec:
+    """A tokenizer, and the tokens that end a text. Without a tokenizer, the text of any
+    tokens is empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, eos: Iterable[int] = ()) -> None:
+        self._reader = tokenizer
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
+        """Tokens that end the agent's turn."""
+        self.stop: tuple[str, ...] = ()
+        """Text that ends the agent's turn."""
+        self.plain: TextCodec = self
+        """The codec of plain text, which no chat template changes."""
+
+    @classmethod
+    def of_checkpoint(cls, directory: Path) -> "TextCodec":
+        """Return the codec of a checkpoint's plain text.
+
+        Raises ConfigError for a tokenizer that cannot be read.
+        """
+        tokenizer = read_tokenizer(directory)
+        eos = () if tokenizer is None else eos_tokens(directory, tokenizer)
+        return TextCodec(tokenizer, eos=eos)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The format in which the chat template tells the agent to call tools, None if
+        it is unknown.
+        """
+        return None
+
+    @property
+    def shows_tools(self) -> bool:
+        """True if the chat template shows the agent its tools."""
+        return False
+
+    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
+        """Return the tokens of a conversation's first messages. Raises ChatError, as
+        there is no chat template.
+        """
+        del messages, tools
+        raise ChatError("the checkpoint has no chat template: only completions of text are served")
+
+    def extend(
+        self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Return the tokens to append after a turn. Raises ChatError, as `start`."""
+        del sampled, prompt
+        return self.start(messages)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of any tokens, special ones included."""
+        if self._reader is None:
+            return ""
+        text: str = self._reader.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def encode_literal(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, with special tokens where it spells them.
+
+        Raises ChatError without a tokenizer.
+        """
+        if self._reader is None:
+            raise ChatError("a prompt must be token ids: the checkpoint has no tokenizer")
+        return tuple(self._reader.encode(valid(text), add_special_tokens=False).ids)
+
+    def end_overlap(self, sampled: Sequence[int]) -> int:
+        """Return how many of the last sampled tokens belong to the end of the turn that
+        a chat template writes.
+        """
+        del sampled
+        return 0
+
+    def text(self, sampled: Sequence[int]) -> str:
+        """Return the agent's message: the text of the turn's tokens without its end."""
+        end = len(sampled) - self.end_overlap(sampled)
+        if end == len(sampled) and sampled and sampled[-1] in self.stop_token_ids:
+            end -= 1
+        return self.decode(sampled[:end])
+
+
+class TokenTexts:
+    """Finds what each token of a growing sequence adds to its text, in complete
+    characters.
+
+    A tokenizer may render a token differently after another one: new text is the
+    difference of two decodings that start at the same token.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._tokens: list[int] = []
+        """The tokens from the last but one that completed a character on."""
+        self._read = 0
+
+    def add(self, token: int) -> str:
+        """Append a token; return its text, "" within a character that later tokens
+        complete.
+        """
+        self._tokens.append(token)
+        added = self.rest()
+        if not added or added.endswith("\ufffd"):
+            return ""
+        del self._tokens[: self._read]
+        self._read = len(self._tokens)
+        return added
+
+    def rest(self) -> str:
+        """Return the text of the tokens that have none yet."""
+        before = self._codec.decode(self._tokens[: self._read])
+        return self._codec.decode(self._tokens)[len(before) :]
+
+
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """Return the tokenizer in a checkpoint's tokenizer.json, None if it has none.
+
+    Raises ConfigError if it cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{path} must be a tokenizer: {error}") from error
+
+
+def eos_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:
+    """Return the end-of-sequence ids that the checkpoint names: in
+    generation_config.json, config.json and the tokenizer's eos_token.
+    """
+    ids: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        value = read_json(directory / file).get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    text = special_tokens(directory).get("eos_token")
+    token = None if text is None else tokenizer.token_to_id(text)
+    return [*ids, *([] if token is None else [token])]

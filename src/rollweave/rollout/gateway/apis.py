@@ -1,0 +1,18 @@
+"""The APIs in front of the agent's turns, by their paths."""
+
+from collections.abc import Mapping
+
+from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.gateway.completions import CompletionsApi
+from rollweave.rollout.gateway.responses import Api, ChatApi
+
+
+def apis(codec: TextCodec, *, scores_prompts: bool = False) -> Mapping[str, Api]:
+    """Return the path of each API below the base URL, and the API.
+
+    `scores_prompts` is true if completions may have `prompt_logprobs`.
+    """
+    return {
+        "/chat/completions": ChatApi(),
+        "/completions": CompletionsApi(codec.plain, scores_prompts=scores_prompts),
+    }
