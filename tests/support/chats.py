@@ -78,6 +78,11 @@ TOOLS = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+SWITCHED = CHATML + (
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+"""A template with an argument, as Qwen 3's."""
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -87,6 +92,7 @@ TEMPLATES = {
     "plain": PLAIN,
     "alternating": ALTERNATING,
     "tools": TOOLS,
+    "switched": SWITCHED,
 }
 SPECIALS = (
     "<|bos|>",

@@ -415,3 +415,27 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
 def test_refuses_a_script_without_turns(roles: list[str]) -> None:
     with pytest.raises(ValueError, match="must begin with the environment"):
         tokenize_transcript(codec("chatml"), [message(role, "a") for role in roles])
+
+
+def test_arguments_reach_the_template_and_sampled_tokens_stay() -> None:
+    plain, quiet = codec("switched"), codec("switched").with_arguments('{"enable_thinking": false}')
+    asked = [message("user", "hi")]
+    opening = encode("<think>\n\n</think>\n\n")
+    assert plain.template_variables == {"enable_thinking"}
+    assert quiet.start(asked) == (*plain.start(asked), *opening)
+    assert codec("switched").with_arguments('{"enable_thinking": true}').start(asked) == (
+        plain.start(asked)
+    )
+    sampled = (*encode("yes"), plain.stop_token_ids[0])
+    assert quiet.extend(sampled, asked) == (*plain.extend(sampled, asked), *opening)
+    assert codec("switched").with_arguments('{"enable_thinking": false}') is quiet
+    with pytest.raises(ChatError, match="reads no argument 'thinking'"):
+        plain.with_arguments('{"thinking": false}')
+    with pytest.raises(ChatError, match="cannot be extended turn by turn"):
+        ChatCodec(bpe(), template(COUNTING)).with_arguments('{"numbered": true}')
+
+
+COUNTING = CHATML.replace(
+    "{% endfor %}", "{% endfor %}{% if numbered %}{{ messages | length }}{% endif %}"
+)
+"""With an argument, what follows a turn depends on the turns before it."""

@@ -433,8 +433,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
     ({"best_of": 2}, "best_of"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"a": 1}, "enable_thinking": 3}, "enable_thinking"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True},
+        "enable_thinking",
+    ),
+    ({"reasoning_effort": 7}, "reasoning_effort"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"stream_options": {"include_more": True}}, "stream_options"),
     (
@@ -474,6 +478,36 @@ def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) 
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
     assert ", got " in str(caught.value)
+
+
+async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
+    """A change of them in the middle of a conversation is a new context."""
+    script = Script(["yes"])
+    async with gateway(script, of=codec("switched")) as (server, client):
+        _, first = await client.post(ask())
+        answer = first["choices"][0]["message"]
+        again = [*ask()["messages"], answer, USER]
+        assert (await client.post(ask(messages=again)))[0] == 200
+        quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert (await client.post(ask(messages=again, **quiet)))[0] == 200
+        assert (await client.post(ask(messages=again, enable_thinking=False)))[0] == 200
+        prompts = [prompt for _, prompt, _ in script.requests]
+        assert prompts[1][: len(prompts[0])] == prompts[0]
+        assert prompts[2] == prompts[3]
+        assert prompts[2][-len(THOUGHT) :] == THOUGHT
+        assert prompts[2][: len(prompts[0]) + len(THOUGHT)] == prompts[0] + THOUGHT
+        assert [len(each.turns) for each in server.sequences("s")] == [2, 1, 1]
+        for unknown in ({"chat_template_kwargs": {"depth": 3}}, {"reasoning_effort": "low"}):
+            status, refusal = await client.post(ask(**unknown))
+            assert status == 400
+            assert re.fullmatch(
+                r"(depth|reasoning_effort) must be null: this model's chat template reads "
+                r"enable_thinking, got (3|'low')",
+                refusal["error"]["message"],
+            )
+
+
+THOUGHT = encode("<think>\n\n</think>\n\n")
 
 
 HONORED = set(_Chat.model_fields)

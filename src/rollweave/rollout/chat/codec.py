@@ -14,6 +14,7 @@ its own turn and pose as another role. Special tokens come from the template alo
 template whose turns are marked by ordinary text has no such guard.)
 """
 
+import copy
 import itertools
 import json
 import re
@@ -60,6 +61,10 @@ CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
 
 
+VARIANTS = 64
+"""Number of cached variants of a codec: one for each set of template arguments."""
+
+
 class ChatCodec(TextCodec):
     """A tokenizer and a chat template.
 
@@ -76,9 +81,9 @@ class ChatCodec(TextCodec):
     ) -> None:
         super().__init__(tokenizer)
         self._tokenizer = tokenizer
-        self._template = template
+        self._literal = _Literal(tokenizer)
         self.plain = TextCodec(tokenizer, eos=eos)
-        self._name = name
+        self._name, self._eos = name, tuple(eos)
         special = [
             token.content
             for token in tokenizer.get_added_tokens_decoder().values()
@@ -89,12 +94,18 @@ class ChatCodec(TextCodec):
             f"[{OPEN}{CLOSE}{PLACEHOLDER[0]}]",
         ]
         self._guarded = re.compile("|".join(spellings))
+        self._use(template)
+
+    def _use(self, template: ChatTemplate) -> None:
+        """Render with this template. Raises ConfigError if it cannot be extended."""
+        self._template = template
         self._check_extendable()
         closing = self._after_placeholder(CONTEXT, prompt=False)
         following = self._encode(self._after_placeholder((*CONTEXT, QUESTION), prompt=True))
         self._end = _common_prefix(self._encode(closing), following)
         by_token = self._ends_with_token = bool(self._end) and self._is_special(self._end[0])
-        self.stop_token_ids = tuple(dict.fromkeys([*(self._end[:1] if by_token else ()), *eos]))
+        ends = self._end[:1] if by_token else ()
+        self.stop_token_ids = tuple(dict.fromkeys([*ends, *self._eos]))
         """Tokens that end the agent's turn: the template's and the checkpoint's."""
         self.stop = () if by_token or not closing else (closing,)
         """Text that ends the agent's turn if the template closes it with ordinary
@@ -102,6 +113,7 @@ class ChatCodec(TextCodec):
         """
         self._extend = lru_cache(CACHED)(self._render_extension)
         self._start = lru_cache(CACHED)(self._render_start)
+        self._variants = lru_cache(VARIANTS)(self._with_arguments)
 
     @classmethod
     def from_directory(cls, model_dir: str | Path) -> Self:
@@ -120,6 +132,26 @@ class ChatCodec(TextCodec):
             name=str(directory),
             eos=eos_tokens(directory, tokenizer),
         )
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of the arguments that the chat template reads."""
+        return self._template.variables
+
+    def with_arguments(self, arguments: str) -> TextCodec:
+        """Return this codec with arguments of its chat template: a JSON object, or ""
+        for none. Raises ChatError for an argument that the template does not read, or
+        with which a conversation cannot grow by appending.
+        """
+        return self._variants(arguments) if arguments else self
+
+    def _with_arguments(self, arguments: str) -> TextCodec:
+        other = copy.copy(self)
+        try:
+            other._use(self._template.with_arguments(json.loads(arguments)))
+        except ConfigError as error:
+            raise ChatError(str(error)) from error
+        return other
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -199,19 +231,9 @@ class ChatCodec(TextCodec):
             return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
         ids: list[int] = []
         for index, piece in enumerate(re.split(f"{OPEN}(.+?){CLOSE}", text, flags=re.DOTALL)):
-            tokenizer = self._literal if index % 2 else self._tokenizer
+            tokenizer = self._literal.tokenizer if index % 2 else self._tokenizer
             ids += tokenizer.encode(piece, add_special_tokens=False).ids
         return tuple(ids)
-
-    @cached_property
-    def _literal(self) -> Tokenizer:
-        """The same tokenizer, except that the spelling of a special token is text.
-
-        It is created on demand, since a large vocabulary takes time.
-        """
-        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
-        tokenizer.encode_special_tokens = True
-        return tokenizer
 
     def _guard(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with special tokens and our own delimiters, which must
@@ -299,6 +321,22 @@ class ChatCodec(TextCodec):
             raise ConfigError(
                 f"{self._name}: chat template cannot be extended turn by turn: {problem}"
             )
+
+
+class _Literal:
+    """The same tokenizer, except that the spelling of a special token is text.
+
+    It is created on demand, since a large vocabulary takes time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._original = tokenizer
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_str(self._original.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:

@@ -5,14 +5,15 @@ Invariant: rendering is a function of the messages alone: a template that reads 
 gets the moment at which it was loaded.
 """
 
+import copy
 import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,6 +31,10 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
+
+
+RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents", *SPECIAL_NAMES))
+"""Names that a rendering gives a template, and that no client can set."""
 
 
 class ChatError(RollweaveError):
@@ -72,10 +77,26 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
+        self._arguments: dict[str, Any] = {}
         try:
+            self.variables = frozenset(
+                meta.find_undeclared_variables(environment.parse(source)) - RENDERED
+            )
+            """Names of the arguments that the template reads."""
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: chat template must be valid Jinja: {error}") from error
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
+        """Return this template with values for some of its `variables`, in the form of
+        `chat_template_kwargs`. Raises ChatError for a name that it does not read.
+        """
+        for name in arguments:
+            if name not in self.variables:
+                raise ChatError(f"{self._name}: chat template reads no argument {name!r:.80}")
+        other = copy.copy(self)
+        other._arguments = {**self._arguments, **arguments}
+        return other
 
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[str] = ()
@@ -96,6 +117,7 @@ class ChatTemplate:
                 tools=declarations,
                 documents=None,
                 **self._special,
+                **self._arguments,
             )
         except ChatError:
             raise

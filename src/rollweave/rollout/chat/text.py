@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tokenizers import Tokenizer
 
@@ -48,12 +49,23 @@ class TextCodec:
         """True if the chat template shows the agent its tools."""
         return False
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of the arguments that the chat template reads."""
+        return frozenset()
+
+    def with_arguments(self, arguments: str) -> "TextCodec":
+        """Return this codec with arguments of its chat template: a JSON object, or ""
+        for none. Raises ChatError, as there is no chat template.
+        """
+        return self if not arguments else self._without_template()
+
     def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
         """Return the tokens of a conversation's first messages. Raises ChatError, as
         there is no chat template.
         """
         del messages, tools
-        raise ChatError("the checkpoint has no chat template: only completions of text are served")
+        return self._without_template()
 
     def extend(
         self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
@@ -61,6 +73,9 @@ class TextCodec:
         """Return the tokens to append after a turn. Raises ChatError, as `start`."""
         del sampled, prompt
         return self.start(messages)
+
+    def _without_template(self) -> NoReturn:
+        raise ChatError("the checkpoint has no chat template: only completions of text are served")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of any tokens, special ones included."""

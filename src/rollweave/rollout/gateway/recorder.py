@@ -171,6 +171,7 @@ class SessionRecorder:
         prompt: str | tuple[int, ...] | None = None,
         forced: str = "",
         repeated: bool = False,
+        arguments: str = "",
     ) -> Call:
         """Return the call of a request. Its state tells the caller what to do: it is
         `PENDING` if it is new or in progress.
@@ -178,17 +179,19 @@ class SessionRecorder:
         Requests with equal `key` are equal; one whose answer was lost gets that answer,
         and one that the program marks as `repeated` is the call that it repeats, if
         there is one. `forced` is the prefix that the agent's message must have. A
-        completion has a `prompt`, text or tokens, instead of messages. Raises ChatError
-        if the chat template refuses the messages.
+        completion has a `prompt`, text or tokens, instead of messages. `arguments` are
+        those of the chat template, as in `TextCodec.with_arguments`. Raises ChatError
+        if the chat template refuses the messages or its arguments.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
             if call.state is CallState.LOST:
                 call.state = CallState.ANSWERED
             return call
-        digests = _prefix_digests(messages, tools)
+        codec = self._codec.with_arguments(arguments)
+        digests = _prefix_digests(messages, tools, arguments)
         context, recognized = (
-            self._context(messages, tools, digests)
+            self._context(codec, messages, tools, digests)
             if prompt is None
             else self._text_context(prompt)
         )
@@ -286,7 +289,11 @@ class SessionRecorder:
         return sum(len(call.result.tokens) for call in calls if call.result is not None)
 
     def _context(
-        self, messages: Sequence[Message], tools: Sequence[str], digests: Sequence[bytes]
+        self,
+        codec: TextCodec,
+        messages: Sequence[Message],
+        tools: Sequence[str],
+        digests: Sequence[bytes],
     ) -> tuple[tuple[int, ...], list[Call]]:
         """Return the tokens of a conversation and of the opening of the next turn, and
         the recognized calls, whose sampled tokens are part of it.
@@ -306,11 +313,11 @@ class SessionRecorder:
                 else None
             )
             if known:
-                tokens += self._render(recognized, messages[since:place], tools)
+                tokens += _render(codec, recognized, messages[since:place], tools)
                 recognized.append(_preferred(known))
                 tokens += recognized[-1].message_tokens
                 since = place + 1
-        tokens += self._render(recognized, messages[since:], tools)
+        tokens += _render(codec, recognized, messages[since:], tools)
         return tuple(tokens), recognized
 
     def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[tuple[int, ...], list[Call]]:
@@ -326,17 +333,21 @@ class SessionRecorder:
                 return call.tokens + (self._codec.encode_literal(rest) if rest else ()), [call]
         return self._codec.encode_literal(prompt), []
 
-    def _render(
-        self, recognized: Sequence[Call], messages: Sequence[Message], tools: Sequence[str]
-    ) -> tuple[int, ...]:
-        """Return the tokens of messages that follow the last recognized call, or begin
-        the conversation.
-        """
-        return (
-            self._codec.extend(recognized[-1].message_tokens, messages)
-            if recognized
-            else self._codec.start(messages, tools)
-        )
+
+def _render(
+    codec: TextCodec,
+    recognized: Sequence[Call],
+    messages: Sequence[Message],
+    tools: Sequence[str],
+) -> tuple[int, ...]:
+    """Return the tokens of messages that follow the last recognized call, or begin the
+    conversation.
+    """
+    return (
+        codec.extend(recognized[-1].message_tokens, messages)
+        if recognized
+        else codec.start(messages, tools)
+    )
 
 
 def _message_key(message: Message) -> tuple[object, ...]:
@@ -356,11 +367,14 @@ def _extend_digest(digest: bytes, message: Message) -> bytes:
     return xxhash.xxh3_128_digest(digest + repr(_message_key(message)).encode())
 
 
-def _prefix_digests(messages: Sequence[Message], tools: Sequence[str]) -> list[bytes]:
+def _prefix_digests(
+    messages: Sequence[Message], tools: Sequence[str], arguments: str
+) -> list[bytes]:
     """Return digests of the conversation's prefixes: `[place]` is that of the first
     `place` messages.
     """
-    return list(itertools.accumulate(messages, _extend_digest, initial=repr(tuple(tools)).encode()))
+    start = repr((tuple(tools), arguments)).encode()
+    return list(itertools.accumulate(messages, _extend_digest, initial=start))
 
 
 def _preferred(calls: Sequence[Call]) -> Call:

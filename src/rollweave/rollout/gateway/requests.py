@@ -49,12 +49,14 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     restricts sampling to these tokens. With `prompt_logprobs`, its answer has those of
     the prompt; with `token_ids`, those of the answer's tokens; with `token_names`,
     tokens are named by their ids. `source` is the field with the conversation.
+    `template_arguments` are those of the chat template: a JSON object, or "".
     """
 
     model: str
     messages: tuple[Message, ...] = ()
     source: str = "messages"
     tools: tuple[str, ...] = ()
+    template_arguments: str = ""
     call: str | None = None
     reads_calls: bool = False
     one_call: bool = False
@@ -236,6 +238,9 @@ class _Chat(Common):
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=1)
 
@@ -262,6 +267,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         **chat.given(),
         messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
         tools=tools,
+        template_arguments=_template_arguments(chat),
         call=call,
         reads_calls=bool(tools) and chat.tool_choice != "none",
         one_call=chat.parallel_tool_calls is False,
@@ -272,6 +278,19 @@ def parse_chat(body: bytes) -> ChatRequest:
         logprobs=bool(chat.logprobs),
         top_logprobs=chat.top_logprobs or 0,
     )
+
+
+def _template_arguments(chat: _Chat) -> str:
+    """Return the arguments of the chat template. Raises RequestError if fields disagree
+    about one.
+    """
+    arguments = dict(chat.chat_template_kwargs or {})
+    for name in ("enable_thinking", "reasoning_effort"):
+        value = getattr(chat, name)
+        if value is not None and arguments.setdefault(name, value) != value:
+            rule = f"must be that of chat_template_kwargs ({arguments[name]!r:.80})"
+            raise bad(name, rule, value)
+    return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
 def read(body: bytes, kind: type[Model], *, most: int = MAX_TOKENS) -> Model:

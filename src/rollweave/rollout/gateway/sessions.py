@@ -9,6 +9,7 @@ it, and cancelled when the last one has gone; a closed session generates nothing
 import asyncio
 import contextlib
 import hmac
+import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
-from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest, RequestError
+from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest, RequestError, bad
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message
@@ -174,7 +175,9 @@ class Session:
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
-        return self._codec if chat.prompt is None else self._codec.plain
+        if chat.prompt is not None:
+            return self._codec.plain
+        return self._codec.with_arguments(chat.template_arguments)
 
     def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
         """Return a reader of the turn's text while it is sampled."""
@@ -214,6 +217,7 @@ class Session:
             )
         forced = ""
         self._check_size(chat)
+        self._check_template(chat)
         if chat.tools:
             self._check_tools(chat)
         if self.recorder.repeated_call(key, repeated=repeated) is None:
@@ -230,6 +234,7 @@ class Session:
                 prompt=chat.prompt,
                 forced=forced,
                 repeated=repeated,
+                arguments=chat.template_arguments,
             )
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
@@ -267,8 +272,24 @@ class Session:
                 400, self.context_error, param=chat.source, code="context_length_exceeded"
             )
 
+    def _check_template(self, chat: ChatRequest) -> None:
+        """Raise RequestError for arguments that this model's chat template cannot
+        have.
+        """
+        known = self._codec.template_variables
+        for name, value in json.loads(chat.template_arguments or "{}").items():
+            if name not in known:
+                reads = ", ".join(sorted(known)) or "no arguments"
+                rule = f"must be null: this model's chat template reads {reads}"
+                raise bad(name, rule, value)
+        try:
+            self.codec_of(chat)
+        except ChatError as error:
+            name = "chat_template_kwargs"
+            raise RequestError(400, f"{name}: {error}", param=name) from error
+
     def _check_tools(self, chat: ChatRequest) -> None:
-        if not self._codec.shows_tools:
+        if not self.codec_of(chat).shows_tools:
             raise RequestError(
                 400, "tools must be none: this model's chat template shows none", param="tools"
             )
