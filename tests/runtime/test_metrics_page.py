@@ -18,6 +18,7 @@ from rollweave.schema.prediction import PredictorStats
 from rollweave.schema.serving import EngineStats, LendingStats
 from rollweave.schema.work import BLAME_OF
 from tests.support import fake_runs, recorded_runs
+from tests.support.pages import documented_metrics
 from tests.support.real_runs import lake
 
 ROOT = Path(__file__).parents[2]
@@ -54,21 +55,6 @@ SOURCES = {
 """The modules that write the keys of all other sections."""
 
 
-def documented() -> dict[str, set[str]]:
-    """Return the keys of the page by section."""
-    found: dict[str, set[str]] = {}
-    section = ""
-    for line in (ROOT / "docs/METRICS.md").read_text().splitlines():
-        if heading := re.fullmatch(r"#+ (.*)", line):
-            name = heading[1].replace("`", "").removeprefix("Lines of kind ")
-            section = {"Other lines": "other", "Stop reasons": "stop_reasons"}.get(name, name)
-        elif group := re.fullmatch(r"`([a-z_.]+)`:", line):
-            section = group[1]
-        elif row := re.match(r"\| `([^`]+)` \|", line):
-            found.setdefault(section, set()).add(row[1])
-    return found
-
-
 def keys_of(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys of a line of metrics.jsonl, each with its section of the page."""
     kind = line["kind"] if line["kind"] in ("step", "evaluation") else "other"
@@ -90,7 +76,7 @@ def keys_of(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def undocumented(lines: Iterator[Mapping[str, Any]]) -> set[tuple[str, str]]:
-    page = documented()
+    page = documented_metrics()
     keys = {key for line in lines for key in keys_of(line)}
     assert keys
     return {(section, key) for section, key in keys if key not in page[section]}
@@ -139,11 +125,13 @@ def test_keys_of_a_real_trainer_are_documented(tmp_path: Path) -> None:
     for key in ("critic_loss", "kl_reference", "ess", "age/<n>", "logprob_gap/<engine>"):
         assert ("trainer", key) in written
     assert ("step", "rewards") in written
-    assert {key for section, key in written if section == "predictor"} == documented()["predictor"]
+    assert {key for section, key in written if section == "predictor"} == documented_metrics()[
+        "predictor"
+    ]
 
 
 def test_keys_that_are_documented_exist() -> None:
-    page = documented()
+    page = documented_metrics()
     for section, struct in STRUCTS.items():
         assert page.pop(section) == set(struct.__struct_fields__), section
     assert page.pop("stop_reasons") == {reason.value for reason in BLAME_OF}
