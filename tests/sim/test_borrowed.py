@@ -2,7 +2,6 @@
 when an engine is given back.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,59 +19,7 @@ from rollweave.sim.lender import ACTIVATION_S
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.world import World
-
-
-def config(*, most: int = 4, serving: dict[str, Any] | None = None, **ablation: Any) -> RunConfig:
-    group = {"max_slots": 4, "kv_tokens": 1 << 20}
-    borrowed = [{**group, "count": most, "borrowed": True}] if most else []
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "borrows", "steps": 2},
-            "sim": {
-                "model": "qwen3-8b",
-                "trainer_gpus": 8,
-                "serving": {
-                    "model": "qwen2.5-7b",
-                    "engines": 4,
-                    "prefill": 1,
-                    "rate": 0.5,
-                    **(serving or {}),
-                },
-            },
-            "tasks": [
-                {
-                    "env": "frozenlake",
-                    "max_turns": 12,
-                    "max_tokens": 8192,
-                    "max_turn_tokens": 1024,
-                    "step_s": 600.0,
-                }
-            ],
-            "rollout": {
-                "mode": "sync",
-                "groups_per_step": 4,
-                "group_size": 4,
-                "max_running": 16,
-            },
-            "engines": [{**group, "count": 1}, *borrowed],
-            "ablation": ablation,
-            "eval": {"final_episodes": 0},
-            "watchdog": {"turn_s": 3600.0},
-        }
-    )
-
-
-class Watch:
-    """Everything that a run does, and a world that may be disturbed meanwhile."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[float, e.Event, Sequence[c.Command]]] = []
-
-    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
-        self.log.append((now, event, commands))
-
-    def commands(self, kind: type[Any]) -> list[Any]:
-        return [one for _, _, every in self.log for one in every if isinstance(one, kind)]
+from tests.support.borrowing import Watch, config
 
 
 def run(config: RunConfig) -> Outcome:
@@ -104,7 +51,7 @@ def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> Non
     metrics.watch(world)
     world.each_event = world.core.check
     world.start()
-    serving = world.serving
+    serving = world.lending
     assert serving is not None
     while True:
         world.step()
@@ -149,7 +96,7 @@ def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[
     metrics.watch(world)
     world.each_event = world.core.check
     world.start()
-    serving, state = world.serving, world.core.state
+    serving, state = world.lending, world.core.state
     assert serving is not None
 
     def borrowed() -> list[Engine]:
@@ -204,10 +151,10 @@ def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
     world = World(config(), observer=metrics)
     metrics.watch(world)
     world.start()
-    assert world.serving is not None
+    assert world.lending is not None
     while not any(engine.lender for engine in world.core.state.engines.values()):
         world.step()
-    world.serving.silent = True
+    world.lending.silent = True
     since = world.clock.now
     while world.over is None and any(one.lender for one in world.core.state.engines.values()):
         world.step()

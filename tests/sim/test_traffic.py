@@ -53,7 +53,7 @@ def test_a_trace_with_dates_begins_at_its_first_request(tmp_path: Path) -> None:
         ),
         (HEADER + "5,0,10\n", ":2: ContextTokens must be a number of at least 1, got '0'"),
         (HEADER + "5,7,x\n", ":2: GeneratedTokens must be a number of at least 1, got 'x'"),
-        (HEADER, " must have at least one request, got none"),
+        (HEADER, " must have at least one line below its columns, got none"),
         (
             "TIMESTAMP,Tokens\n1,2\n",
             " must have the columns TIMESTAMP, ContextTokens, GeneratedTokens, got TIMESTAMP, "

@@ -31,9 +31,9 @@ from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.hosts import NO_POOL
+from rollweave.sim.lending import Latencies
 from rollweave.sim.run import Outcome, directory_of
 from rollweave.sim.run import simulate as run_simulation
-from rollweave.sim.serving import Latencies
 from rollweave.sim.world import Costs, costs_of, workloads_of
 
 CAUSES = {

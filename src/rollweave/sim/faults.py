@@ -272,7 +272,7 @@ class Chaos:
             **(HOST_FAULTS if hosts.up else {}),
             **(WORKER_FAULTS if self.world.workers is not None else {}),
             **({} if planned else FLEET_CHANGES),
-            **(LENDER_FAULTS if self.world.serving is not None else {}),
+            **(LENDER_FAULTS if self.world.lending is not None else {}),
         }
         kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
         handlers = (
@@ -364,17 +364,17 @@ class Chaos:
 
     def _strike_lender(self, kind: str) -> bool:
         """Recall an engine for a while, or let the reports stop."""
-        draw, serving, clock = self._random, self.world.serving, self.world.clock
-        if serving is None or kind not in LENDER_FAULTS:
+        draw, lending, clock = self._random, self.world.lending, self.world.clock
+        if lending is None or kind not in LENDER_FAULTS:
             return False
         if kind == "lenders silent":
-            serving.silent = True
-            clock.after(draw.choice([5.0, 60.0]), lambda: setattr(serving, "silent", False))
+            lending.silent = True
+            clock.after(draw.choice([5.0, 60.0]), lambda: setattr(lending, "silent", False))
             return True
-        name = draw.choice(list(serving.lenders))
-        serving.recalled.add(name)
-        serving.report()
-        clock.after(draw.choice([1.0, 60.0]), lambda: serving.recalled.discard(name))
+        name = draw.choice(lending.names)
+        lending.recalled.add(name)
+        lending.report()
+        clock.after(draw.choice([1.0, 60.0]), lambda: lending.recalled.discard(name))
         return True
 
     def _strike_other(self, kind: str) -> bool:

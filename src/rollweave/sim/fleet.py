@@ -21,19 +21,13 @@ from rollweave.sim.cost import EngineCosts, SharedCost, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.kv import Request
-from rollweave.sim.lender import ACTIVATION_S
+from rollweave.sim.lending import Lending
 from rollweave.sim.lent import LentEngine
 from rollweave.sim.relays import SimRelays
-from rollweave.sim.serving import ServingCluster
 
 RESTART_S = 60.0
 """Seconds until a restarted engine is ready, without its weights. Assumption: process
 start and graph capture.
-"""
-
-LENT_CHUNK_TOKENS = 512
-"""Maximum prompt tokens of a step of a lent engine, so that serving waits for no longer
-(ROSE §4.1).
 """
 
 PROFILE_CONTEXTS = (1024, 16384)
@@ -89,7 +83,7 @@ class SimFleet:
         settings: Callable[[int], EngineConfig],
         prefix_cache: bool,
         trace: Trace | None,
-        serving: ServingCluster | None = None,
+        lending: Lending | None = None,
     ) -> None:
         self._clock, self._post, self._costs, self._trainer, self._settings = (
             clock,
@@ -99,9 +93,9 @@ class SimFleet:
             settings,
         )
         self._relays, self._trace, self._prefix_cache = relays, trace, prefix_cache
-        self._pool_of, self._serving = pool_of, serving
-        if serving is not None:
-            serving.on_touched, serving.on_returned = self._lender_touched, self._gave_back
+        self._pool_of, self._lending = pool_of, lending
+        if lending is not None:
+            lending.on_touched, lending.on_returned = self._lender_touched, self._gave_back
         # GPU-seconds of work of former engines, by pool
         self._former_busy_s: defaultdict[str, float] = defaultdict(float)
         self.nodes: dict[EngineId, Node] = {}
@@ -127,7 +121,8 @@ class SimFleet:
 
     def add(self, command: c.StartEngine) -> None:
         self.nodes[command.engine_id] = node = _node(command, epoch=0)
-        self._starting(node, ACTIVATION_S if command.lender else RESTART_S)
+        lending = self._lending if command.lender else None
+        self._starting(node, RESTART_S if lending is None else lending.activate(command.lender))
 
     def restart(self, command: c.RestartEngine) -> None:
         self._drop(self.nodes.get(command.engine_id))
@@ -397,18 +392,19 @@ class SimFleet:
         self, node: Node, settings: EngineConfig, cost: EngineCosts, room: int
     ) -> SimEngine | LentEngine | None:
         """Return the engine of a process; None if its lender refuses."""
-        serving = self._serving if node.lender else None
-        cached = self._prefix_cache and (serving is None or serving.prefix_cache())
+        lending = self._lending if node.lender else None
+        cached = self._prefix_cache and (lending is None or lending.prefix_cache)
         chunk = settings.prefill_chunk_tokens
+        most = chunk if lending is None else lending.chunk_tokens or chunk
         engine = SimEngine(
             cost=cost,
             slots=settings.max_slots,
-            chunk_tokens=chunk if serving is None else min(chunk, LENT_CHUNK_TOKENS),
+            chunk_tokens=min(chunk, most),
             block_tokens=BLOCK_TOKENS,
             prefix_cache=cached,
             kv_tokens=room,
         )
-        return engine if serving is None else serving.lend(node.lender, engine)
+        return engine if lending is None else lending.lend(node.lender, engine)
 
     def _lender_touched(self, name: str) -> None:
         for node in self.nodes.values():
@@ -523,8 +519,8 @@ class SimFleet:
         if node.engine is not None:
             self.on_lost(node.id, node.engine.reported_tokens(self._clock.now))
             self._former_busy_s[self._pool_of(node.host)] += node.degree * node.engine.busy_s
-            if node.lender and self._serving is not None:
-                self._serving.take_back(node.lender)
+        if node.lender and self._lending is not None:
+            self._lending.take_back(node.lender)
         node.loading, node.engine, node.staging_id = False, None, -1
 
 

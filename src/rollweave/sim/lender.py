@@ -146,11 +146,6 @@ class Lender:
         )
 
     @property
-    def keeps_prefixes(self) -> bool:
-        """Return whether rollouts keep the KV of finished turns."""
-        return self._sharing.prefix_cache
-
-    @property
     def takes(self) -> bool:
         """Return whether rollouts may begin more turns: they have memory for them."""
         engine = self.engine

@@ -12,9 +12,9 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.schema.config.root import RunConfig
+from rollweave.sim.lending import Latencies
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.serverless import Judges
-from rollweave.sim.serving import Latencies
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import Costs, Journal, World, section
 
@@ -129,7 +129,7 @@ def simulate(
         engine_gpus=engines,
         pools_busy=world.pools_busy() if config.pools else {},
         rewards_used=rewards.utilization() if rewards is not None else None,
-        serving=world.serving.latencies() if world.serving is not None else None,
+        serving=world.lending.latencies() if world.lending is not None else None,
     )
 
 

@@ -3,7 +3,6 @@ what they lend (ROSE §3.2, §4).
 
 Requests go to the engine with the fewest tokens among those that compute prompts, and
 from there to the one with the fewest among those that sample; the KV moves in between.
-Every ten seconds the engines report themselves to the run, which may borrow them.
 """
 
 import math
@@ -11,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rollweave.core.policy.admission import Slo
+from rollweave.core.policy.admission import CHUNK_TOKENS, Slo
 from rollweave.schema import events as e
-from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimServingConfig
 from rollweave.schema.errors import ConfigError
@@ -23,60 +21,39 @@ from rollweave.sim.cost import ACTIVATION_BYTES, MEMORY_FRACTION, EngineCost
 from rollweave.sim.engine import SimEngine
 from rollweave.sim.hardware import Gpu, gpu
 from rollweave.sim.hosts import NO_POOL, gpu_of
-from rollweave.sim.lender import Lender, Served
+from rollweave.sim.lender import ACTIVATION_S, Lender, Served
+from rollweave.sim.lending import Latencies, Lending
 from rollweave.sim.lent import LentEngine
 from rollweave.sim.models import ModelShape, model
 from rollweave.sim.traffic import Arrival, drawn, recorded
-
-REPORT_S = 10.0
-"""Seconds between two reports of the engines to the run."""
 
 USE_REPORTS = 360
 """Reports over which the use of KV is averaged: an hour (ROSE §4)."""
 
 
-class Latencies(Struct, frozen=True, kw_only=True):
-    """The latencies of users: seconds to the first token, and of each further one in
-    the mean of a request, as the 50th, 95th and 99th percentiles.
-    """
+class ServingCluster(Lending):
+    """The serving engines of a simulation. They serve as long as the run lasts."""
 
-    requests: int
-    ttft_s: tuple[float, float, float]
-    tpot_s: tuple[float, float, float]
-    late_first: float  # share of requests whose first token came too late
-    late_tokens: float  # share whose further tokens came too slowly
-    serving_share: float  # of the engines' time, in which they served
-    lent_share: float  # of the engines' time, in which they computed rollouts
-    returned: int  # turns of rollouts that were given back
-    cuts: int  # of the memory of rollouts, because serving needed it
-    stalls: int  # because rollouts had made no progress
-
-
-class ServingCluster:
-    """The serving engines of a simulation. They serve as long as the run lasts.
-
-    `on_touched(name)` is called when requests change what a lent engine does, and
-    `on_returned(name, turns)` when it gives turns back, with the tokens that each has
-    sampled.
-    """
+    chunk_tokens = CHUNK_TOKENS
 
     def __init__(self, config: RunConfig, *, clock: Clock, post: Callable[[e.Event], None]) -> None:
         """Raises ConfigError."""
         assert config.sim is not None, "a simulation has [sim]"
         assert config.sim.serving is not None, "the cluster is described there"
         serving = config.sim.serving
-        self._clock, self._post, self._config = clock, post, serving
-        self._run, self._seed = config.run.name, config.run.seed
+        names = [f"s{number}" for number in range(serving.engines)]
+        super().__init__(names, run=config.run.name, clock=clock, post=post)
+        self._config = serving
         cost, memory = _engine(config, serving)
         self._cost = cost
         limits = Slo(ttft_s=serving.ttft_s, tpot_s=serving.tpot_s)
         self.lenders: dict[str, Lender] = {}
-        for number in range(serving.engines):
+        for number, name in enumerate(names):
             phase = "both"
             if serving.prefill:
                 phase = "prefill" if number < serving.prefill else "decode"
             lender = Lender(
-                f"s{number}",
+                name,
                 phase=phase,
                 cost=cost,
                 limits=limits,
@@ -88,6 +65,7 @@ class ServingCluster:
             lender.on_returned = self._returner(lender.name)
             self.lenders[lender.name] = lender
         self._reloads = SHARING[config.ablation.sharing].reloads
+        self.prefix_cache = SHARING[config.ablation.sharing].prefix_cache
         self._prompt_engines = [one for one in self.lenders.values() if one.phase != "decode"]
         self._token_engines = [one for one in self.lenders.values() if one.phase != "prefill"]
         self._uses: dict[str, deque[float]] = {
@@ -95,47 +73,32 @@ class ServingCluster:
         }
         self._lent: dict[str, LentEngine] = {}
         self._tickets: dict[str, int] = {}
-        self._arrivals: Iterator[Arrival] = iter(_requests(serving, seed=self._seed))
-        self.recalled: set[str] = set()  # must be given back
-        self.silent = False  # it reports nothing
+        self._arrivals: Iterator[Arrival] = iter(_requests(serving, seed=config.run.seed))
         self.returned, self.lent_s = 0, 0.0
         self._ttft: list[float] = []
         self._tpot: list[float] = []
-        self.on_touched: Callable[[str], None] = lambda name: None
-        self.on_returned: Callable[[str, dict[str, int]], None] = lambda name, turns: None
 
     def start(self) -> None:
-        """Begin to serve and to report."""
         self._next_arrival()
-        self._report()
+        super().start()
 
-    def report(self) -> None:
-        """Report all engines to the run now."""
-        now = self._clock.now
-        lenders = []
-        for name, lender in self.lenders.items():
-            uses = self._uses[name]
-            uses.append(lender.use(now))
-            lenders.append(
-                e.Lender(
-                    name=name,
-                    kv_use=sum(uses) / len(uses),
-                    lent_to=self._run if name in self._lent else "",
-                    takes=lender.takes,
-                    recalled=name in self.recalled,
-                )
-            )
-        if not self.silent:
-            self._post(e.LendersReported(lenders=tuple(lenders)))
-
-    def _report(self) -> None:
-        self.report()
-        self._clock.after(REPORT_S, self._report)
+    def _lender(self, name: str) -> e.Lender:
+        lender, uses = self.lenders[name], self._uses[name]
+        uses.append(lender.use(self._clock.now))
+        return e.Lender(
+            name=name,
+            kv_use=sum(uses) / len(uses),
+            lent_to=self._run if name in self._lent else "",
+            takes=lender.takes,
+            recalled=name in self.recalled,
+        )
 
     # Lending.
 
+    def activate(self, name: str) -> float:
+        return ACTIVATION_S
+
     def lend(self, name: str, engine: SimEngine) -> LentEngine | None:
-        """Lend an engine to the run; None if it does not lend itself now."""
         if name not in self.lenders or name in self._lent or name in self.recalled:
             return None
         self._clock.cancel(self._tickets.pop(name, 0))
@@ -143,16 +106,11 @@ class ServingCluster:
         return lent
 
     def take_back(self, name: str) -> None:
-        """End the lease of an engine."""
         lent = self._lent.pop(name, None)
         if lent is not None:
             self.lent_s += lent.busy_s
             self.lenders[name].take_back(self._clock.now)
             self._reschedule(self.lenders[name])
-
-    def prefix_cache(self) -> bool:
-        """Return whether lent engines keep finished turns."""
-        return next(iter(self.lenders.values())).keeps_prefixes
 
     # Requests.
 
@@ -238,7 +196,6 @@ class ServingCluster:
     # What was measured.
 
     def latencies(self) -> Latencies:
-        """Return the latencies of all requests that have been served so far."""
         seconds = max(1e-9, self._clock.now) * len(self.lenders)
         lenders = self.lenders.values()
         lent = self.lent_s + sum(one.busy_s for one in self._lent.values())
@@ -254,15 +211,6 @@ class ServingCluster:
             cuts=sum(lender.cuts for lender in lenders),
             stalls=sum(lender.stalls for lender in lenders),
         )
-
-
-def serving_of(
-    config: RunConfig, *, clock: Clock, post: Callable[[e.Event], None]
-) -> ServingCluster | None:
-    """Return the serving engines of a simulation; None without. Raises ConfigError."""
-    if config.sim is None or config.sim.serving is None:
-        return None
-    return ServingCluster(config, clock=clock, post=post)
 
 
 def _requests(serving: SimServingConfig, *, seed: int) -> Iterator[Arrival] | list[Arrival]:
@@ -281,6 +229,7 @@ def _engine(config: RunConfig, serving: SimServingConfig) -> tuple[EngineCost, M
         ((number, group) for number, group in enumerate(config.engines) if group.borrowed),
         (0, config.engines[0]),
     )
+    assert serving.model is not None, "engines with users have a model for them"
     name, key = gpu_of(config, group.pool or NO_POOL)
     if name.endswith(".json"):
         raise ConfigError(f"{key} must name a GPU with [sim.serving], got {name}")

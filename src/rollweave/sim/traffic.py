@@ -12,7 +12,7 @@ import csv
 import datetime
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rollweave.schema.base import Struct
@@ -94,37 +94,47 @@ def recorded(path: Path) -> list[Arrival]:
 
     Raises ConfigError, which names the line.
     """
-    arrivals: list[Arrival] = []
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames is None or not set(COLUMNS) <= set(rows.fieldnames):
-                raise ConfigError(
-                    f"{path} must have the columns {', '.join(COLUMNS)}, got "
-                    f"{', '.join(rows.fieldnames or ()) or 'none'}"
-                )
-            for row in rows:
-                arrivals.append(_arrival(f"{path}:{rows.line_num}", row, arrivals))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} must be a readable CSV file: {error}") from error
-    if not arrivals:
-        raise ConfigError(f"{path} must have at least one request, got none")
-    first = arrivals[0].at
+    rows = timed_rows(path, COLUMNS)
+    first = rows[0][1]
     return [
-        Arrival(at=one.at - first, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
-        for one in arrivals
+        Arrival(
+            at=at - first,
+            prompt_tokens=count(where, COLUMNS[1], row[COLUMNS[1]]),
+            output_tokens=count(where, COLUMNS[2], row[COLUMNS[2]]),
+        )
+        for where, at, row in rows
     ]
 
 
-def _arrival(where: str, row: dict[str, str], before: list[Arrival]) -> Arrival:
-    at = _seconds(where, row["TIMESTAMP"])
-    if before and at < before[-1].at:
-        raise ConfigError(
-            f"{where}: TIMESTAMP must not be earlier than in the line before, got "
-            f"{row['TIMESTAMP']!r}"
-        )
-    prompt, output = (_count(where, name, row[name]) for name in COLUMNS[1:])
-    return Arrival(at=at, prompt_tokens=prompt, output_tokens=output)
+def timed_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, float, dict[str, str]]]:
+    """Return the rows of a CSV file with these columns, the first of which has times in
+    their order: each with where it is, and its time in seconds.
+
+    Raises ConfigError, which names the line.
+    """
+    found: list[tuple[str, float, dict[str, str]]] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if rows.fieldnames is None or not set(columns) <= set(rows.fieldnames):
+                raise ConfigError(
+                    f"{path} must have the columns {', '.join(columns)}, got "
+                    f"{', '.join(rows.fieldnames or ()) or 'none'}"
+                )
+            for row in rows:
+                where, text = f"{path}:{rows.line_num}", row[columns[0]]
+                at = _seconds(where, text)
+                if found and at < found[-1][1]:
+                    raise ConfigError(
+                        f"{where}: {columns[0]} must not be earlier than in the line before, got "
+                        f"{text!r}"
+                    )
+                found.append((where, at, row))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} must be a readable CSV file: {error}") from error
+    if not found:
+        raise ConfigError(f"{path} must have at least one line below its columns, got none")
+    return found
 
 
 def _seconds(where: str, text: str) -> float:
@@ -143,11 +153,12 @@ def _seconds(where: str, text: str) -> float:
     return seconds
 
 
-def _count(where: str, name: str, text: str) -> int:
+def count(where: str, name: str, text: str, *, least: int = 1) -> int:
+    """Return the number in this column. Raises ConfigError."""
     try:
-        count = int(text)
+        number = int(text)
     except (TypeError, ValueError):
-        count = 0
-    if count < 1:
-        raise ConfigError(f"{where}: {name} must be a number of at least 1, got {text!r}")
-    return count
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{where}: {name} must be a number of at least {least}, got {text!r}")
+    return number

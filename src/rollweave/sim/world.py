@@ -20,6 +20,7 @@ from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
+from rollweave.schema.config.ablation import WITHOUT_USERS
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimConfig
@@ -30,13 +31,15 @@ from rollweave.sim.effects import Effects, SimObserver
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.hosts import NO_POOL, SimHosts, degrees_of, gpu_of
+from rollweave.sim.lending import Lending
 from rollweave.sim.models import ModelShape, model
+from rollweave.sim.ondemand import OnDemand
 from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Judges
-from rollweave.sim.serving import serving_of
+from rollweave.sim.serving import ServingCluster
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workers import SimWorkers
 from rollweave.sim.workload import Workload, workload
@@ -109,7 +112,7 @@ class World:
         self.relays = SimRelays(
             clock=self.clock, post=self.post, cost=trainer_cost, hosts=self.hosts, trace=trace
         )
-        self.serving = serving_of(config, clock=self.clock, post=self._report)
+        self.lending = self._lenders()
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
@@ -120,7 +123,7 @@ class World:
             settings=config.engines.__getitem__,
             prefix_cache="prefix_cache" not in config.ablation.without,
             trace=trace,
-            serving=self.serving,
+            lending=self.lending,
         )
         self.rollouts = Rollouts(
             clock=self.clock,
@@ -176,8 +179,16 @@ class World:
         self.fleet.start(self.slots)
         self.relays.start()
         self.trainer.start()
-        if self.serving is not None:
-            self.serving.start()
+        if self.lending is not None:
+            self.lending.start()
+
+    def _lenders(self) -> Lending | None:
+        """Return the engines that lend themselves. Raises ConfigError."""
+        if self.config.sim is None or self.config.sim.serving is None:
+            return None
+        users = self.config.ablation.sharing not in WITHOUT_USERS
+        source = ServingCluster if users else OnDemand
+        return source(self.config, clock=self.clock, post=self._report)
 
     def _report(self, event: e.Event) -> None:
         self.post(event)  # which a search for faults replaces
@@ -220,8 +231,8 @@ class World:
                 relays=self.hosts.relays,
             )
         )
-        if self.serving is not None:  # its engines came back, and may be borrowed again
-            self.serving.report()
+        if self.lending is not None:  # its engines came back, and may be borrowed again
+            self.lending.report()
 
     def pools_busy(self) -> dict[str, float]:
         """Return the share of the time in which the GPUs of the engines of each pool,

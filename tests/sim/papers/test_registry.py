@@ -22,7 +22,10 @@ SLOW = frozenset(
         *(f"rollart-{one}" for one in ("fig14b", "table4", "table5")),
         *(
             f"rose-{one}"
-            for one in ("fig1c", "fig10", "fig14", "fig9", *(f"table{n}" for n in (1, 2, 3, 4, 5)))
+            for one in (
+                *("fig1c", "fig7", "fig8", "fig9", "fig10", "fig14"),
+                *(f"table{n}" for n in (1, 2, 3, 4, 5)),
+            )
         ),
         *(f"prorl-{one}" for one in ("fig5", "table3")),
     }

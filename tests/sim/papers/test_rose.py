@@ -1,11 +1,17 @@
-"""ROSE's transfers of weights between clusters, in simulated runs."""
+"""ROSE's transfers of weights between clusters, in simulated runs, and what borrowed
+engines cost.
+"""
 
 import pytest
 
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
 from rollweave.sim.hardware import link
 from rollweave.sim.models import model
 from rollweave.sim.papers.cluster import rollout_s
 from rollweave.sim.papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
+from rollweave.sim.papers.rose_elastic import Borrowing
 from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.world import costs_of
 
@@ -55,3 +61,36 @@ def test_the_earliest_finish_is_no_later_than_roses_order_or_pinning(gpus: int) 
     assert seconds["earliest"] < 1.02 * min(seconds.values())
     if gpus == 6:
         assert seconds["affinity"] < seconds["pinned"], "as in the paper"
+
+
+NOTHING = e.LendersReported(lenders=())
+
+
+def start(engine: str, *, lender: str = "s0") -> c.StartEngine:
+    return c.StartEngine(engine_id=EngineId(engine), degree=1, group=0, lender=lender)
+
+
+def loaded(engine: str) -> e.WeightsLoaded:
+    return e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=1, publication_id=1)
+
+
+def test_what_borrowed_engines_cost_until_they_are_ready() -> None:
+    """One that leaves before it is ready was not ready for all of its time."""
+    seen = Borrowing()
+    for now, event, commands in (
+        (0.0, NOTHING, [start("e1"), start("e2"), start("e3", lender="")]),
+        (7.0, loaded("e3"), []),
+        (60.0, loaded("e1"), []),
+        (90.0, loaded("e1"), []),
+        (100.0, NOTHING, [c.RemoveEngine(engine_id=EngineId("e2"), reason="recalled")]),
+        (
+            200.0,
+            NOTHING,
+            [c.RemoveEngine(engine_id=EngineId("e1"), reason="recalled"), start("e4")],
+        ),
+    ):
+        seen.append(now, event, commands)
+    seen.finish(210.0)
+    assert seen.loans == 3
+    assert seen.starting_s == 60.0 + 100.0 + 10.0
+    assert seen.held_s == 200.0 + 100.0 + 10.0

@@ -51,8 +51,15 @@ Sharing = Literal[
     "partition",
     "multiplexing",
     "autoscaling",
+    "serverless",
+    "spot",
 ]
-"""Ways in which serving and rollouts share an engine (sim/coserving.py)."""
+"""Ways in which serving and rollouts share an engine (sim/coserving.py), and those of
+engines that come and go without serving (sim/ondemand.py).
+"""
+
+WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
+"""Ways of `Sharing` in which engines have no users."""
 
 
 class AblationConfig(Section):
@@ -89,7 +96,8 @@ class AblationConfig(Section):
         "same, and lent engines forget finished turns; partition: and each has half of the "
         "memory for KV; multiplexing: the one whose next token is due first computes, rollouts "
         "by four times the limit of serving; autoscaling: an engine holds one model at a time, "
-        "and loads rollouts once it had no requests for a minute.",
+        "and loads rollouts once it had no requests for a minute. Engines without users that come "
+        "and go: serverless, each for 15 minutes; spot, as they are available.",
     )
 
     @model_validator(mode="after")

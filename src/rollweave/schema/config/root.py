@@ -263,11 +263,13 @@ class RunConfig(Section):
 
     def _check_borrowed(self) -> None:
         """Check that there is something to borrow, and that the run begins without."""
-        serving = self.sim is not None and self.sim.serving is not None
+        serving = self.sim.serving if self.sim is not None else None
+        if serving is not None:
+            serving.check_requests(self.ablation.sharing)
         borrowed = [number for number, group in enumerate(self.engines) if group.borrowed]
         for number in borrowed:
             group, field = self.engines[number], f"engines.{number}.borrowed"
-            if not serving:
+            if serving is None:
                 raise ValueError(
                     f"{field} must be false without [sim.serving], which describes the engines "
                     "that lend, got true"

@@ -1,9 +1,8 @@
 """The section `[sim]`: simulated hardware, and serving engines with their users."""
 
-from typing import Self
+from pydantic import Field
 
-from pydantic import Field, model_validator
-
+from rollweave.schema.config.ablation import WITHOUT_USERS, Sharing
 from rollweave.schema.config.values import Count, Positive, PositiveInt, Section
 
 
@@ -25,7 +24,11 @@ class SimPoolConfig(Section):
 class SimServingConfig(Section):
     """Simulated serving engines beside a run, and their users' requests (ROSE §3.2)."""
 
-    model: str = Field(description="Shape of the model that is served (sim/models.py).")
+    model: str | None = Field(
+        None,
+        description="Shape of the model that is served (sim/models.py); must be given unless "
+        "ablation.sharing is serverless or spot, whose engines serve none.",
+    )
     engines: PositiveInt = Field(description="Number of serving engines; all of them lend.")
     prefill: Count = Field(
         0,
@@ -38,7 +41,8 @@ class SimServingConfig(Section):
     trace: str | None = Field(
         None,
         description="CSV file of requests instead, with the columns TIMESTAMP, ContextTokens and "
-        "GeneratedTokens, as the public Azure traces have.",
+        "GeneratedTokens, as the public Azure traces have. With ablation.sharing spot: of the "
+        "columns TIMESTAMP and Engines, the number of them from that second on; drawn if unset.",
     )
     ttft_s: Positive = Field(0.5, description="Promised seconds to the first token.")
     tpot_s: Positive = Field(0.15, description="Promised seconds of each further token.")
@@ -46,8 +50,24 @@ class SimServingConfig(Section):
         10.0, description="Seconds for which rollouts keep the KV of a finished turn (ROSE App. C)."
     )
 
-    @model_validator(mode="after")
-    def _has_requests(self) -> Self:
+    def check_requests(self, sharing: Sharing) -> None:
+        """Check that the engines have users and a model for them, or neither. Raises
+        ValueError.
+        """
+        if sharing in WITHOUT_USERS:
+            for name in ("model", "prefill", "rate", *(("trace",) if sharing != "spot" else ())):
+                value = getattr(self, name)
+                if value:
+                    raise ValueError(
+                        f"sim.serving.{name} must be left out with ablation.sharing {sharing}, "
+                        f"whose engines have no users, got {value}"
+                    )
+            return
+        if self.model is None:
+            raise ValueError(
+                "sim.serving.model must be given unless ablation.sharing is "
+                f"{' or '.join(WITHOUT_USERS)}, got none"
+            )
         if (self.rate is None) == (self.trace is None):
             raise ValueError(
                 f"sim.serving must have a rate or a trace, got rate {self.rate} and trace "
@@ -58,7 +78,6 @@ class SimServingConfig(Section):
                 f"sim.serving.prefill must be less than the {self.engines} engines, got "
                 f"{self.prefill}"
             )
-        return self
 
 
 class SimConfig(Section):

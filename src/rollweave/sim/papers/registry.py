@@ -8,12 +8,12 @@ import difflib
 from collections.abc import Sequence
 
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.papers import heddle, laminar, prorl, rollart, rose, rose_serving
+from rollweave.sim.papers import heddle, laminar, prorl, rollart, rose, rose_elastic, rose_serving
 from rollweave.sim.papers.rows import Experiment
 
 EXPERIMENTS = {
     experiment.name: experiment
-    for module in (rollart, laminar, heddle, rose, rose_serving, prorl)
+    for module in (rollart, laminar, heddle, rose, rose_serving, rose_elastic, prorl)
     for experiment in module.EXPERIMENTS
 }
 
