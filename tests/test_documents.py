@@ -24,6 +24,7 @@ from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.loading import settings_of, validated
 from rollweave.schema.config.root import RunConfig
+from tests.support.pages import inline_code
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
@@ -202,8 +203,7 @@ def anchors(path: Path) -> set[str]:
 
 def spans(path: Path) -> list[str]:
     """Return the inline code of a page."""
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    return inline_code(path.read_text())
 
 
 def completed(snippet: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +267,10 @@ def test_settings_that_are_named_exist(path: Path) -> None:
     sections = "|".join(RunConfig.model_fields)
     files = r"toml|json|jsonl|md|html|py|bin"
     named = re.compile(rf"((?:{sections})\.(?!(?:{files})\b)[a-z_.A-Z0-9]+)(?: ?=.*)?")
-    keys = [match[1] for span in spans(path) if (match := named.fullmatch(span))]
+    text = path.read_text()
+    if path.name == "MIGRATING.md":
+        text = re.sub(r"^\|.*?(?<!\\)\|", "|", text, flags=re.MULTILINE)  # names of others
+    keys = [match[1] for span in inline_code(text) if (match := named.fullmatch(span))]
     assert [key for key in keys if re.sub(r"\.(NAME|\d+)\b", "", key) not in known] == []
 
 
