@@ -1,5 +1,6 @@
-"""Bench `trl`: the fixed lake, learned by our runs and by TRL's GRPOTrainer from the
-same warmed-up checkpoint, with the same tasks, groups, loss and learning rate.
+"""Bench `trl`: the fixed lake, learned by our runs in each mode and by TRL's
+GRPOTrainer from the same warmed-up checkpoint, with the same tasks, groups, loss and
+learning rate. With `--write`, it writes the page of its learning curves (`page.py`).
 
 TRL plays the same multi-turn episodes through its `rollout_func`, and samples with its
 own generation by transformers. Runs are interleaved: every variant once, then every
@@ -13,13 +14,14 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.modes import ratio
-from benchmarks.runs import MeasuredRun, conditions_of, example, measure, trained
+from benchmarks.runs import conditions_of, example, measure, trained
+from benchmarks.trl.learned import Evaluated, Learned
+from benchmarks.trl.page import write_page
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlSpec
 from rollweave.cli.evaluate import evaluation_config, step_of_run
@@ -43,10 +45,16 @@ TARGET = 0.8
 
 SEEDS = 1
 OURS: Mapping[str, tuple[str, ...]] = {
-    "rollweave": ("rollout.mode=bounded", "rollout.alpha=1"),
-    "rollweave_sync": ("rollout.mode=sync",),
+    "sync": ("rollout.mode=sync",),
+    "one_step": ("rollout.mode=one_step",),
+    "partial": ("rollout.mode=partial", "rollout.alpha=1"),
+    "bounded": ("rollout.mode=bounded", "rollout.alpha=1"),
+    "decoupled": ("rollout.mode=decoupled",),
 }
 """Variant of ours → its settings."""
+
+COMPARED: Mapping[str, str] = {"": "bounded", "_sync": "sync"}
+"""Suffix of a ratio → the variant of ours that TRL is compared with."""
 
 TRL = "trl"
 COMMON = (
@@ -70,7 +78,7 @@ QUICK = ("run.steps=4", "eval.episodes=8")
 QUICK_WARMUP = ("warmup.steps=5",)
 FIGURES = tuple(
     f"{what}_{side}" for what in ("step_s", "wall_s", "steps") for side in (*OURS, TRL)
-) + tuple(f"{what}_ratio{suffix}" for suffix in ("", "_sync") for what in ("step", "wall", "steps"))
+) + tuple(f"{what}_ratio{suffix}" for suffix in COMPARED for what in ("step", "wall", "steps"))
 
 DIFFERENCES = (
     "TRL generates, then trains, in one process; ours has a trainer, an engine and a controller, "
@@ -87,29 +95,12 @@ DIFFERENCES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Learned:
-    """One training: the seconds of its steps without the first, and the steps and
-    seconds to the target, None if it was not reached.
-    """
-
-    step_s: Sequence[float]
-    steps: int | None
-    seconds: float | None
-
-    @classmethod
-    def of(cls, run: MeasuredRun) -> "Learned":
-        """Return what a run of ours has learned."""
-        return cls(
-            step_s=[float(line["wall_s"]) for line in run.data.steps[1:]],
-            steps=run.reached_step(TARGET),
-            seconds=run.reached_s(TARGET),
-        )
-
-
-def bench_trl(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_trl(
+    *, seeds: int | None, quick: bool, progress: Callable[[str], None], write: Path | None
+) -> Result:
     """Return figures by variant (`step_s_…`, `steps_…` and `wall_s_…` to the target),
-    and the ratios of TRL to ours: to mode bounded, and with `_sync` to mode sync.
+    and the ratios of TRL to ours: to mode bounded, and with `_sync` to mode sync. Write
+    the page of the learning curves to `write`.
     """
     if (python := interpreter()) is None:
         return Result.not_measured("trl", FIGURES, MISSING)
@@ -127,7 +118,7 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Callable[[str], None]
             common = [*overrides, f'model={{path="{first}"}}', "warmup={}", f"run.seed={seed}"]
             for name, settings in OURS.items():
                 run = measure(path, [*common, *settings]).with_engines_ready(1)
-                learned[name].append(Learned.of(run))
+                learned[name].append(Learned.of(run, TARGET))
                 progress(f"seed {seed}, {name}: {described(learned[name][-1])}")
             learned[TRL].append(train_trl(python, load(path, common), Path(scratch, f"trl-{seed}")))
             progress(f"seed {seed}, {TRL}: {described(learned[TRL][-1])}")
@@ -144,11 +135,10 @@ def bench_trl(*, seeds: int | None, quick: bool, progress: Callable[[str], None]
         "target, at the sampling temperature; every fourth step is evaluated",
         "differences": list(DIFFERENCES),
     }
-    return Result(
-        bench="trl",
-        figures=figures_of(learned, conditions, quick=quick),
-        conditions=conditions,
-    )
+    figures = figures_of(learned, conditions, quick=quick)
+    if write is not None:
+        write_page(write, learned, target=TARGET, conditions=conditions)
+    return Result(bench="trl", figures=figures, conditions=conditions)
 
 
 def build_initial(config: RunConfig, directory: Path) -> Path:
@@ -182,14 +172,16 @@ def build_initial(config: RunConfig, directory: Path) -> Path:
 def train_trl(python: str, config: RunConfig, directory: Path) -> Learned:
     """Train with TRL as `config` would, until a checkpoint has reached the target."""
     step_s: list[float] = []
+    curve: list[Evaluated] = []
     with contextlib.closing(checkpoints(python, spec_of(config, directory))) as saved:
         for one in saved:
             step_s += one.step_s
             success = evaluated(config, directory, one.step, Path(one.path))
+            curve.append(Evaluated(step=one.step, seconds=one.seconds, success=success))
             shutil.rmtree(one.path)
             if success >= TARGET:
-                return Learned(step_s=step_s[1:], steps=one.step, seconds=one.seconds)
-    return Learned(step_s=step_s[1:], steps=None, seconds=None)
+                break
+    return Learned(step_s=step_s[1:], curve=curve, target=TARGET)
 
 
 def spec_of(config: RunConfig, directory: Path) -> TrlSpec:
@@ -259,8 +251,7 @@ def figures_of(
                 else f"{len(runs) - len(reached)} of {len(runs)} seeds did not reach the target"
             )
             conditions |= {f"{what}_{name}": f"not measured: {why}" for what in ("wall_s", "steps")}
-    for ours in OURS:
-        suffix = ours.removeprefix("rollweave")
+    for suffix, ours in COMPARED.items():
         for what, of in (("step", "step_s"), ("wall", "wall_s"), ("steps", "steps")):
             name = f"{what}_ratio{suffix}"
             figures[name] = ratio(figures[f"{of}_{TRL}"], figures[f"{of}_{ours}"])

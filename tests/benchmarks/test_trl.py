@@ -4,6 +4,7 @@ every case, and figures are compared correctly.
 
 import os
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -18,12 +19,14 @@ from benchmarks.trl.bench import (
     FIGURES,
     OURS,
     QUICK,
-    Learned,
+    TARGET,
     bench_trl,
     figures_of,
     spec_of,
 )
 from benchmarks.trl.episodes import play
+from benchmarks.trl.learned import Evaluated, Learned
+from benchmarks.trl.page import band, interval, write_page
 from benchmarks.trl.process import FOLDER, VARIABLE, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
 from rollweave.envs.frozenlake import FrozenLake
@@ -232,7 +235,7 @@ def test_an_interpreter_without_trl_is_refused_with_the_variables_name() -> None
 
 def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.trl.bench.interpreter", lambda: None)
-    result = bench_trl(seeds=None, quick=True, progress=print)
+    result = bench_trl(seeds=None, quick=True, progress=print, write=None)
     assert set(result.figures) == set(FIGURES)
     for name, figure in result.figures.items():
         assert figure is None
@@ -240,19 +243,30 @@ def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def learned(step_s: float, steps: int | None) -> Learned:
-    return Learned(
-        step_s=[step_s] * 3, steps=steps, seconds=None if steps is None else step_s * steps
-    )
+    """Return a training whose success grows evenly to the target in `steps`, or stays
+    at half of it.
+    """
+    last = 20 if steps is None else steps
+    curve = [
+        Evaluated(
+            step=step,
+            seconds=step_s * step,
+            success=TARGET / 2 if steps is None else TARGET * step / last,
+        )
+        for step in range(0, last + 1, last // 2)
+    ]
+    return Learned(step_s=[step_s] * 3, curve=curve, target=TARGET)
+
+
+def all_learned(*steps_of_trl: int | None) -> dict[str, list[Learned]]:
+    ours = {name: [learned(1.0, 20) for _ in steps_of_trl] for name in OURS}
+    bounded = [learned(0.5 if seed == 0 else 0.7, 20) for seed in range(len(steps_of_trl))]
+    return ours | {"bounded": bounded, "trl": [learned(2.0, steps) for steps in steps_of_trl]}
 
 
 def test_ratios_are_those_of_trl_to_ours() -> None:
-    runs = {
-        "rollweave": [learned(0.5, 20)],
-        "rollweave_sync": [learned(1.0, 20)],
-        "trl": [learned(2.0, 30)],
-    }
     conditions: dict[str, object] = {}
-    figures = figures_of(runs, conditions, quick=False)
+    figures = figures_of(all_learned(30), conditions, quick=False)
     assert set(figures) == set(FIGURES)
     assert (figures["step_ratio"], figures["wall_ratio"], figures["steps_ratio"]) == (4, 6, 1.5)
     assert (figures["step_ratio_sync"], figures["wall_ratio_sync"]) == (2, 3)
@@ -260,17 +274,52 @@ def test_ratios_are_those_of_trl_to_ours() -> None:
 
 
 def test_a_missed_target_has_a_reason() -> None:
-    runs = {
-        "rollweave": [learned(0.5, 20), learned(0.7, 20)],
-        "rollweave_sync": [learned(1.0, 20)] * 2,
-        "trl": [learned(2.0, 30), learned(2.0, None)],
-    }
     conditions: dict[str, object] = {}
-    figures = figures_of(runs, conditions, quick=False)
-    assert figures["step_s_rollweave"] == 0.6
+    figures = figures_of(all_learned(30, None), conditions, quick=False)
+    assert figures["step_s_bounded"] == 0.6
     for name in ("wall_s_trl", "steps_trl", "wall_ratio", "steps_ratio_sync"):
         assert figures[name] is None
         assert conditions[name] == "not measured: 1 of 2 seeds did not reach the target"
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3.0
+    assert half == pytest.approx(2.776 * (2.5 / 5) ** 0.5, rel=1e-3)  # of four degrees of freedom
+    assert interval([7.0]) == (7.0, float("inf"))
+
+
+def test_a_band_holds_the_mean_between_its_bounds_and_keeps_the_end_of_each_seed() -> None:
+    quick, slow = learned(1.0, 10), learned(1.0, 20)
+    one = band([quick, slow], lambda at: at.step, 20)
+    assert (one.low <= one.mean).all()
+    assert (one.mean <= one.high).all()
+    assert (one.low >= 0).all()
+    assert (one.high <= 1).all()
+    middle = int(abs(one.x - 10).argmin())
+    assert one.mean[middle] == pytest.approx(TARGET * 0.75, abs=0.01)
+    assert one.mean[-1] == pytest.approx(TARGET)
+
+
+def test_the_page_has_each_variant_in_its_table_and_its_figures(tmp_path: Path) -> None:
+    conditions = {
+        "seeds": [0, 1],
+        "same": "tasks",
+        "differences": ["one", "two"],
+        "trl": "1",
+        "variants": {},
+    }
+    write_page(
+        tmp_path / "LEARNING.md", all_learned(30, None), target=TARGET, conditions=conditions
+    )
+    text = (tmp_path / "LEARNING.md").read_text()
+    assert "| `trl` | 1 of 2 | 60 | 30 | 2.00 | - | - |" in text
+    assert "| `sync` | 2 of 2 | 20 ± 0 | 20 ± 0 | 1.00 | - | - |" in text
+    for name in ("seconds", "steps"):
+        assert f"figures/learning-{name}.svg" in text
+        drawing = ElementTree.parse(tmp_path / "figures" / f"learning-{name}.svg")
+        labels = {one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")}
+        assert {*OURS, "trl"} <= labels
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ table; with `--json`, also as one line of JSON.
 
 import importlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,9 +86,10 @@ def bench(
     seeds: int | None,
     profile: Path | None = None,
     model: Path | None = None,
+    write: Path | None = None,
 ) -> None:
     """Run benchmark `name`; with `profile`, write an engine's measured step times to
-    that file.
+    that file, and with `write`, the page of the learning curves.
 
     Raises ConfigError for an unknown name, and for options that do not apply to it.
     """
@@ -102,12 +104,14 @@ def bench(
             f"--profile must be left out for bench {name}: only engine measures "
             f"step times, got {profile}"
         )
+    if write is not None:
+        _check_page(name, write)
     if profile is None and model is not None:
         raise ConfigError(f"--model must be left out where --profile is not given, got {model}")
     result = (
         _profile(profile, model, quick=quick)
         if profile is not None
-        else _run(name, quick=quick, seeds=seeds)
+        else _run(name, quick=quick, seeds=seeds, write=write)
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
@@ -145,10 +149,28 @@ def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
     return result
 
 
-def _run(name: str, *, quick: bool, seeds: int | None) -> "Result":
+def _check_page(name: str, path: Path) -> None:
+    """Raise ConfigError unless the page of bench `name` can be written to `path`."""
+    if name != "trl":
+        raise ConfigError(
+            f"--write must be left out for bench {name}: only trl writes a page, got {path}"
+        )
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"--write must name a file in a directory that can be written to, got {path}"
+        )
+
+
+def _run(name: str, *, quick: bool, seeds: int | None, write: Path | None) -> "Result":
     module, _, function = BENCHES[name].partition(":")
     run = getattr(_benchmark(module), function)
-    arguments = {"name": name, "quick": quick, "seeds": seeds, "progress": _print_progress}
+    arguments = {
+        "name": name,
+        "quick": quick,
+        "seeds": seeds,
+        "progress": _print_progress,
+        "write": write,
+    }
     result: Result = run(
         **{key: arguments[key] for key in inspect.signature(run).parameters if key in arguments}
     )

@@ -662,6 +662,10 @@ def bench(
         Path | None,
         typer.Option(help="With --profile: a model directory; by default the demo's model."),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="With trl: a file for its page of learning curves."),
+    ] = None,
 ) -> None:
     """Measure performance, and compare with peers in the same run.
 
@@ -671,7 +675,15 @@ def bench(
     with errors_reported():
         from rollweave.cli.bench import bench as work
 
-        work(name, as_json=json_, quick=quick, seeds=seeds, profile=profile, model=model)
+        work(
+            name,
+            as_json=json_,
+            quick=quick,
+            seeds=seeds,
+            profile=profile,
+            model=model,
+            write=write,
+        )
 
 
 if __name__ == "__main__":

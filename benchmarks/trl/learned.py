@@ -1,0 +1,67 @@
+"""What one training has learned, and when."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.runs import MeasuredRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """A held-out evaluation: success after `step` steps and `seconds` of training."""
+
+    step: int
+    seconds: float
+    success: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """One training: the seconds of its steps without the first, its evaluations up to
+    the first at the `target`, and trained trajectories by the number of steps between
+    their weights and the step (`staleness`), and by the number of versions that were
+    published during their rollout (`inherent`, Laminar §6).
+    """
+
+    step_s: Sequence[float]
+    curve: Sequence[Evaluated]
+    target: float
+    staleness: Counter[int] = field(default_factory=Counter)
+    inherent: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, run: MeasuredRun, target: float) -> "Learned":
+        """Return what a run of ours has learned."""
+        curve = [
+            Evaluated(
+                step=int(line["step"]),
+                seconds=float(line["at"]) - run.ready_s,
+                success=min(line["success"].values()),
+            )
+            for line in run.data.evaluations
+            if not line["final"] and line["success"]
+        ]
+        return cls(
+            step_s=[float(line["wall_s"]) for line in run.data.steps[1:]],
+            curve=curve,
+            target=target,
+            staleness=run.data.staleness(),
+            inherent=run.data.inherent_staleness(),
+        )
+
+    @property
+    def steps(self) -> int | None:
+        """Return the steps to the target; None if it was not reached."""
+        reached = self._reached
+        return None if reached is None else reached.step
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the seconds to the target; None if it was not reached."""
+        reached = self._reached
+        return None if reached is None else reached.seconds
+
+    @property
+    def _reached(self) -> Evaluated | None:
+        return next((one for one in self.curve if one.success >= self.target), None)
