@@ -1,4 +1,4 @@
-"""What one training has learned, and when."""
+"""The learning of one training: its steps, evaluations and staleness."""
 
 from collections import Counter
 from collections.abc import Sequence
