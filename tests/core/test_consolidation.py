@@ -1,10 +1,10 @@
 """Consolidation knows the KV and the work of each engine before it plans."""
 
 from rollweave.core import consolidation
-from rollweave.core.consolidation import PERIOD_S
 from rollweave.core.policy.repack import Move
 from rollweave.core.run import Run
 from rollweave.core.state import Queued
+from rollweave.core.timer import CONSOLIDATION_S
 from tests.support.hand import E0, E1, Hand, decoupled_config
 
 
@@ -34,13 +34,13 @@ def test_an_engines_peak_is_the_most_that_it_held() -> None:
 
 def test_it_runs_once_in_a_period() -> None:
     run = outdated(context=400)
-    run.now = PERIOD_S - 0.1
+    run.now = CONSOLIDATION_S - 0.1
     consolidation.check_due(run)
     assert run.state.engines[E0].peak_kv is None
-    run.now = PERIOD_S
+    run.now = CONSOLIDATION_S
     consolidation.check_due(run)
     assert run.state.engines[E0].peak_kv == 800
-    assert run.state.consolidated_at == PERIOD_S
+    assert run.state.consolidated_at == CONSOLIDATION_S
 
 
 def test_engines_with_the_newest_weights_or_that_leave_are_not_considered() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from rollweave.core import version_affinity
-from rollweave.core.consolidation import PERIOD_S
 from rollweave.core.policy.experience import Experience
 from rollweave.core.state import EngineStatus, Stage
+from rollweave.core.timer import CONSOLIDATION_S
 from rollweave.core.weight_updates import MAX_LOAD_FAILURES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -65,7 +65,7 @@ def test_consolidation_frees_an_engine_and_the_open_turn_follows_its_kv() -> Non
     hand = Hand(decoupled_config(engines=3))
     left, right = tail(hand)
     state = hand.core.state
-    hand.wait(PERIOD_S)
+    hand.wait(CONSOLIDATION_S)
     assert len(hand.moves) == 1
     move = hand.moves[0]
     assert {move.source, move.target} == {E0, E1}
@@ -85,7 +85,7 @@ def test_consolidation_frees_an_engine_and_the_open_turn_follows_its_kv() -> Non
 def test_a_failed_transfer_leaves_no_trajectory_behind(outcome: str) -> None:
     hand = Hand(decoupled_config(engines=3))
     left, right = tail(hand)
-    hand.wait(PERIOD_S)
+    hand.wait(CONSOLIDATION_S)
     (move,) = hand.moves
     if outcome != "refused":
         hand.lose(move.source if outcome == "source lost" else move.target)
@@ -110,8 +110,8 @@ def test_engines_with_the_newest_weights_are_not_consolidated() -> None:
     hand = Hand(decoupled_config(batch=4))
     for engine_id in (E0, E1):
         hand.end(hand.on(engine_id)[0])
-    hand.wait(PERIOD_S)
-    hand.wait(PERIOD_S)
+    hand.wait(CONSOLIDATION_S)
+    hand.wait(CONSOLIDATION_S)
     assert hand.moves == []
 
 

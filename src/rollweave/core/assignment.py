@@ -48,7 +48,7 @@ def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -
     if run.scheduling.by_finish and trajectory.turn is not None:
         engines = usable(run, trajectory)
         loads = run.fleet.loads  # a borrowed engine that takes no turns may wait long
-        engines = [one for one in engines if not one.lender or (one.takes and one.id in loads)]
+        engines = [one for one in engines if not one.lent or (one.open and one.id in loads)]
         wanted = _wanted(engines, avoid)
         _assign(run, trajectory, elastic.engine_for(run, trajectory, wanted))
         return
@@ -93,11 +93,10 @@ def pool_for(run: Run, trajectory: Trajectory) -> str | None:
 
 def _wanted(engines: Sequence[Engine], avoid: Sequence[EngineId]) -> list[Engine]:
     """Return the engines that have not failed the turn; otherwise all but those that
-    gave it back to be run elsewhere.
+    gave it back to be run elsewhere, if there are any.
     """
-    return [engine for engine in engines if engine.id not in avoid] or [
-        engine for engine in engines if not engine.lender
-    ]
+    wanted = [engine for engine in engines if engine.id not in avoid]
+    return wanted or [engine for engine in engines if not engine.lent] or list(engines)
 
 
 def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:

@@ -1,9 +1,9 @@
 """Consolidation ("repack") frees engines that are down to the tail of their batch, in
 mode decoupled (Laminar §5; `core/policy/repack`).
 
-It runs every PERIOD_S, and when new weights are published. Only engines with older
-weights are considered: the others are still launching. A trajectory that leaves an
-engine takes its KV along, one transfer at a time for each engine; the last to leave
+It runs every `CONSOLIDATION_S`, and when new weights are published. Only engines with
+older weights are considered: the others are still launching. A trajectory that leaves
+an engine takes its KV along, one transfer at a time for each engine; the last to leave
 frees it.
 """
 
@@ -12,16 +12,14 @@ from rollweave.core.length_index import EngineWork
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Queued, Stage, Trajectory
+from rollweave.core.timer import CONSOLIDATION_S
 from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.base import EngineId
-
-PERIOD_S = 5.0
-"""Seconds between two runs (Laminar §5.1)."""
 
 
 def check_due(run: Run) -> None:
     """Run if the period is over."""
-    if run.pacing.consolidates and run.now - run.state.consolidated_at >= PERIOD_S:
+    if run.pacing.consolidates and run.now - run.state.consolidated_at >= CONSOLIDATION_S:
         run_now(run)
 
 

@@ -84,5 +84,5 @@ def _site(
         price_s=price_s,
         token_s=token_s,
         turn_s=turn_s,
-        borrowed=bool(engine.lender),
+        borrowed=engine.lent,
     )

@@ -106,7 +106,8 @@ def on_joined(run: Run, event: EngineJoined) -> None:
         return
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
     engine.stages, engine.moves_kv = event.stages, event.moves_kv
-    engine.preempts = event.preempts
+    engine.preempts, engine.lent = event.preempts, event.lent
+    engine.returns, engine.resting_until = 0, None
     costs.joined(run, engine, event.profile)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)

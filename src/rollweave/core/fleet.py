@@ -170,8 +170,8 @@ def _turns_of(state: State, engine: Engine) -> _Turns:
 
 def _load(turns: _Turns) -> EngineLoad:
     engine, ranks, lowest = turns.engine, turns.ranks, -math.inf
-    slots = engine.max_slots if engine.takes else min(len(ranks), engine.max_slots)
-    if not engine.takes:
+    slots = engine.max_slots if engine.open else min(len(ranks), engine.max_slots)
+    if not engine.open:
         lowest = math.inf
     elif len(ranks) >= engine.max_slots > 0:
         lowest = ranks[-engine.max_slots] if engine.preempts else math.inf
@@ -181,5 +181,5 @@ def _load(turns: _Turns) -> EngineLoad:
         slots=slots,
         tokens=turns.tokens,
         lowest=lowest,
-        borrowed=bool(engine.lender),
+        borrowed=engine.lent,
     )

@@ -246,7 +246,11 @@ class Engine(msgspec.Struct):
     phase: EnginePhase = "both"  # parts of turns that it computes (core/phases)
     joined: bool = False  # it joined during the run, and returns in every later world
     lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
+    lent: bool = False  # it computes beside the model of a serving engine
     takes: bool = True  # it takes turns now: serving does not need all of it
+    returns: int = 0  # times that it gave turns back since it last finished one
+    # it gave turns back, and gets no others before this moment; None if it may get some
+    resting_until: float | None = None
     heard_at: float = 0.0  # when its lender was last reported as lent to the run
     moved: bool = False  # it replaces an engine whose failures made its host be given up
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
@@ -292,6 +296,11 @@ class Engine(msgspec.Struct):
     def samples(self) -> bool:
         """True if turns are sampled there: it is no prefill engine."""
         return self.phase != "prefill"
+
+    @property
+    def open(self) -> bool:
+        """True if the engine may get turns, as far as it lends itself."""
+        return self.takes and self.resting_until is None
 
     @property
     def departing(self) -> bool:

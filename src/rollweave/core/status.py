@@ -81,6 +81,7 @@ def _engines(run: Run, now: float) -> tuple[EngineState, ...]:
             version=engine.version,
             busy=len(engine.active) + len(engine.prompts),
             slots=engine.max_slots,
+            lent=engine.lent,
         )
         for engine in run.state.engines.values()
     )

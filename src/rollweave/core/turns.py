@@ -16,9 +16,11 @@ from rollweave.core import (
     lengths,
     migration,
     phases,
+    timer,
     trajectories,
     turn_priority,
 )
+from rollweave.core.policy.borrowing import rest_s
 from rollweave.core.run import Run
 from rollweave.core.state import (
     Engine,
@@ -79,7 +81,7 @@ def on_done(run: Run, event: TurnDone) -> None:
         phases.learn_turn(run, trajectory, engine, turn, event.output_tokens)
         affinity.learn_turn(run, trajectory, engine, turn, event, time)
     run.dirty_queues += [None, engine.id]
-    engine.consecutive_timeouts = 0
+    engine.consecutive_timeouts = engine.returns = 0
     if run.state.serving:
         engine.restarts = 0  # it loads no weights, which resets this in training
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
@@ -166,6 +168,31 @@ def on_returned(run: Run, event: TurnReturned) -> None:
     turn.returned_with = engine.publication_id
     turn.avoid = [name for name in turn.avoid if name != engine.id] + [engine.id]
     dispatching.enqueue(run, trajectory, turn)
+    _rest(run, engine)
+
+
+def _rest(run: Run, engine: Engine) -> None:
+    """Give the engine no other turns for a while. Those that it has stay: it gives them
+    back, too, if it has to.
+    """
+    if engine.resting_until is not None or engine.departing:
+        return
+    engine.returns += 1
+    seconds = rest_s(engine.returns)
+    engine.resting_until = run.now + seconds
+    run.warn(engine.id, f"gave turns back: gets no others for {seconds:g} s", count="engine_rests")
+    run.fleet_changed()
+    dispatching.requeue_from(run, engine)
+    timer.set_timer(run)
+
+
+def end_rests(run: Run) -> None:
+    """Let engines get turns again that have rested."""
+    for engine in run.state.engines.values():
+        if engine.resting_until is not None and run.now >= engine.resting_until:
+            engine.resting_until = None
+            run.fleet_changed()
+            run.dirty_queues += [None, engine.id]
 
 
 def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:

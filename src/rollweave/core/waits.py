@@ -70,6 +70,8 @@ def _engine(state: State, engine: Engine) -> str:
             return "suspending its turns to load new weights"
         case EngineStatus.LOADING:
             return f"loading {_version(state, engine.loading_id)}"
+        case EngineStatus.SERVING if engine.resting_until is not None:
+            return f"gave turns back, gets no others until {engine.resting_until:.0f} s"
         case EngineStatus.SERVING:
             return ""
 

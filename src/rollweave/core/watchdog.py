@@ -15,6 +15,7 @@ from rollweave.core import (
     groups,
     lengths,
     relays,
+    timer,
     training,
     trajectories,
     turn_priority,
@@ -34,17 +35,8 @@ from rollweave.core.state import (
     Trajectory,
 )
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import SetTimer
 from rollweave.schema.events import TimerFired
 from rollweave.schema.work import Purpose, StopReason
-
-MIN_PERIOD_S = 1.0
-"""Minimum seconds between two checks of the deadlines."""
-
-CHECKS_PER_LIMIT = 60
-"""Checks within the shortest limit: a late answer is noticed at most a sixtieth of the
-limit late.
-"""
 
 GRACE_S = 10.0
 """Seconds beyond a limit that the world enforces itself; also the maximum seconds for a
@@ -69,6 +61,7 @@ def check_deadlines(run: Run) -> None:
         if engine.id in state.engines:  # else it was removed with its host
             _check_engine(run, engine)
     borrowing.check_leases(run)
+    turns.end_rests(run)
     _check_fleet(run)
     relays.check_timeouts(run)
     workers.check_timeouts(run)
@@ -84,20 +77,7 @@ def check_deadlines(run: Run) -> None:
     turn_priority.promote_overdue(run)
     for trajectory in lengths.revise_outrun(run):
         turn_priority.rerank(run, trajectory)
-    run.emit(SetTimer(at=run.now + _period_s(run)))
-
-
-def _period_s(run: Run) -> float:
-    limits = run.config.watchdog
-    waits = [
-        limits.start_s,
-        limits.turn_s,
-        limits.weights_s,
-        limits.train_s,
-        *(task.step_s for task in run.tasks.values()),
-    ]
-    period = max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT)
-    return min(period, consolidation.PERIOD_S) if run.pacing.consolidates else period
+    timer.set_timer(run)
 
 
 def _check_fleet(run: Run) -> None:

@@ -52,6 +52,7 @@ class CounterSnapshot:
             "dropped": sum(counters.dropped.values()),
             "retried": sum(counters.retried.values()),
             "evicted": counters.evicted,
+            "returned": counters.turns_returned,
         }
         idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
         scheduling = msgspec.structs.asdict(counters.scheduling)

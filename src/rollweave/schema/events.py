@@ -337,8 +337,8 @@ class StepTime(Struct, frozen=True, kw_only=True):
 
 class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     """The process is ready, and stale until it has loaded weights. `profile` holds the
-    step times that it measured, if requested; `stages`, `moves_kv` and
-    `preempts` are those of `Ready`.
+    step times that it measured, if requested; `stages`, `moves_kv`, `preempts` and
+    `lent` are those of `Ready`.
 
     `version` is the version of the weights that it serves already; only engines of a
     service have one.
@@ -353,6 +353,7 @@ class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     stages: bool = False
     moves_kv: bool = True
     preempts: bool = True
+    lent: bool = False
 
 
 class Lender(Struct, frozen=True, kw_only=True):

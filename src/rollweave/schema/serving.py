@@ -436,7 +436,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
     copy of the weights, and so can receive them while it generates; `moves_kv`, if it
     can export and import KV; `preempts`, if a request takes the slot of one of lower
-    rank.
+    rank; `lent`, if a serving engine lends it.
     """
 
     version: int
@@ -447,6 +447,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     stages: bool = False
     moves_kv: bool = True
     preempts: bool = True
+    lent: bool = False
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):

@@ -33,7 +33,8 @@ class WaitStatus(Struct, frozen=True, kw_only=True):
 
 class EngineState(Struct, frozen=True, kw_only=True):
     """An engine: its status since `seconds`, the version of its weights (-1 for none),
-    its turns and the number of turns that it can run at once.
+    its turns and the number of turns that it can run at once. It is `lent` if it
+    computes beside the model of a serving engine.
     """
 
     id: str
@@ -44,6 +45,7 @@ class EngineState(Struct, frozen=True, kw_only=True):
     version: int = -1
     busy: int = 0
     slots: int = 0
+    lent: bool = False
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):

@@ -383,6 +383,7 @@ class SimFleet:
                     stages=True,
                     moves_kv=settings.moves_kv,
                     preempts=own,
+                    lent=bool(node.lender),
                 )
             )
 

@@ -1,11 +1,12 @@
 """The serving engines that are borrowed equal those of a slow reference: one by one,
-the least used that is free.
+the least used that is free. One that gave turns back rests for longer each time.
 """
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.core.policy.borrowing import must_return, to_borrow
+from rollweave.core.policy.borrowing import must_return, rest_s, to_borrow
 from rollweave.schema.events import Lender
 
 LENDERS = st.lists(
@@ -52,3 +53,13 @@ def test_an_engine_is_returned_if_it_is_recalled_or_lent_elsewhere(lenders: list
         reason = must_return(lender.name, lenders, run="this")
         assert bool(reason) == (lender.recalled or lender.lent_to == "other")
     assert must_return("unknown", lenders, run="this") == "", "its lease decides"
+
+
+@given(times=st.integers(1, 10_000))
+def test_each_rest_is_twice_as_long_as_the_one_before_up_to_a_minute(times: int) -> None:
+    expected = 2.0
+    for _ in range(min(times, 50) - 1):
+        expected = min(60.0, 2 * expected)
+    assert rest_s(times) == expected
+    with pytest.raises(ValueError, match="times must be at least 1"):
+        rest_s(0)

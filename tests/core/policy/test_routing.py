@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,37 @@ def test_routing_prefers_affinity_then_the_least_load_and_never_overfills(
         assert good[chosen].tokens / good[chosen].slots == min(
             e.tokens / e.slots for e in good.values()
         )
+
+
+@given(
+    engines=loads,
+    borrowed=st.sets(st.integers(0, 4)),
+    affine=st.integers(0, 5),
+    avoid=st.sets(st.integers(0, 5)),
+)
+def test_a_turn_returns_to_a_borrowed_engine_only_if_there_is_no_other(
+    engines: list[EngineLoad], borrowed: set[int], affine: int, avoid: set[int]
+) -> None:
+    """Dedicated engines come before borrowed ones, but for the one with the prefix."""
+    avoided = [EngineId(f"e{index}") for index in sorted(avoid)]
+    lent = {EngineId(f"e{index}") for index in borrowed}
+    known = {
+        engine.id: msgspec.structs.replace(engine, borrowed=engine.id in lent) for engine in engines
+    }
+    chosen = choose(known, affine=EngineId(f"e{affine}"), avoid=avoided)
+    gave_back = lent & {*avoided}
+    others = known.keys() - gave_back
+    free = [engine.id for engine in known.values() if engine.active < engine.slots]
+    may = [name for name in free if name in others] if others else free
+    if not may:
+        assert chosen is None
+        return
+    assert chosen in may
+    good = [name for name in may if name not in avoided]
+    if f"e{affine}" in good:
+        assert chosen == f"e{affine}"
+    elif any(name not in lent for name in good):
+        assert chosen not in lent
 
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")

@@ -21,7 +21,9 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     Ready,
+    Sampled,
     Shutdown,
+    Stats,
     Suspend,
 )
 from rollweave.schema.weights import WeightManifest
@@ -94,7 +96,9 @@ def test_both_models_answer_as_they_do_alone(
     with lending(serving, tmp_path) as lender:
         lender.replies.wait_for(Ready)
         borrower = Borrower(lender.socket, borrowed(rollout))
-        borrower.replies.wait_for(Ready)
+        (ready,) = borrower.replies.wait_for(Ready)
+        assert isinstance(ready, Ready)
+        assert ready.lent
         for number in range(4):
             lender.executor.post(asks(f"s{number}", prompt=9 + number))
             borrower.send(asks(f"r{number}", prompt=9 + number))
@@ -107,6 +111,12 @@ def test_both_models_answer_as_they_do_alone(
         assert stats.lent
         assert stats.rollout_tokens == 32
         assert stats.aborted == 0
+        borrower.send(Stats())
+        (sampled,) = borrower.replies.wait_for(Sampled)
+        assert isinstance(sampled, Sampled)
+        assert sampled.stats.lending is not None
+        assert sampled.stats.lending.lent
+        assert sampled.stats.lending.rollout_tokens == 32
         borrower.close()
 
 

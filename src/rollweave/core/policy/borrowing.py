@@ -1,5 +1,6 @@
 """Choose the serving engines to borrow: those with the lowest recent use of KV memory,
-each lent to at most one run (ROSE §4, System Workflow).
+each lent to at most one run (ROSE §4, System Workflow); and decide how long one that
+gave turns back gets no others.
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,23 @@ LEASE_S = 30.0
 """Seconds after which an engine is given back that its lender no longer reports as lent
 to the run.
 """
+
+FIRST_REST_S, MOST_REST_S = 2.0, 60.0
+"""Seconds for which an engine gets no turns that has given some back: the first time,
+as long as a stall (ROSE §4.1), and at most.
+"""
+
+
+def rest_s(times: int) -> float:
+    """Return the seconds for which an engine gets no turns that has given some back so
+    many `times` since it last finished one: twice as long as the time before.
+
+    Serving that leaves rollouts no time, or no memory, will often do so again soon, and
+    each turn that tries waits for a stall. Raises ValueError for less than one time.
+    """
+    if times < 1:
+        raise ValueError(f"times must be at least 1, got {times}")
+    return min(MOST_REST_S, FIRST_REST_S * 2.0 ** min(times - 1, 10))
 
 
 def to_borrow(lenders: Iterable[Lender], *, held: Iterable[str], most: int) -> list[str]:

@@ -55,17 +55,19 @@ def choose(
     """Return the engine for a turn, or None to keep it waiting.
 
     `affine` ran the trajectory's last turn. The engines `avoid` failed this very turn
-    before: they are a last resort, but for borrowed ones, which gave it back.
+    before: they are a last resort, and borrowed ones, which gave it back, only if there
+    are no others.
     """
     preferred = engines.get(affine) if affine is not None and affine not in avoid else None
     if placement == "least_load" or (placement == "hybrid" and _skewed(engines)):
         preferred = None
     if preferred is not None and preferred.active < preferred.slots:
         return preferred.id  # the usual case, without a look at the others
+    others = any(engine.id not in avoid or not engine.borrowed for engine in engines.values())
     free = [
         engine
         for engine in engines.values()
-        if engine.active < engine.slots and not (engine.borrowed and engine.id in avoid)
+        if engine.active < engine.slots and not (engine.borrowed and engine.id in avoid and others)
     ]
     if not free and preempts:
         return _to_preempt(engines, preferred, avoid, rank)

@@ -43,6 +43,7 @@ from rollweave.schema.serving import (
     FinishReason,
     LendingStats,
     Load,
+    Ready,
     Sampled,
     Suspend,
 )
@@ -121,7 +122,7 @@ class CoServing:
             if not self._loan_over.wait_for(lambda: not self._loan, self._end_s):
                 return f"engine {self.spec.model} is lent to another run"
             self._loan = True
-        self._call(lambda: self._begin(spec, reply))
+        self._call(lambda: self._begin(spec, self._to_borrower(reply)))
         return ""
 
     def borrow_post(self, command: EngineCommand) -> None:
@@ -202,10 +203,7 @@ class CoServing:
         if not self._ready:
             self._first_reply = reply
             return
-        if isinstance(reply, Sampled):
-            stats = msgspec.structs.replace(reply.stats, lending=self.stats())
-            reply = msgspec.structs.replace(reply, stats=stats)
-        self._reply(reply)
+        self._reply(self._with_loan(reply) if isinstance(reply, Sampled) else reply)
 
     def _serving_pool(self, shape: ModelShape, **options: Any) -> MappedPool:
         blocks, dtype = options["blocks"], options["dtype"]
@@ -283,6 +281,22 @@ class CoServing:
             self._load.measured(self._admission, work, seconds)
 
     # The borrower
+
+    def _to_borrower(self, reply: Callable[[EngineReply], None]) -> Callable[[EngineReply], None]:
+        """Return what passes replies on to the borrower, with what it cannot know."""
+
+        def send(one: EngineReply) -> None:
+            if isinstance(one, Ready):
+                one = msgspec.structs.replace(one, lent=True)
+            elif isinstance(one, Sampled):
+                one = self._with_loan(one)
+            reply(one)
+
+        return send
+
+    def _with_loan(self, sampled: Sampled) -> Sampled:
+        stats = msgspec.structs.replace(sampled.stats, lending=self.stats())
+        return msgspec.structs.replace(sampled, stats=stats)
 
     def _begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
         """Take memory for the borrower's model, and build it beside the steps."""

@@ -59,6 +59,7 @@ def _add_status(add: Any, run: str, status: Any) -> None:
         add("gauge", "run_engine_turns", engine.busy, **labels)
         add("gauge", "run_engine_slots", engine.slots, **labels)
         add("gauge", "run_engine_weights_version", engine.version, **labels)
+        add("gauge", "run_engine_lent", int(engine.lent), **labels)
     longest: dict[tuple[str, str], float] = {}
     for wait in status.waits:  # one target may be waited for in several ways
         ends = wait.waiter, wait.target

@@ -189,6 +189,7 @@ class EngineSupervisor:
             stages=ready.stages,
             moves_kv=ready.moves_kv,
             preempts=ready.preempts,
+            lent=ready.lent,
         )
         self._post(joined)
         assert engine.link is not None, "the engine is ready"

@@ -206,6 +206,8 @@ function tiles(run) {
     const flying = ["starting", "running", "awaiting reward"].reduce((sum, key) => sum + (status.attempts[key] || 0), 0);
     parts.push(["in flight", `${flying} <small>attempts</small>`, `${status.attempts.queued || 0} queued · ${status.buffered}${status.wanted ? ` of ${status.wanted}` : ""} groups ready`]);
   } else if (run.summary) parts.push(["trajectories", number(run.summary.trajectories), `${number(run.summary.tokens)} sampled tokens`]);
+  const lent = status && !status.ended ? status.engines.filter((engine) => engine.lent) : [];
+  if (lent.length) parts.push(["lent engines", `${lent.length} <small>of ${status.engines.length}</small>`, lent.map((engine) => `${esc(engine.id)}: ${engine.busy} of ${engine.slots} turns`).join(" · ")]);
   return `<div class="tiles">${parts.map(([k, v, n]) => `<div class="tile"><div class="k">${esc(k)}</div><div class="v">${v}</div><div class="n">${n}</div></div>`).join("")}</div>`;
 }
 

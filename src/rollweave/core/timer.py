@@ -1,0 +1,38 @@
+"""The timer after which the watchdog checks the deadlines."""
+
+from rollweave.core.run import Run
+from rollweave.schema.commands import SetTimer
+
+MIN_PERIOD_S = 1.0
+"""Minimum seconds between two checks of the deadlines."""
+
+CHECKS_PER_LIMIT = 60
+"""Checks within the shortest limit: a late answer is noticed at most a sixtieth of the
+limit late.
+"""
+
+CONSOLIDATION_S = 5.0
+"""Seconds between two consolidations (Laminar §5.1)."""
+
+
+def set_timer(run: Run) -> None:
+    """Set the timer for the next check, or for the first engine that has rested."""
+    rests = [
+        engine.resting_until
+        for engine in run.state.engines.values()
+        if engine.resting_until is not None
+    ]
+    run.emit(SetTimer(at=min([run.now + _period_s(run), *rests])))
+
+
+def _period_s(run: Run) -> float:
+    limits = run.config.watchdog
+    waits = [
+        limits.start_s,
+        limits.turn_s,
+        limits.weights_s,
+        limits.train_s,
+        *(task.step_s for task in run.tasks.values()),
+    ]
+    period = max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT)
+    return min(period, CONSOLIDATION_S) if run.pacing.consolidates else period
