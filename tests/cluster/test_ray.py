@@ -97,7 +97,17 @@ def node(conversation, task, reward):
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[RayHosts]:
+def imported() -> Iterator[None]:
+    """The tests' own environment can be imported on the nodes, whatever the working
+    directory of a run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.fixture(scope="module")
+def ray(imported: None) -> Iterator[RayHosts]:
     """A head without CPUs, and two nodes, each with a resource of the user's."""
     with RayHosts([{"compute": 1}, {"bandwidth": 2}], megabits=None) as hosts:
         if hosts.why_not:
@@ -106,7 +116,12 @@ def ray() -> Iterator[RayHosts]:
 
 
 def config_of(directory: Path, ray: RayHosts, **sections: Any) -> RunConfig:
-    cluster = {"launcher": "ray", "ray": ray.cluster, "join_s": 60.0, **sections.pop("cluster", {})}
+    cluster = {
+        "launcher": "ray",
+        "ray": ray.cluster,
+        "join_s": 180.0,
+        **sections.pop("cluster", {}),
+    }
     return make_config(directory, cluster=cluster, **sections)
 
 
