@@ -46,6 +46,13 @@ CASES = {
     "calculator": Case("calculator", actions=CALC),
     "calculator small": Case("calculator", {"largest": 9, "operators": "+-*"}, CALC),
     "nim": Case("nim", actions=("<take-1>", "<take-2>", "<take-3>"), splits=False),
+    "gem": Case(
+        "gem",
+        {"id": "game:GuessTheNumber", "maker": f"{__package__}.gem_like:make"},
+        ("3", "17", "none"),
+        closed=False,
+        splits=False,
+    ),
     "gym named": Case(
         "gym",
         {"id": GUESS, "actions": ["<a>", "<b>", "<c>"]},

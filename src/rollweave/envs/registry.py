@@ -28,6 +28,7 @@ BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
     "code": "rollweave.envs.handlers.code:Code",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
+    "gem": "rollweave.envs.gem:Gem",
     "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
     "math_tool": "rollweave.envs.handlers.math_tool:MathTool",
