@@ -30,7 +30,7 @@ def test_the_page_is_read() -> None:
 def test_what_is_named_exists(span: str) -> None:
     """A setting, a section, a command, or an option of the environment `jsonl`."""
     name = span.partition(" = ")[0].strip("[]")
-    options = {"path", "held_out", "prompt", "reward", "module:function"}
+    options = {"path", "held_out", "prompt", "reward", "overlong", "module:function"}
     known = SETTINGS.keys() | SECTIONS | options
     assert name in known or span.startswith("rollweave train ") or span[0] == span[-1] == '"'
 

@@ -294,6 +294,53 @@ def test_finds_overlong_prompts_in_the_whole_file(tmp_path: Path, deep: bool) ->
     )
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_leaves_overlong_prompts_out_where_asked_to(tmp_path: Path, workers: int) -> None:
+    """Also if the first one that would be drawn is too long. A run that is resumed with
+    the resulting configuration leaves out the same ones.
+    """
+    path = tmp_path / "data.jsonl"
+    words = ["x" * 60 if number % 4 else "short" for number in range(400)]
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"{n} {word}"}) for n, word in enumerate(words))
+    )
+    sets = [
+        "tasks.0.env=jsonl",
+        f"tasks.0.options={{path='{path}', reward='math:sqrt', overlong='drop'}}",
+        "tasks.0.max_tokens=40",
+        "warmup.steps=0",
+        f"workers.count={workers}",
+    ]
+    planned = dryrun.plan(config(tmp_path, *sets))
+    assert failures(planned.checks) == []
+    (check,) = [check for check in planned.checks if check.name == dryrun.LEFT_OUT]
+    assert check.detail.startswith(
+        f"tasks.0: 300 of 400 prompts are not shorter than max_tokens (40), and are left out: "
+        f"{path}:2, {path}:3, {path}:4, {path}:6, {path}:7, …"
+    )
+    assert planned.config.tasks[0].options["left_out"] == [
+        f"{path}:{number + 1}" for number in range(400) if number % 4
+    ]
+    again = dryrun.plan(planned.config)
+    assert (failures(again.checks), again.config) == ([], planned.config)
+    assert dryrun.LEFT_OUT not in {check.name for check in again.checks}
+
+
+def test_refuses_a_file_whose_prompts_are_all_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}" + "x" * 60}) for n in range(40)))
+    sets = [
+        "tasks.0.env=jsonl",
+        f"tasks.0.options={{path='{path}', reward='math:sqrt', overlong='drop'}}",
+        "tasks.0.max_tokens=40",
+        "warmup.steps=0",
+    ]
+    wrong = failures(dryrun.examine(config(tmp_path, *sets), deep=False))
+    assert [check.name for check in wrong] == ["tasks.0.max_tokens"]
+    wrong = failures(dryrun.examine(config(tmp_path, *sets, "tasks.0.options.overlong=cut")))
+    assert "options.overlong must be refuse or drop, got 'cut'" in wrong[0].detail
+
+
 def test_names_the_measure_of_a_target(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "eval.every=1", "eval.stop_at=0.9"), deep=False)
     assert failures(checks) == []

@@ -113,6 +113,28 @@ def test_jsonl_visits_every_record_once_per_epoch(tmp_path: Path) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
+def test_jsonl_leaves_records_out_of_every_split(tmp_path: Path) -> None:
+    """The others keep their splits."""
+    path = write(tmp_path / "a.jsonl", *questions(80))
+    splits = (Purpose.TRAIN, Purpose.EVAL)
+
+    def drawn(*left_out: str) -> list[set[str]]:
+        of = data(tmp_path, path=path, left_out=list(left_out))
+        return [
+            {draw(of, "data", index, purpose).payload for index in range(200)} for purpose in splits
+        ]
+
+    def rows(split: set[str]) -> set[int]:
+        return {json.loads(payload)["row"] for payload in split}
+
+    before = [rows(split) for split in drawn()]
+    chosen = {min(split) for split in before}
+    after = [rows(split) for split in drawn(*(f"{path}:{row + 1}" for row in chosen))]
+    assert after == [split - chosen for split in before]
+    options = {"path": path, "left_out": [f"{path}:1", f"{path}:80"]}
+    assert len(list(Jsonl.prompts(options))) == 78
+
+
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [

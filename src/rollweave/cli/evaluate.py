@@ -62,7 +62,9 @@ def evaluate(
     """
     subject = subject_of(target, env=env, overrides=overrides, checkpoint=checkpoint)
     config = evaluation_config(subject, episodes=episodes, temperature=temperature)
-    must_pass(dryrun.examine(config, fresh=True, deep=False))
+    planned = dryrun.plan(config, fresh=True, deep=False)
+    must_pass(planned.checks)
+    config = planned.config
     clear(config)
     with display(err, name=subject.title, steps=0) as progress:
         summary = launch.train(config, inproc=inproc, progress=progress)

@@ -73,8 +73,9 @@ def train_quietly(
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
     planned = dryrun.plan(config, resume=resume, fresh=fresh, deep=False)
     must_pass(planned.checks)
+    config = planned.config
     for check in planned.checks:
-        if check.name == dryrun.UNUSED:
+        if check.name in dryrun.SHOWN:
             warnings.warn(check.detail, stacklevel=3)
     if fresh:
         clear(config)

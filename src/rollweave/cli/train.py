@@ -67,8 +67,9 @@ def train(
     if dry_run:
         out.print("[green]ready:[/] all checks passed")
         return
+    config = planned.config
     for check in checks:
-        if check.name == dryrun.UNUSED:
+        if check.name in dryrun.SHOWN:
             err.print(f"[yellow]warning:[/] {escape(check.detail)}", soft_wrap=True)
     if fresh:
         clear(config)

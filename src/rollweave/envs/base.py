@@ -22,6 +22,8 @@ which receives the options of the `[[tasks]]` entry:
 - `prompts(options) -> Iterable[tuple[str, Sequence[Message]]]`: the first messages of
   every task, each with its location (file and line, for example), so that a dry run can
   name those that are too long.
+- `drops_overlong(options) -> bool`: whether those are to be left out instead. Then the
+  run's options have a list `left_out` of their locations, which `make_task` must heed.
 - `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the
   agent may sample (empty: all).
 - `score(episode, options) -> float | Score` (may be async): the reward of a complete

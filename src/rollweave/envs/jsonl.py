@@ -4,8 +4,8 @@
 """
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task, payload_of
 from rollweave.envs.records import draw_record, messages_of, numbered_records, records
@@ -21,7 +21,10 @@ class Jsonl:
 
     `reward` is `package.module:function`, called as `function(record, answer)` with the
     record as a dict; it may be async, and returns a number or a `Score`. `held_out` is
-    a file of held-out records; without it two eighths of `path` are held out.
+    a file of held-out records; without it two eighths of `path` are held out. Prompts
+    that are too long for a trajectory are refused before a run, or left out if
+    `overlong` is "drop": the check before the run lists them in `left_out`, as file and
+    line.
     """
 
     def __init__(
@@ -32,8 +35,12 @@ class Jsonl:
         held_out: str = "",
         system: str = "",
         prompt: str = "prompt",
+        overlong: Literal["refuse", "drop"] = "refuse",
+        left_out: Sequence[str] = (),
     ) -> None:
         _reward(reward)
+        if overlong not in ("refuse", "drop"):
+            raise ConfigError(f"options.overlong must be refuse or drop, got {overlong!r}")
         for file in (path, held_out):
             if file:
                 records(file, prompt)
@@ -56,7 +63,13 @@ class Jsonl:
         _reward(options["reward"])
         prompt, held_out = options.get("prompt", "prompt"), options.get("held_out", "")
         file, row = draw_record(
-            options["path"], held_out, prompt, index=index, seed=seed, split=split
+            options["path"],
+            held_out,
+            prompt,
+            index=index,
+            seed=seed,
+            split=split,
+            left_out=tuple(options.get("left_out", ())),
         )
         return new_task(file=file, row=row)
 
@@ -65,10 +78,16 @@ class Jsonl:
         """Yield the location of each prompt in the files, with the messages with which
         an episode begins.
         """
-        prompt = options.get("prompt", "prompt")
+        prompt, left_out = options.get("prompt", "prompt"), set(options.get("left_out", ()))
         for file in dict.fromkeys((options["path"], options.get("held_out", ""))):
             for number, record in numbered_records(file, prompt) if file else ():
-                yield f"{file}:{number}", _first_messages(options.get("system", ""), record[prompt])
+                if (place := f"{file}:{number}") not in left_out:
+                    yield place, _first_messages(options.get("system", ""), record[prompt])
+
+    @classmethod
+    def drops_overlong(cls, options: Options) -> bool:
+        """Return whether prompts that are too long are to be left out."""
+        return bool(options.get("overlong") == "drop")
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:

@@ -29,19 +29,22 @@ def draw_record(
     index: int,
     seed: int,
     split: Split,
+    left_out: tuple[str, ...] = (),
 ) -> tuple[str, int]:
-    """Return the file and row of the split's record number `index`. `held_out` "" holds
-    out two eighths of `path`.
+    """Return the file and row of the split's record number `index`, without those
+    `left_out`, each named as `file:line`. `held_out` "" holds out two eighths of
+    `path`.
 
     `field` holds the record's prompt; "" takes the complete record. Raises ConfigError,
     naming options.`option`, for an invalid file or an empty split.
     """
     file = held_out if held_out and split is not Split.TRAIN else path
-    rows = _rows(file, field, option, split, bool(held_out))
+    rows = _rows(file, field, option, split, bool(held_out), left_out)
     if not rows:
+        without = ", without those left out," if left_out else ""
         raise ConfigError(
-            f"options.{option} must have records for split {split}, {file} has none: add records, "
-            "or set held_out"
+            f"options.{option} must have records for split {split}, {file}{without} has none: add "
+            "records, or set held_out"
         )
     epoch, place = divmod(index, len(rows))
     return file, _order(rows, mix(seed, split, epoch))[place]
@@ -108,20 +111,24 @@ def _record(line: str, field: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(16)
-def _rows(path: str, field: str, option: str, split: Split, undivided: bool) -> tuple[int, ...]:
-    """Return the rows of a split's records.
+def _rows(
+    path: str, field: str, option: str, split: Split, undivided: bool, left_out: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Return the rows of a split's records, without those left out.
 
     With `undivided` the file is not divided; its held-out records serve both held-out
     splits.
     """
-    file_records = records(path, field, option)
-    if undivided:
-        return tuple(range(len(file_records)))
-    prompts = (record[field] if field else record for record in file_records)
+    without = set(left_out)
+    kept = (
+        (row, record[field] if field else record)
+        for row, (number, record) in enumerate(numbered_records(path, field, option))
+        if not without or f"{path}:{number}" not in without
+    )
     return tuple(
         row
-        for row, prompt in enumerate(prompts)
-        if split_of(json.dumps(prompt, sort_keys=True)) is split
+        for row, prompt in kept
+        if undivided or split_of(json.dumps(prompt, sort_keys=True)) is split
     )
 
 

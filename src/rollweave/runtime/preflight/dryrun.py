@@ -30,7 +30,7 @@ from rollweave.runtime.preflight.environments import (
 )
 from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
-from rollweave.runtime.preflight.model import examine_model
+from rollweave.runtime.preflight.model import LEFT_OUT, examine_model, without_overlong
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.sinks import missing_sinks
@@ -46,8 +46,10 @@ from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
-"""Name of the checks for settings without effect, which a real run shows as well."""
+"""Name of the checks for settings without effect."""
 
+SHOWN = (UNUSED, LEFT_OUT)
+"""Names of the checks that a real run shows as well."""
 
 REWARD_S = 30.0
 """Maximum seconds for the first reward of a URL or judge, which may have to start."""
@@ -57,6 +59,8 @@ class Examination(Struct, frozen=True, kw_only=True):
     """The results of all checks, and the processes of the run if they are known."""
 
     checks: list[Check]
+    config: RunConfig
+    """The configuration, without the prompts that are left out."""
     layout: Layout | None
     declared: Declared
     """The declarations of the task domains."""
@@ -84,12 +88,15 @@ def plan(
     and acquire resources.
     """
     rules, domains, domain_checks = _users_code(config, deep=deep)
+    config, dropped = without_overlong(config, domains)
+    if dropped:
+        rules, domains, domain_checks = _users_code(config, deep=deep)
     checks = [
         *_readable_directory(config, resume=resume, fresh=fresh, deep=deep),
         *_sinks(config),
         *rules,
     ]
-    checks += domain_checks
+    checks += [*dropped, *domain_checks]
     declared = Declared(
         words=tuple(dict.fromkeys(word for domain in domains for word in domain.words)),
         images=tuple(image for domain in domains for image in domain.images),
@@ -107,7 +114,7 @@ def plan(
         *_target(config),
         *_without_effect(config),
     ]
-    return Examination(checks=checks, layout=layout, declared=declared)
+    return Examination(checks=checks, config=config, layout=layout, declared=declared)
 
 
 def _users_code(

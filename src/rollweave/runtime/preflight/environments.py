@@ -62,6 +62,8 @@ class Domain(Struct, frozen=True, kw_only=True):
     """Some transcripts of the warm-up."""
     prompts: tuple[tuple[str, tuple[Message, ...]], ...] = ()
     """All prompts with their places, if the domain can list them."""
+    drops_overlong: bool = False
+    """True if prompts that are too long are to be left out, instead of refused."""
     first: tuple[Message, ...] = ()
     """First messages of an episode; none if none was started."""
     tools: tuple[str, ...] = ()
@@ -107,6 +109,7 @@ def examine_domain(
         drawn = _draw(config, task)
         _check_references(config, drawn)
         prompts = _prompts(kind, task)
+        drops = getattr(kind, "drops_overlong", None)
         first: tuple[Message, ...] = ()
         tools: tuple[str, ...] = ()
         if deep and is_handler(task.env):
@@ -130,6 +133,7 @@ def examine_domain(
         limits=task.limits,
         transcripts=transcripts,
         prompts=prompts,
+        drops_overlong=drops is not None and bool(drops(task.options)),
         first=first,
         tools=tools,
     )

@@ -50,6 +50,9 @@ from rollweave.weights.adapters import (
 )
 from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
 
+LEFT_OUT = "left out"
+"""Name of the checks that say which prompts are left out."""
+
 NAMED = 5
 """Maximum number of prompts that are named as too long; the others are counted."""
 
@@ -101,6 +104,40 @@ def examine_model(
     return [*checks, *layout_checks, *_disk(config, shape, elsewhere=hosts is not None)], layout
 
 
+def without_overlong(config: RunConfig, domains: Sequence[Domain]) -> tuple[RunConfig, list[Check]]:
+    """Return the configuration without the prompts that are too long, of domains that
+    are to leave these out, and a warning for each of these domains.
+
+    A model or tokenizer that cannot be read changes nothing here: the check of the
+    model says why.
+    """
+    checks = list[Check]()
+    codec: ChatCodec | None = None
+    for domain in domains if any(domain.drops_overlong for domain in domains) else ():
+        try:
+            codec = codec or _codec(config, domains)
+            overlong = [place for place, _ in _too_long(codec, domain)]
+        except (ConfigError, ChatError, OSError, ValueError, KeyError, TypeError):
+            break
+        if not domain.drops_overlong or not overlong or len(overlong) == len(domain.prompts):
+            continue  # with no prompt left, all are refused
+        index = int(domain.name.rpartition(".")[2])
+        tasks = list(config.tasks)
+        options = tasks[index].options
+        options = {**options, "left_out": [*options.get("left_out", ()), *overlong]}
+        tasks[index] = tasks[index].model_copy(update={"options": options})
+        config = config.model_copy(update={"tasks": tuple(tasks)})
+        checks.append(
+            warn(
+                LEFT_OUT,
+                f"{domain.name}: {len(overlong):,} of {len(domain.prompts):,} prompts are not "
+                f"shorter than max_tokens ({domain.limits.max_tokens}), and are left out: "
+                f"{_named(overlong)}",
+            )
+        )
+    return config, checks
+
+
 def check_joined(
     config: RunConfig, words: Sequence[str], hosts: Mapping[str, Resources]
 ) -> list[Check]:
@@ -134,13 +171,13 @@ def _model(
         if not complete:
             return None, [warn("model.scratch", "not checked: its vocabulary depends on the tasks")]
         words = [word for domain in domains for word in domain.words]
-        tokenizer = build_tokenizer(words)
+        codec = _codec(config, domains)
+        tokenizer = codec.tokenizer
         for word in (word for domain in domains for word in domain.allowed):
             if len(tokenizer.encode(word).ids) != 1:
                 raise ConfigError(
                     f"allowed_words must be among words, which are one token each, got {word!r}"
                 )
-        codec = ChatCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch"))
         vocab = tokenizer.get_vocab_size()
         shape = scratch_shape(
             config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
@@ -184,7 +221,7 @@ def _model(
         text = "only config.json is here: weights, tokenizer and prompts are not checked"
         return shape, [*checks, warn("weights", text)]
     checks.append(_weights(directory, shape))
-    codec = ChatCodec.from_directory(directory)
+    codec = _codec(config, domains)
     checks.append(
         ok(
             "chat template",
@@ -347,30 +384,55 @@ def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
     Name the first ones that do not; count all.
     """
     for domain in domains:
-        limit, overlong = domain.limits.max_tokens, list[str]()
-        for place, messages in domain.prompts:
-            bare = tuple(msgspec.structs.replace(message, content="") for message in messages)
-            # a token has at least one byte of its text, so that most prompts need not
-            # be tokenized
-            try:
-                least = len(codec.start(bare)) + sum(
-                    len(message.content.encode()) + SLACK for message in messages
-                )
-                count = len(codec.start(messages)) if least >= limit else least
-            except ChatError as error:
-                yield fail(domain.name, f"prompt of {place}: {error}")
-                break
-            if count >= limit:
+        overlong = list[str]()
+        try:
+            for place, count in _too_long(codec, domain):
                 overlong.append(f"{place} ({count} tokens)")
+        except ChatError as error:
+            yield fail(domain.name, str(error))
         if overlong:
-            more = ", …" if len(overlong) > NAMED else ""
             text = (
-                f"{len(overlong):,} of {len(domain.prompts):,} are not shorter: "
-                f"{', '.join(overlong[:NAMED])}{more}"
+                f"{len(overlong):,} of {len(domain.prompts):,} are not shorter: {_named(overlong)}"
             )
             yield fail(
-                f"{domain.name}.max_tokens", f"must be more than every prompt, got {limit}; {text}"
+                f"{domain.name}.max_tokens",
+                f"must be more than every prompt, got {domain.limits.max_tokens}; {text}",
             )
+
+
+def _too_long(codec: ChatCodec, domain: Domain) -> Iterator[tuple[str, int]]:
+    """Yield the place and the length of each listed prompt that leaves the agent no
+    room. Raises ChatError that names the place.
+    """
+    limit = domain.limits.max_tokens
+    for place, messages in domain.prompts:
+        bare = tuple(msgspec.structs.replace(message, content="") for message in messages)
+        # a token has at least one byte of its text, so that most prompts need not be
+        # tokenized
+        try:
+            least = len(codec.start(bare)) + sum(
+                len(message.content.encode()) + SLACK for message in messages
+            )
+            count = len(codec.start(messages)) if least >= limit else least
+        except ChatError as error:
+            raise ChatError(f"prompt of {place}: {error}") from error
+        if count >= limit:
+            yield place, count
+
+
+def _named(places: Sequence[str]) -> str:
+    """Return the first of these, as a text."""
+    return ", ".join(places[:NAMED]) + (", …" if len(places) > NAMED else "")
+
+
+def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
+    """Return the codec of the model. Raises ConfigError, OSError or ValueError."""
+    if config.model.path is not None:
+        return ChatCodec.from_directory(Path(config.model.path))
+    words = [word for domain in domains for word in domain.words]
+    return ChatCodec(
+        build_tokenizer(words), ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch")
+    )
 
 
 def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
