@@ -22,7 +22,7 @@ def rolling_out(
     dynamic: bool = False,
     mode: str = "bounded",
     spare: int = 0,
-    spare_groups: int = 0,
+    spare_groups: int | str = 0,
     size: int = SIZE,
 ) -> Run:
     run = running(
@@ -136,6 +136,31 @@ def test_no_spare_group_is_launched_that_no_step_accepts(mode: str) -> None:
         assert run.pacing.room(run) > 0
         groups.evaluate_group(run, group_of(run, 1.0, 0.0, name=f"g{number}"))
     assert run.pacing.room(run) <= 0
+
+
+def test_spare_groups_follow_from_what_the_last_step_filtered() -> None:
+    run = rolling_out(dynamic=True, mode="sync", spare_groups="learned")
+    before = run.pacing.room(run)
+    assert before == BATCH
+    for number in range(4):
+        groups.evaluate_group(run, group_of(run, 1.0, 1.0, name=f"equal{number}"))
+    for number in range(BATCH):
+        groups.evaluate_group(run, group_of(run, 1.0, 0.0, name=f"g{number}"))
+    run.state.buffer.clear()
+    assert run.pacing.room(run) == BATCH, "nothing is learned within a step"
+    groups.learn_spare_groups(run)
+    assert run.pacing.room(run) == BATCH + 4, "as many as were filtered for one batch"
+    groups.learn_spare_groups(run)
+    assert run.pacing.room(run) == BATCH + 4, "a step without groups teaches nothing"
+    groups.evaluate_group(run, group_of(run, 1.0, 0.0, name="kept"))
+    groups.learn_spare_groups(run)
+    run.state.buffer.clear()
+    assert run.pacing.room(run) == BATCH
+
+
+def test_spare_groups_are_learned_from_filtered_ones_only() -> None:
+    with pytest.raises(ValueError, match=r"spare_groups must be a number without rollout.dynamic"):
+        rolling_out(spare_groups="learned")
 
 
 def test_a_group_of_too_few_is_dropped_with_its_scored_member() -> None:

@@ -18,6 +18,7 @@ from rollweave.core.policy.redundancy import (
     decide_group,
     is_barren,
     is_spent,
+    learned_spare_groups,
 )
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
@@ -164,7 +165,9 @@ def _conclude(run: Run, group: Group, decision: GroupDecision) -> None:
     """Put a complete group into the buffer, or drop one that is filtered or
     incomplete.
     """
-    scored = bool(group.chosen)
+    scored, drawing = bool(group.chosen), run.state.drawing
+    drawing.kept += decision is GroupDecision.COMPLETE
+    drawing.filtered += decision is GroupDecision.FILTERED
     if decision is GroupDecision.COMPLETE:
         del run.state.drawing.active[group.id]
         group.status = GroupStatus.BUFFERED
@@ -177,6 +180,18 @@ def _conclude(run: Run, group: Group, decision: GroupDecision) -> None:
     else:
         drop(run, group, "filtered" if decision is GroupDecision.FILTERED else "incomplete_group")
     _check_yield(run, decision, scored=scored)
+
+
+def learn_spare_groups(run: Run) -> None:
+    """Learn how many groups to launch beyond a batch from the step that is over."""
+    drawing = run.state.drawing
+    if drawing.kept or drawing.filtered:
+        drawing.spare = learned_spare_groups(
+            kept=drawing.kept,
+            filtered=drawing.filtered,
+            groups_per_step=run.config.rollout.groups_per_step,
+        )
+    drawing.kept = drawing.filtered = 0
 
 
 def _end_surplus(run: Run, group: Group) -> None:

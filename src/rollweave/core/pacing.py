@@ -41,7 +41,9 @@ class SharedPacing:
             next_version=run.next_version(),
             open_version=run.open_version(),
             groups_per_step=rollout.groups_per_step,
-            spare_groups=rollout.spare_groups,
+            spare_groups=state.drawing.spare
+            if rollout.spare_groups == "learned"
+            else rollout.spare_groups,
             last_step=run.config.run.steps,
         )
         if room > 0:

@@ -550,6 +550,10 @@ class Drawing(msgspec.Struct):
     drawn: dict[str, int] = {}
     consecutive_failed: int = 0  # groups dropped in a row without one member scored
     consecutive_filtered: int = 0  # groups filtered in a row (dynamic sampling)
+    # complete groups since the last step was trained, and filtered ones
+    kept: int = 0
+    filtered: int = 0
+    spare: int = 0  # spare groups that were learned
     swept_for_version: int = 0  # the next_version for which expired groups were last dropped
 
 

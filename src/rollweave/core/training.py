@@ -235,6 +235,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
             run.emit(FitPredictor(step=event.step))
         allocation.plan(run)
         affinity.plan(run)
+        groups.learn_spare_groups(run)
         _publish(run)
 
 

@@ -135,6 +135,8 @@ def scenario(seed: int) -> RunConfig:
         },
     }
     data["rollout"]["scheduling"] = data.pop("scheduling", "turn")
+    if data["rollout"]["dynamic_sampling"] and not data["rollout"]["spare_groups"]:
+        data["rollout"]["spare_groups"] = "learned"
     if "allocation" in data:
         del data["engines"]["count"]
     if (decoupling := random.Random(f"decoupled/{seed}")).random() < DECOUPLED_SHARE:

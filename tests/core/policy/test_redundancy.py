@@ -10,6 +10,7 @@ from rollweave.core.policy.redundancy import (
     GroupDecision,
     capacity,
     decide_group,
+    learned_spare_groups,
     pool_room,
     trained_at,
 )
@@ -57,6 +58,20 @@ def test_capacity_admits_exactly_the_groups_that_can_still_be_trained_in_time(
         last_step=last,
     )
     assert spare == (fast + 2 if fast else 0)
+
+
+@given(kept=st.integers(0, 40), filtered=st.integers(0, 400), batch=st.integers(1, 12))
+def test_learned_spare_groups_are_the_fewest_that_fill_the_batch(
+    kept: int, filtered: int, batch: int
+) -> None:
+    """The slow reference launches one group more until the share that is kept is
+    enough.
+    """
+    slow = 0
+    while kept and slow < 5 * batch and (batch + slow) * kept < batch * (kept + filtered):
+        slow += 1
+    learned = learned_spare_groups(kept=kept, filtered=filtered, groups_per_step=batch)
+    assert learned == (slow if kept else min(5 * batch, filtered))
 
 
 @settings(max_examples=examples(100))

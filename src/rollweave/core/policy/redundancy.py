@@ -41,6 +41,23 @@ def is_spent(filtered_in_a_row: int, groups_per_step: int) -> bool:
     return filtered_in_a_row >= FILTERED_BATCHES * groups_per_step
 
 
+MOST_SPARE_BATCHES = 5
+"""Maximum number of spare groups that are learned, in batches: a step of DAPO has up to
+5.7 times the trajectories of its batch (ROSE §2.2).
+"""
+
+
+def learned_spare_groups(*, kept: int, filtered: int, groups_per_step: int) -> int:
+    """Return how many groups to launch beyond a batch so that as many are kept as it
+    has, if the same share is filtered as in the step before (ROSE §6).
+
+    Without them a group is replaced once it is filtered, and the batch waits for the
+    replacement from its beginning.
+    """
+    most = MOST_SPARE_BATCHES * groups_per_step
+    return min(most, -(-groups_per_step * filtered // kept)) if kept else min(most, filtered)
+
+
 def capacity(
     *,
     window: int,

@@ -31,10 +31,11 @@ class RolloutConfig(Section):
     )
     groups_per_step: PositiveInt = Field(8, description="Groups in one training batch.")
     group_size: PositiveInt = Field(8, description="Trajectories of one task in a group.")
-    spare_groups: Count = Field(
+    spare_groups: Count | Literal["learned"] = Field(
         0,
         description="Groups launched beyond those that steps have a place for; the slowest are "
-        "cancelled (sync, one_step, bounded).",
+        "cancelled (sync, one_step, bounded). learned: with dynamic_sampling, as many as replace "
+        "those that were filtered in the step before, up to five batches (ROSE §6).",
     )
     spare_members: Count = Field(
         0, description="Members launched beyond group_size; the slowest are cancelled."

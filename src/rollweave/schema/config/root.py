@@ -223,6 +223,11 @@ class RunConfig(Section):
                 section = name if name in self.own_group_sizes() else "rollout"
                 which = f"{advantage} with a reward_weight" if rewarded else advantage
                 raise ValueError(f"{section}.group_size must be at least 2 for {which}, got {size}")
+        if self.rollout.spare_groups == "learned" and not self.rollout.dynamic_sampling:
+            raise ValueError(
+                "rollout.spare_groups must be a number without rollout.dynamic_sampling, which "
+                "filters groups, got learned"
+            )
         self._check_teacher()
         self._check_rewards()
         self._check_kl_direction()
