@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.models import model_cases, random_model
-from benchmarks.engine.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
+from benchmarks.engine.profile import (
+    Measurement,
+    bench_profile,
+    fit_figures,
+    fitted,
+    longest_context,
+    sample_of,
+)
 from benchmarks.sim.fidelity import Computed, grid_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
@@ -28,6 +35,8 @@ def test_simulations_read_a_profile(tmp_path: Path) -> None:
     assert isinstance(result.figures["samples"], int)
     assert result.figures["samples"] >= 10
     assert 0 < result.figures["core_share"] <= 1  # type: ignore[operator]
+    assert isinstance(result.figures["slots"], int)
+    assert 1 <= result.figures["slots"] <= 256
     assert min(len(result.figures[name]) for name in ("decode_s", "prefill_s")) >= 4  # type: ignore[arg-type]
 
 
@@ -36,6 +45,21 @@ def test_a_sample_is_the_mean_of_its_steps() -> None:
     assert sample_of(steps) == Sample(
         prefill_tokens=0, prefill_context=0, decode=4, decode_context=102, seconds=0.5
     )
+
+
+def test_slots_are_capped_by_throughput_and_by_kv() -> None:
+    """A step takes 1 s, and 0.1 s for each sequence: 95 % of the throughput of 256."""
+    samples = tuple(
+        Sample(prefill_tokens=p, prefill_context=0, decode=d, decode_context=100 * d, seconds=s)
+        for p, d, s in ((0, 1, 1.1), (0, 11, 2.1), (1, 0, 2.0), (1, 1, 2.1))
+    )
+    assert longest_context(Profile(kv_tokens=1, samples=samples)) == 100
+    for kv_tokens, expected in ((10**6, 107), (2000, 18), (50, 1)):
+        cost = ProfileCost(samples=samples, kv_tokens=kv_tokens)
+        most = max(1, min(256, kv_tokens // 100))
+        rates = [count / (1 + 0.1 * count) for count in range(1, most + 1)]
+        slow = next(n for n, rate in enumerate(rates, 1) if rate >= 0.95 * max(rates))
+        assert cost.slots(context=100) == slow == expected
 
 
 def test_a_fit_is_judged_by_its_samples() -> None:

@@ -12,9 +12,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollweave.core.policy.concurrency import fewest_slots
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import sum_of_line
+
+MAX_SLOTS = 256
+"""Maximum number of turns at once that is considered."""
 
 Array = npt.NDArray[np.float64]
 
@@ -101,6 +105,16 @@ class ProfileCost:
         tokens again.
         """
         return tokens * self._prefill_token
+
+    def slots(self, *, context: int) -> int:
+        """Return how many turns the engine should run at once, at contexts of so many
+        tokens, as far as their KV fits (`core/policy/concurrency`).
+        """
+        most = max(1, min(MAX_SLOTS, self.kv_tokens // max(1, context)))
+        return fewest_slots(
+            lambda count: self.decode_s(decode=count, decode_context=count * context, steps=1),
+            most=most,
+        )
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         """See `EngineCosts`."""
