@@ -11,7 +11,7 @@ from rollweave.core.state import State
 from rollweave.runtime.metrics import Metrics, Silent
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import GroupRef, RecordEvaluation, TrainStep
-from rollweave.schema.serving import EngineStats
+from rollweave.schema.serving import EngineStats, LendingStats
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch, Blame, ScoredGroup, StopReason, Task, Trajectory
 
@@ -102,6 +102,27 @@ def test_ages_of_a_step_are_shares_of_all_its_parts(tmp_path: Path) -> None:
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
     trained = json.loads(line)["trainer"]
     assert (trained["age/0"], trained["age/1"]) == (0.75, 0.25)
+
+
+def test_the_line_of_a_step_has_the_loan_of_an_engine(tmp_path: Path) -> None:
+    """All numbers of the loan are in the line, and become numbers of the mirrors."""
+    loan = msgspec.convert(
+        {name: number for number, name in enumerate(LendingStats.__struct_fields__[1:], 1)}
+        | {"lent": True},
+        LendingStats,
+    )
+    stats = EngineStats(version=3, running=1, waiting=0, kv_used_tokens=0, kv_total_tokens=9)
+    sink = ListSink()
+    metrics = Metrics(
+        tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent(), sinks=[sink]
+    )
+    metrics.sampled({EngineId("e0"): msgspec.structs.replace(stats, lending=loan)})
+    metrics.trained(*part(0, "lake", trajectory("a", 1.0, version=3)))
+    metrics.close()
+    line = json.loads((tmp_path / "m.jsonl").read_text())
+    assert msgspec.convert(line["engines"]["e0"]["lending"], LendingStats) == loan
+    ((_, mirrored),) = sink.written
+    assert mirrored["engines/e0/lending/rollout_tokens"] == loan.rollout_tokens
 
 
 def test_a_step_of_several_parts_is_one_line(tmp_path: Path) -> None:

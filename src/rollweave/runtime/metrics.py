@@ -114,7 +114,7 @@ class Metrics:
             "staleness": _staleness(parts),
             "trainer": _mean_values(parts),
             **counted.since(self._before),
-            "engines": {engine: _engine_line(stats) for engine, stats in self._engines.items()},
+            "engines": msgspec.to_builtins(self._engines),
         }
         if self._predictor is not None:
             line["predictor"] = msgspec.structs.asdict(self._predictor)
@@ -281,10 +281,6 @@ def _mean_values(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict
     means["train_s"] = sum(metrics.train_s for _, _, metrics in parts)
     means["trained_tokens"] = float(sum(metrics.tokens for _, _, metrics in parts))
     return means
-
-
-def _engine_line(stats: EngineStats) -> dict[str, float]:
-    return {name: getattr(stats, name) for name in stats.__struct_fields__}
 
 
 def _flat(line: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
