@@ -117,7 +117,8 @@ def test_the_line_of_a_step_has_the_loan_of_an_engine(tmp_path: Path) -> None:
         tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent(), sinks=[sink]
     )
     metrics.sampled({EngineId("e0"): msgspec.structs.replace(stats, lending=loan)})
-    metrics.trained(*part(0, "lake", trajectory("a", 1.0, version=3)))
+    for number in range(2):
+        metrics.trained(*part(number, "lake", trajectory("a", 1.0, version=3)))
     metrics.close()
     line = json.loads((tmp_path / "m.jsonl").read_text())
     assert msgspec.convert(line["engines"]["e0"]["lending"], LendingStats) == loan
