@@ -20,10 +20,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, assert_never
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
 from rollweave.engine.admission import validate
+from rollweave.engine.constraints import Grammars
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
@@ -120,6 +123,8 @@ class EngineLoop:
         self._deadline = math.inf
         self._version = spec.version
         self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None
+        """The model's constraints, from the first constrained turn on."""
         self._tainted = False
         self._packed: tuple[list[Entry], RowParams] | None = None
         self._started_s = 0.0
@@ -382,6 +387,11 @@ class EngineLoop:
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(Path(self.spec.model))
             state.stop_strings = StopStrings(self._tokenizer, sampling.stop)
+        if sampling.constraint is not None:
+            if self._grammars is None:
+                vocab = self._runner.shape.vocab
+                self._grammars = Grammars(Path(self.spec.model), vocab=vocab)
+            state.constraint = self._grammars.matcher(sampling.constraint, ends=state.stop_ids)
         return state
 
     def _load_published(self, manifest: WeightManifest) -> None:
@@ -494,7 +504,8 @@ class EngineLoop:
             self._recomputed_tokens += self._batcher.advance(entry, count)
         if entries:
             positions = [len(entry.tokens) for entry in entries]
-            tokens, logprobs = sample(logits, positions, self._params(entries))
+            forbidden = self._forbidden(entries) if self._grammars is not None else None
+            tokens, logprobs = sample(logits, positions, self._params(entries), forbidden)
             self._output_tokens += len(tokens)
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 self._accept(self._live[entry.id], token, logprob)
@@ -561,6 +572,15 @@ class EngineLoop:
             )
             self._packed = (list(entries), params)
         return self._packed[1]
+
+    def _forbidden(self, entries: list[Entry]) -> dict[int, npt.NDArray[np.bool_]]:
+        """Return the tokens that the rows with a constraint must not get."""
+        forbidden = {}
+        for row, entry in enumerate(entries):
+            constraint = self._live[entry.id].constraint
+            if constraint is not None:
+                forbidden[row] = constraint.forbidden()
+        return forbidden
 
     def _accept(self, state: RequestState, token: int, logprob: float) -> None:
         """Append a sampled token, and finish the request if the token ends it.

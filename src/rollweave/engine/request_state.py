@@ -12,6 +12,7 @@ its budget.
 
 import math
 
+from rollweave.engine.constraints import Matcher
 from rollweave.engine.detokenize import StopStrings
 from rollweave.engine.planner.batching import Entry
 from rollweave.schema.serving import (
@@ -34,6 +35,7 @@ class RequestState:
         "_queue_s",
         "_slot_since",
         "_waiting_since",
+        "constraint",
         "deadline",
         "entry",
         "first_token_s",
@@ -72,6 +74,7 @@ class RequestState:
         self.version_starts: list[tuple[int, int]] = []
         """The (start, version) of each run of output tokens sampled by one version."""
         self.stop_strings: StopStrings | None = None
+        self.constraint: Matcher | None = None
         self.reported = 0
         """Number of output tokens that were reported by `Progress` or resumed."""
         self.report_s = math.inf
@@ -121,11 +124,18 @@ class RequestState:
         """Return whether the turn ends with `token`, its newest one. Call it once per
         token.
 
-        Decoding may raise anything.
+        Decoding may raise anything. Raises ValueError for a token that the constraint
+        does not allow.
         """
-        return token in self.stop_ids or (
-            self.stop_strings is not None and self.stop_strings.feed(token)
-        )
+        if self.constraint is not None:
+            self.constraint.check()
+        if token in self.stop_ids:
+            return True
+        complete = False
+        if self.constraint is not None:
+            self.constraint.feed(token)
+            complete = self.constraint.is_complete
+        return complete or (self.stop_strings is not None and self.stop_strings.feed(token))
 
     def first_token(self, now: float) -> None:
         """Record that the first token is sampled."""

@@ -3,12 +3,12 @@
 Randomness is a hash of the request's seed and the token's position in its sequence: one
 uniform number per token, with no state. A request's draws depend neither on its
 neighbors nor on how often it was preempted or recomputed. Log-probs are those of the
-full distribution at the request's temperature, before `allowed`, top-k and top-p
-truncate it; at temperature 0 they are those at temperature 1. They can therefore be
-compared with a plain forward pass.
+full distribution at the request's temperature, before `allowed`, a constraint, top-k
+and top-p truncate it; at temperature 0 they are those at temperature 1. They can
+therefore be compared with a plain forward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,10 +119,14 @@ def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowPa
 
 
 def sample(
-    logits: torch.Tensor, positions: Sequence[int], params: RowParams
+    logits: torch.Tensor,
+    positions: Sequence[int],
+    params: RowParams,
+    forbidden: Mapping[int, npt.NDArray[np.bool_]] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Sample tokens and log-probs for rows of `logits` [rows, vocab] (fp32;
-    overwritten). `positions` are those of the new tokens.
+    overwritten). `positions` are those of the new tokens, and `forbidden` the tokens
+    [vocab] that a row must not get.
 
     A row that is not finite yields an arbitrary token and a log-prob of NaN; the caller
     turns it into an error.
@@ -136,6 +140,11 @@ def sample(
         choice[params.allowed_rows] = choice[params.allowed_rows].masked_fill_(
             params.allowed, float("-inf")
         )
+    if forbidden:
+        choice = logprobs.clone() if choice is logprobs else choice
+        masked = torch.tensor(list(forbidden), device=logits.device)
+        masks = torch.from_numpy(np.stack(list(forbidden.values()))).to(logits.device)
+        choice[masked] = choice[masked].masked_fill_(masks, float("-inf"))
     best = choice.argmax(dim=-1) if params.all_greedy or params.greedy is not None else None
     mass = logprobs
     if best is not None and params.all_greedy:

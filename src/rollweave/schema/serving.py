@@ -18,12 +18,24 @@ DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
 """The API of an engine behind HTTP (`engine/clients/dialects.py`)."""
 
 
+class Constraint(Struct, frozen=True, kw_only=True):
+    """The form that the text of a turn must have: JSON of the schema `text`, or a match
+    of the regular expression `text`. A text that begins with `call_start`, if it is
+    given, is free.
+    """
+
+    kind: Literal["json", "regex"]
+    text: str
+    call_start: str = ""
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     """Sampling parameters. `logprobs` are always those of the sampled token at
-    `temperature`, before top-k and top-p.
+    `temperature`, before any restriction.
 
     `temperature` 0 is greedy, with log-probs at temperature 1. `allowed` restricts
-    sampling to these token ids; empty means no restriction. Randomness is keyed by
+    sampling to these token ids; empty means no restriction. `constraint` restricts it
+    to tokens with which the text can be what it describes. Randomness is keyed by
     `(seed, position)`, so a request's tokens do not depend on the rest of the batch.
     """
 
@@ -34,6 +46,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     allowed: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -45,6 +58,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
             raise ValueError(f"sampling.top_k must be 0 (off) or more, got {self.top_k}")
         if self.max_tokens < 1:
             raise ValueError(f"sampling.max_tokens must be at least 1, got {self.max_tokens}")
+        if self.constraint is not None and self.allowed:
+            raise ValueError(
+                f"sampling.constraint must be null with allowed tokens, got {self.constraint}"
+            )
 
 
 class FinishReason(enum.StrEnum):

@@ -317,7 +317,7 @@ REFUSED = [
         "/v1/completions",
         {"prompt": [5], "structured_outputs": {"json": {}}},
         400,
-        "structured_outputs must be null",
+        "sampling.constraint needs a tokenizer",
     ),
     ("/v1/completions", {"prompt": [5], "surprise": 1}, 400, "surprise must not be given"),
     (

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import yarl
 from hypothesis import given, settings
@@ -31,7 +32,13 @@ from rollweave.rollout.gateway.requests import RequestError, _Chat, parse_chat
 from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta
+from rollweave.schema.serving import (
+    Constraint,
+    FinishReason,
+    GenerateResult,
+    Sampling,
+    TokenDelta,
+)
 from rollweave.schema.work import SegmentKind
 from tests.support.chats import codec
 from tests.support.properties import examples
@@ -422,7 +429,29 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},
+            }
+        },
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    (
+        {
+            "response_format": {"type": "json_object"},
+            "tools": [TOOL],
+            "tool_choice": "required",
+        },
+        "tool_choice",
+    ),
+    ({"regex": "a(?=b)"}, "regex"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"guided_grammar": "start: x"}, "guided_grammar"),
     ({"functions": [{}]}, "functions"),
     ({"n": True}, "n"),
     ({"min_p": 0.05}, "min_p"),
@@ -430,8 +459,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["no"]}, "bad_words"),
     ({"min_tokens": 5}, "min_tokens"),
     ({"ignore_eos": True}, "ignore_eos"),
-    ({"guided_json": {"type": "object"}}, "guided_json"),
-    ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
+    ({"guided_json": {"type": "thing"}}, "guided_json"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"best_of": 2}, "best_of"),
     ({"chat_template_kwargs": {"a": 1}, "enable_thinking": 3}, "enable_thinking"),
     (
@@ -478,6 +508,58 @@ def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) 
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
     assert ", got " in str(caught.value)
+
+
+SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
+JSON = Constraint(kind="json", text=json.dumps(SCHEMA))
+AB = Constraint(kind="regex", text="a|b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            Constraint(kind="json", text='{"type": "object"}'),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            JSON,
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, JSON),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, AB),
+        ({"structured_outputs": {"regex": "a|b"}}, AB),
+        ({"guided_json": SCHEMA}, JSON),
+        ({"guided_regex": "a|b"}, AB),
+        ({"guided_choice": ["a", "b"]}, AB),
+        ({"regex": "a|b"}, AB),
+        ({"json_schema": json.dumps(SCHEMA)}, JSON),
+    ],
+)
+async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling(
+    fields: dict[str, Any], constraint: Constraint | None
+) -> None:
+    """Except that a turn may call a tool instead, if there are any."""
+    script = Script()
+    async with gateway(script) as (_, client):
+        for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+            assert (await client.post(ask(**fields, **more)))[0] == 200
+            assert script.requests[-1][2].constraint == constraint
+        assert (await client.post(ask(**fields, tools=[TOOL])))[0] == 200
+        if constraint is not None:
+            constraint = msgspec.structs.replace(constraint, call_start="<tool_call>")
+        assert script.requests[-1][2].constraint == constraint
+        body = {"model": "m", "prompt": "a", **fields}
+        assert (await client.post(body, path="/completions"))[0] == 200
+        if constraint is not None:
+            constraint = msgspec.structs.replace(constraint, call_start="")
+        assert script.requests[-1][2].constraint == constraint
 
 
 async def test_template_arguments_change_the_prompt_or_are_refused() -> None:

@@ -4,8 +4,9 @@ training data.
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
@@ -297,3 +298,45 @@ async def test_accepts_the_clients_default_fields_and_honors_or_refuses_others(
     assert plain.usage is not None
     assert cut.usage is not None
     assert (cut.choices[0].message.content, cut.usage.completion_tokens) == ("", 1)
+
+
+class Move(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    move: Literal["left", "right"]
+    hard: bool
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_has_the_form_that_is_asked_for(directory: Path, streamed: bool) -> None:
+    """The recorded log-probs are those of the model, not of what the form left."""
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (server, url, access),
+    ):
+        async with client(url, access["s"]) as openai:
+            history: list[Any] = [{"role": "user", "content": "begin"}]
+            for _ in range(2):
+                wanted: Any = {
+                    "model": "any",
+                    "messages": history,
+                    "response_format": Move,
+                    "logprobs": True,
+                    "max_tokens": 400,
+                }
+                if streamed:
+                    async with openai.chat.completions.stream(**wanted) as stream:
+                        answer = await stream.get_final_completion()
+                else:
+                    answer = await openai.chat.completions.parse(**wanted)
+                parsed = answer.choices[0].message.parsed
+                assert parsed is not None
+                assert parsed.move in ("left", "right")
+                assert answer.choices[0].logprobs is not None
+                history += [
+                    {"role": "assistant", "content": answer.choices[0].message.content},
+                    {"role": "user", "content": "again"},
+                ]
+        (sequence,) = server.close("s").sequences
+    assert len(sequence.turns) == 2
+    assert logprob_error(directory, sequence) < 1e-4

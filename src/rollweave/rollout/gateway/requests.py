@@ -16,9 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollweave.io.http.fields import openai_error, refused_field
+from rollweave.rollout.gateway.formats import FormatError, Formats
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.errors import RollweaveError
+from rollweave.schema.serving import Constraint
 
 
 class RequestError(RollweaveError):
@@ -50,6 +52,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     the prompt; with `token_ids`, those of the answer's tokens; with `token_names`,
     tokens are named by their ids. `source` is the field with the conversation.
     `template_arguments` are those of the chat template: a JSON object, or "".
+    `constraint` is that of the agent's text, which it leaves to call a tool.
     """
 
     model: str
@@ -57,6 +60,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     source: str = "messages"
     tools: tuple[str, ...] = ()
     template_arguments: str = ""
+    constraint: Constraint | None = None
     call: str | None = None
     reads_calls: bool = False
     one_call: bool = False
@@ -196,7 +200,7 @@ MAX_STOPS = 16
 """Maximum number of stop strings, and of stop tokens, in one request."""
 
 
-class Common(OpenModel):
+class Common(OpenModel, Formats):
     """The fields that requests of several APIs share."""
 
     model: str
@@ -217,8 +221,12 @@ class Common(OpenModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def given(self) -> dict[str, Any]:
-        """Return the fields of `ChatRequest` that these are."""
+        """Return the fields of `ChatRequest` that these are. Raises RequestError."""
         options = self.stream_options
+        try:
+            constraint = self.constraint()
+        except FormatError as error:
+            raise bad(error.field, error.rule, error.value) from error
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -229,6 +237,7 @@ class Common(OpenModel):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "stream": bool(self.stream),
             "include_usage": options is not None and bool(options.include_usage),
+            "constraint": constraint,
         }
 
 
@@ -255,6 +264,9 @@ def parse_chat(body: bytes) -> ChatRequest:
     )
     names = [tool.function.name for tool in chat.tools or ()]
     call = _forced(chat, names)
+    if call is not None and (constraint := chat.given()["constraint"]) is not None:
+        rule = "must be auto or none where the form of the answer is constrained"
+        raise bad("tool_choice", rule, constraint.text)
     if chat.top_logprobs and not chat.logprobs:
         raise bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
     if chat.top_logprobs and chat.temperature != 0:

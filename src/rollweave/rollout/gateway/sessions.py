@@ -27,7 +27,13 @@ from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, TokenDelta
+from rollweave.schema.serving import (
+    Constraint,
+    FinishReason,
+    GenerateResult,
+    Sampling,
+    TokenDelta,
+)
 from rollweave.schema.work import StopReason
 
 Generate = Callable[[str, tuple[int, ...], Sampling, OnTokens | None], Awaitable[GenerateResult]]
@@ -367,10 +373,17 @@ class Session:
             ),
             stop=(*codec.stop, *base.stop, *chat.stop, *one_call),
             allowed=chat.allowed or base.allowed,
+            constraint=self._constraint_of(chat),
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
             **{"seed": mix(base.seed, call.number), **overrides},
         )
+
+    def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
+        """Return the constraint of a turn, which may call a tool instead."""
+        if chat.constraint is None or self._tools is None or not chat.reads_calls:
+            return chat.constraint
+        return msgspec.structs.replace(chat.constraint, call_start=self._tools.call_start)
 
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:

@@ -1,0 +1,154 @@
+"""Constrained decoding: the tokens that may continue a text which must be JSON of a
+schema, or match a regular expression. llguidance computes them.
+
+Invariant: log-probs are not affected. A token's log-prob is that of the model's full
+distribution, as the trainer computes it, and not that of the distribution from which
+the constraint lets the engine sample (docs/ENGINES.md#constrained-turns).
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from rollweave.schema.errors import EngineError
+from rollweave.schema.serving import Constraint
+
+CACHED = 256
+"""Number of cached grammars: the requests of an agent program repeat few of them."""
+
+UNUSED = "<|end of a constrained text|>"
+"""A special token that no tokenizer has."""
+
+SILENT = 0
+"""llguidance's level of messages to the standard error."""
+
+
+@functools.lru_cache(CACHED)
+def grammar_of(constraint: Constraint) -> str:
+    """Return the grammar of a constraint in llguidance's form.
+
+    Raises ValueError, in one line, for what cannot be constrained.
+    """
+    is_json, text = constraint.kind == "json", constraint.text
+    if not text:
+        raise ValueError("it is empty")
+    if constraint.call_start:
+        answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
+        call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
+        rules = f"start: call | answer\ncall: {call}\nanswer: {answer}"
+        grammar = LLMatcher.grammar_from_lark(rules)
+    elif is_json:
+        grammar = LLMatcher.grammar_from_json_schema(text)
+    else:
+        grammar = LLMatcher.grammar_from_regex(text)
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if wrong:
+        raise ValueError(_in_one_line(messages[0]))
+    return grammar
+
+
+class Grammars:
+    """The constraints of one model's texts. `vocab` is the size of the model's
+    vocabulary.
+
+    Raises EngineError for a checkpoint whose tokenizer cannot be read.
+    """
+
+    def __init__(self, checkpoint: Path, *, vocab: int) -> None:
+        path, self._vocab = checkpoint / "tokenizer.json", vocab
+        if not path.exists():
+            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+            # The library's own end of a text is a token that is never sampled. The
+            # tokens that end a turn are those of its request.
+            tokenizer.add_special_tokens([UNUSED])
+            unused = tokenizer.token_to_id(UNUSED)
+            if unused is None:
+                raise ValueError("no token can be added to it")
+            self._unused = unused
+            size = max(vocab, tokenizer.get_vocab_size())
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._unused)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise EngineError(
+                f"sampling.constraint needs a tokenizer, and {path} cannot be used: "
+                f"{_in_one_line(str(error))}"
+            ) from error
+
+    def matcher(self, constraint: Constraint, *, ends: Iterable[int]) -> "Matcher":
+        """Return a matcher of a text that begins now. `ends` are the tokens that end
+        it. Raises ValueError for what cannot be constrained.
+        """
+        try:
+            grammar = grammar_of(constraint)
+        except ValueError as error:
+            raise ValueError(f"sampling.constraint cannot be constrained: {error}") from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=SILENT)
+        ends = [end for end in ends if end < self._vocab]
+        return Matcher(matcher, vocab=self._vocab, ends=ends, unused=self._unused)
+
+
+class Matcher:
+    """A text that grows token by token."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab: int, ends: list[int], unused: int) -> None:
+        self._matcher, self._vocab, self._ends, self._unused = matcher, vocab, ends, unused
+        self._error = ""
+        self.check()
+
+    def feed(self, token: int) -> None:
+        """Append a token that does not end the text. Raises ValueError for one that is
+        not allowed.
+        """
+        self._matcher.consume_token(token)
+        self.check()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the text is complete and no token can end it or continue it."""
+        return not self._ends and self._matcher.is_stopped()
+
+    def forbidden(self) -> npt.NDArray[np.bool_]:
+        """Return which tokens cannot follow; [vocab]. If no token can, `check` raises
+        from now on.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
+        allowed[self._unused :][:1] = False
+        if self._matcher.is_accepting():
+            allowed[self._ends] = True
+        if self._matcher.is_error():
+            self._error = _in_one_line(self._matcher.get_error())
+        elif not allowed.any():
+            self._error = "no token can continue the text"
+        return np.zeros(self._vocab, dtype=np.bool_) if self._error else ~allowed
+
+    def check(self) -> None:
+        """Raise ValueError if the text can no longer be what it must be."""
+        if not self._error and self._matcher.is_error():
+            self._error = _in_one_line(self._matcher.get_error())
+        if self._error:
+            raise ValueError(f"sampling.constraint cannot be met: {self._error}")
+
+
+def _lark(regex: str) -> str:
+    """Return a regular expression in Lark's form, in which a slash ends it."""
+    return "/" + _ENDS_REGEX.sub(lambda found: _ESCAPED.get(found[0], found[0]), regex) + "/"
+
+
+_ENDS_REGEX = re.compile(r"\\.|[/\n]", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+
+
+def _in_one_line(error: str) -> str:
+    """Return llguidance's error without its picture of the grammar."""
+    lines = error.splitlines()
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
+    return reason.removeprefix("error: ")

@@ -1,0 +1,211 @@
+"""Constrained decoding: the grammars alone, and turns of a tiny engine that must have a
+form.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.engine.constraints import Grammars, grammar_of
+from rollweave.schema.errors import EngineError
+from rollweave.schema.serving import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PartialOutput,
+    Sampling,
+    VersionSpan,
+)
+from tests.support.chats import bpe
+from tests.support.properties import examples
+from tests.support.real_gateway import checkpoint, engine, load
+from tests.support.tiny_models import oracle_logprobs
+
+END = bpe().token_to_id("<|im_end|>")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"move": {"enum": ["left", "right"]}, "steps": {"type": "integer"}},
+    "required": ["move", "steps"],
+    "additionalProperties": False,
+}
+
+
+def regex(text: str, **more: str) -> Constraint:
+    return Constraint(kind="regex", text=text, **more)
+
+
+def encode(text: str) -> list[int]:
+    return list(bpe().encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def grammars(directory: Path) -> Grammars:
+    return Grammars(directory, vocab=bpe().get_vocab_size() + 8)
+
+
+PATTERNS = ["a?b*c", "(left|right) [0-9]{1,3}", r"x/y\n?z", r"[^a]{2}", "é+", r"a\/b"]
+
+
+@settings(max_examples=examples(100))
+@given(st.data())
+def test_allowed_tokens_are_those_with_which_the_text_can_match(
+    grammars: Grammars, data: st.DataObject
+) -> None:
+    """Whatever allowed tokens are drawn, the text matches once it may end. After a text
+    that matches, no other token than its next one was forbidden.
+    """
+    pattern = data.draw(st.sampled_from(PATTERNS))
+    matcher = grammars.matcher(regex(pattern), ends=[END])
+    text, tokens = data.draw(st.from_regex(re.compile(pattern), fullmatch=True)), list[int]()
+    for token in encode(text):
+        assert not matcher.forbidden()[token], (pattern, text, tokens)
+        matcher.feed(token)
+        tokens.append(token)
+    matcher = grammars.matcher(regex(pattern), ends=[END])
+    tokens = []
+    for _ in range(12):
+        allowed = np.flatnonzero(~matcher.forbidden())
+        token = int(data.draw(st.sampled_from(allowed.tolist())))
+        if token == END:
+            assert re.fullmatch(pattern, bpe().decode(tokens))
+            break
+        matcher.feed(token)
+        tokens.append(token)
+
+
+def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
+    start = "<tool_call>"
+    for text in (f'{start}\n{{"anything": 1', "12"):
+        for constraint in (
+            regex("[0-9/]{2}", call_start=start),
+            Constraint(kind="json", text='{"type": "integer"}', call_start=start),
+        ):
+            matcher = grammars.matcher(constraint, ends=[END])
+            for token in encode(text):
+                assert not matcher.forbidden()[token]
+                matcher.feed(token)
+            assert not matcher.forbidden()[END]
+    assert matcher.forbidden()[encode("x")[0]]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "problem"),
+    [
+        (regex("a(?=b)"), "look-around"),
+        (regex("("), "unclosed group"),
+        (regex(""), "empty"),
+        (regex(r"(\w)\1"), "backreferences are not supported"),
+        (Constraint(kind="json", text='{"not": {"type": "string"}}'), "Unimplemented keys"),
+        (Constraint(kind="json", text='{"type": "thing"}'), "Invalid type"),
+        (Constraint(kind="json", text="{"), "."),
+        (
+            Constraint(kind="json", text='{"$ref": "http://far.away/schema"}'),
+            "retrieving it failed",
+        ),
+    ],
+)
+def test_refuses_what_cannot_be_constrained_in_one_line(
+    constraint: Constraint, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem) as refused:
+        grammar_of(constraint)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars, tmp_path: Path) -> None:
+    matcher = grammars.matcher(regex("ab"), ends=[])
+    with pytest.raises(ValueError, match=r"sampling\.constraint cannot be met"):
+        matcher.feed(encode("c")[0])
+    with pytest.raises(ValueError, match="cannot be met"):
+        matcher.check()
+    with pytest.raises(EngineError, match=r"needs a tokenizer, and .* is missing"):
+        Grammars(tmp_path, vocab=10)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"needs a tokenizer, and .* cannot be used"):
+        Grammars(tmp_path, vocab=10)
+    with pytest.raises(ValueError, match=r"sampling\.constraint must be null with allowed"):
+        Sampling(constraint=regex("a"), allowed=(1,))
+
+
+async def turn(
+    directory: Path, *requests: tuple[Sampling, PartialOutput | None]
+) -> list[GenerateResult]:
+    prompt = tuple(encode("go on"))
+    async with engine(directory) as tiny:
+        return [
+            await tiny.generate(
+                GenerateRequest(id=str(at), tokens=prompt, sampling=sampling, resumed=resumed)
+            )
+            for at, (sampling, resumed) in enumerate(requests)
+        ]
+
+
+def constrained(constraint: Constraint, **more: Any) -> Sampling:
+    return Sampling(
+        constraint=constraint, **{"max_tokens": 40, "stop_token_ids": (END,), "seed": 3, **more}
+    )
+
+
+async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
+    directory: Path,
+) -> None:
+    """The log-probs are those that a trainer computes, not those under the mask."""
+    json_ = Constraint(kind="json", text=json.dumps(SCHEMA))
+    wide = {"temperature": 1.0, "max_tokens": 200}
+    samplings = [
+        *(constrained(regex("[ab]{3}|cd"), seed=seed) for seed in range(4)),
+        constrained(regex("[ab]{3}"), temperature=0.0),
+        constrained(regex("[ab]{3}"), temperature=0.7, top_k=3),
+        *(constrained(json_, **wide, seed=seed) for seed in range(3)),
+        Sampling(max_tokens=5, seed=3),
+    ]
+    results = await turn(directory, *((each, None) for each in samplings))
+    model = load(directory).eval()
+    prompt = encode("go on")
+    for sampling, result in zip(samplings, results, strict=True):
+        text = bpe().decode([token for token in result.tokens if token != END])
+        if sampling.constraint is None:
+            assert result.finish is FinishReason.LENGTH
+        elif sampling.constraint.kind == "regex":
+            assert re.fullmatch(sampling.constraint.text, text)
+        elif result.finish is FinishReason.STOP:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        if sampling.constraint is not None and result.finish is FinishReason.STOP:
+            assert result.tokens[-1] == END
+        rows = oracle_logprobs(
+            model, [*prompt, *result.tokens], temperature=sampling.temperature or 1.0
+        )
+        wanted = [
+            rows[len(prompt) - 1 + at, token].item() for at, token in enumerate(result.tokens)
+        ]
+        assert result.logprobs == pytest.approx(wanted, abs=1e-4)
+    # A forced token is certain under the mask; its log-prob says how likely it was.
+    assert min(min(result.logprobs) for result in results) < -3
+    assert any(result.finish is FinishReason.STOP for result in results[6:9])
+
+
+async def test_a_constrained_turn_resumes_and_ends_without_a_stop_token(directory: Path) -> None:
+    spans = (VersionSpan(start=0, end=2, version=0),)
+    begun = PartialOutput(tokens=tuple(encode("ab")[:2]), logprobs=(-1.0, -1.0), versions=spans)
+    wrong = PartialOutput(tokens=tuple(encode("xy")[:2]), logprobs=(-1.0, -1.0), versions=spans)
+    pattern = constrained(regex("ab[cd]{2}"), stop_token_ids=())
+    (resumed,) = await turn(directory, (pattern, begun))
+    assert re.fullmatch("ab[cd]{2}", bpe().decode([t for t in resumed.tokens if t != END]))
+    assert resumed.resumed_tokens == 2
+    with pytest.raises(EngineError, match=r"sampling\.constraint cannot be met"):
+        await turn(directory, (pattern, wrong))
+    with pytest.raises(EngineError, match=r"sampling\.constraint cannot be constrained: look"):
+        await turn(directory, (constrained(regex("a(?=b)")), None))
