@@ -56,6 +56,8 @@ async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int
                 **os.environ,
                 "OPENAI_BASE_URL": url + access.path,
                 "OPENAI_API_KEY": access.token,
+                "ANTHROPIC_BASE_URL": url + access.path.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": access.token,
             }
             program = await asyncio.create_subprocess_exec(*command, env=env, stdout=sys.stderr)
             status = await program.wait()

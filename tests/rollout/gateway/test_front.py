@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import pytest
+from anthropic import AsyncAnthropic
 from openai import (
     APIError,
     APIStatusError,
@@ -262,3 +264,21 @@ def test_a_histogram_counts_each_value_once_and_in_order() -> None:
     counts = [sample.value for sample in histogram.samples("x") if sample.name == "x_bucket"]
     assert counts == sorted(counts)
     assert (counts[0], counts[3], counts[4], counts[-1]) == (2, 2, 3, 4)
+
+
+async def test_all_apis_are_served(url: str) -> None:
+    async with (
+        AsyncOpenAI(base_url=url + "/v1", api_key=TOKEN, max_retries=0) as openai,
+        AsyncAnthropic(base_url=url, auth_token=TOKEN, max_retries=0) as api,
+    ):
+        answer = await openai.responses.create(model="any", input="hi", max_output_tokens=5)
+        assert answer.usage is not None
+        assert 1 <= answer.usage.output_tokens <= 5
+        async with api.messages.stream(
+            model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=5
+        ) as stream:
+            message = await stream.get_final_message()
+        assert 1 <= message.usage.output_tokens <= 5
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        with pytest.raises(anthropic.BadRequestError, match="thinking must be"):
+            await api.messages.create(**ASK, max_tokens=5, thinking=thinking)

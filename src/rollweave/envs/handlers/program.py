@@ -233,12 +233,14 @@ class Program(SandboxHandler):
         assert self._sandbox is not None, "init comes first"
         sandbox, endpoint = self._sandbox, await agent.endpoint()
         async with tunnel(sandbox, endpoint.url) as url:
-            openai = {
+            access = {
                 "OPENAI_BASE_URL": url,
                 "OPENAI_API_BASE": url,
                 "OPENAI_API_KEY": endpoint.token,
+                "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": endpoint.token,
             }
-            env = {**self._path(), **openai, **self._env}
+            env = {**self._path(), **access, **self._env}
             result = await sandbox.exec(self._command, env=env, timeout_s=self._timeout_s)
         self._outcome = Outcome(
             task=self._task,

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.gateway.anthropic_messages import MessagesApi
 from rollweave.rollout.gateway.completions import CompletionsApi
+from rollweave.rollout.gateway.openai_responses import ResponsesApi
 from rollweave.rollout.gateway.responses import Api, ChatApi
 
 
@@ -15,4 +17,6 @@ def apis(codec: TextCodec, *, scores_prompts: bool = False) -> Mapping[str, Api]
     return {
         "/chat/completions": ChatApi(),
         "/completions": CompletionsApi(codec.plain, scores_prompts=scores_prompts),
+        "/messages": MessagesApi(codec),
+        "/responses": ResponsesApi(),
     }

@@ -154,6 +154,10 @@ class _Message(OpenModel):
     name: str | None = None
 
 
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+"""Names of tools."""
+
+
 class _Declared(OpenModel):
     """A tool's declaration.
 
@@ -162,7 +166,7 @@ class _Declared(OpenModel):
 
     # The name may become part of a forced prefix of the agent's message, so it must not
     # be able to spell a special token.
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
+    name: str = Field(pattern=TOOL_NAME)
 
 
 class _Tool(OpenModel):
@@ -279,7 +283,11 @@ def parse_chat(body: bytes) -> ChatRequest:
         **chat.given(),
         messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
         tools=tools,
-        template_arguments=_template_arguments(chat),
+        template_arguments=template_arguments(
+            chat.chat_template_kwargs,
+            enable_thinking=chat.enable_thinking,
+            reasoning_effort=chat.reasoning_effort,
+        ),
         call=call,
         reads_calls=bool(tools) and chat.tool_choice != "none",
         one_call=chat.parallel_tool_calls is False,
@@ -292,13 +300,12 @@ def parse_chat(body: bytes) -> ChatRequest:
     )
 
 
-def _template_arguments(chat: _Chat) -> str:
-    """Return the arguments of the chat template. Raises RequestError if fields disagree
-    about one.
+def template_arguments(given: dict[str, Any] | None, **alone: object) -> str:
+    """Return the arguments of the chat template: those `given` together, and those that
+    fields of their own name. Raises RequestError if they disagree about one.
     """
-    arguments = dict(chat.chat_template_kwargs or {})
-    for name in ("enable_thinking", "reasoning_effort"):
-        value = getattr(chat, name)
+    arguments = dict(given or {})
+    for name, value in alone.items():
         if value is not None and arguments.setdefault(name, value) != value:
             rule = f"must be that of chat_template_kwargs ({arguments[name]!r:.80})"
             raise bad(name, rule, value)

@@ -193,6 +193,8 @@ class Gateway:
         if session is None:
             raise _unknown(id)
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if not token:  # Anthropic's clients
+            scheme, token = "bearer", request.headers.get("X-Api-Key", "")
         if scheme.lower() != "bearer" or not session.accepts_token(token.strip()):
             text = "the bearer token must be that of the session"
             raise RequestError(401, text, code="invalid_api_key")

@@ -66,6 +66,7 @@ FORWARDED_HEADERS = (
     "authorization",
     "content-type",
     "idempotency-key",
+    "x-api-key",
     "x-stainless-retry-count",
 )
 """Request headers that are passed to the host: those that identify the client, and a
