@@ -134,8 +134,8 @@ def test_every_built_in_environment_is_here() -> None:
         for name, reference in BUILT_IN.items()
         if not reference.startswith("rollweave.envs.handlers.")
     }
-    # it needs a server: test_openenv.py
-    assert {case.env for case in CASES.values()} >= here - {"openenv"}
+    # these need a server, and an extra: test_openenv.py, test_textworld.py
+    assert {case.env for case in CASES.values()} >= here - {"openenv", "textworld"}
 
 
 def test_tasks_are_deterministic_and_differ(case: Case, tmp_path: Path) -> None:

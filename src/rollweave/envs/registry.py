@@ -38,6 +38,7 @@ BUILT_IN = {
     "stem": "rollweave.envs.handlers.stem:Stem",
     "swe": "rollweave.envs.handlers.swe:Swe",
     "swe_bench": "rollweave.envs.handlers.swe_bench:SweBench",
+    "textworld": "rollweave.envs.textworld:TextWorld",
 }
 
 

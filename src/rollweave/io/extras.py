@@ -17,6 +17,7 @@ EXTRAS = {
     "ray": ("ray",),
     "search": ("bm25s",),
     "serverless": ("ray", "starlette"),
+    "textworld": ("textworld",),
     "tools": ("jsonschema", "IPython"),
     "transformers": ("transformers",),
 }
