@@ -56,7 +56,7 @@ MARGIN = 1.2
 
 NO_LIMIT_MS = 1e9
 
-LENT_S = 180.0
+LENT_S = 600.0
 """Maximum seconds until a run's model computes in the serving engine."""
 
 POLL_S = 0.1

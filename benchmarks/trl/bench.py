@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.contract import Figure, Result
 from benchmarks.modes import ratio
 from benchmarks.runs import conditions_of, example, measure, trained
-from benchmarks.trl.learned import Evaluated, Learned
+from benchmarks.trl.curve import Evaluation, LearningCurve
 from benchmarks.trl.page import write_page
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlSpec
@@ -108,7 +108,7 @@ def bench_trl(
     path = example(CONFIG)
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else SEEDS
-    learned: dict[str, list[Learned]] = {name: [] for name in (*OURS, TRL)}
+    learned: dict[str, list[LearningCurve]] = {name: [] for name in (*OURS, TRL)}
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         for seed in range(count):
             first = build_initial(
@@ -118,7 +118,7 @@ def bench_trl(
             common = [*overrides, f'model={{path="{first}"}}', "warmup={}", f"run.seed={seed}"]
             for name, settings in OURS.items():
                 run = measure(path, [*common, *settings]).with_engines_ready(1)
-                learned[name].append(Learned.of(run, TARGET))
+                learned[name].append(LearningCurve.of(run, TARGET))
                 progress(f"seed {seed}, {name}: {described(learned[name][-1])}")
             learned[TRL].append(train_trl(python, load(path, common), Path(scratch, f"trl-{seed}")))
             progress(f"seed {seed}, {TRL}: {described(learned[TRL][-1])}")
@@ -169,19 +169,19 @@ def build_initial(config: RunConfig, directory: Path) -> Path:
     return warm / EXPORT
 
 
-def train_trl(python: str, config: RunConfig, directory: Path) -> Learned:
+def train_trl(python: str, config: RunConfig, directory: Path) -> LearningCurve:
     """Train with TRL as `config` would, until a checkpoint has reached the target."""
     step_s: list[float] = []
-    curve: list[Evaluated] = []
+    curve: list[Evaluation] = []
     with contextlib.closing(checkpoints(python, spec_of(config, directory))) as saved:
         for one in saved:
             step_s += one.step_s
             success = evaluated(config, directory, one.step, Path(one.path))
-            curve.append(Evaluated(step=one.step, seconds=one.seconds, success=success))
+            curve.append(Evaluation(step=one.step, seconds=one.seconds, success=success))
             shutil.rmtree(one.path)
             if success >= TARGET:
                 break
-    return Learned(step_s=step_s[1:], curve=curve, target=TARGET)
+    return LearningCurve(step_s=step_s[1:], curve=curve, target=TARGET)
 
 
 def spec_of(config: RunConfig, directory: Path) -> TrlSpec:
@@ -228,7 +228,7 @@ def evaluated(config: RunConfig, directory: Path, step: int, model: Path) -> flo
 
 
 def figures_of(
-    learned: Mapping[str, Sequence[Learned]], conditions: dict[str, Any], *, quick: bool
+    learned: Mapping[str, Sequence[LearningCurve]], conditions: dict[str, Any], *, quick: bool
 ) -> dict[str, Figure]:
     """Return the figures; `conditions` names the reason for a missing one."""
     figures: dict[str, Figure] = {}
@@ -260,7 +260,7 @@ def figures_of(
     return figures
 
 
-def described(learned: Learned) -> str:
+def described(learned: LearningCurve) -> str:
     """Return a line about one training."""
     step_s = statistics.median(learned.step_s)
     if learned.seconds is None:

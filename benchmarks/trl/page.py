@@ -1,11 +1,12 @@
-"""The page of the learning curves (docs/LEARNING.md): success of each variant over
-seconds and over steps, with the time to the target and staleness beside it.
+"""The page of the learning curves: success of each variant over seconds and over steps,
+with the time to the target and staleness beside it.
 
 A curve is the mean over seeds, and its band the 95 % confidence interval of that mean
-by Student's t. Between two evaluations of a seed, its success is interpolated; after
-its training has ended at the target, it stays.
+by Student's t; a single seed has no band. Between two evaluations of a seed, its
+success is interpolated; after its training has ended at the target, it stays.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import t as student
 
-from benchmarks.trl.learned import Evaluated, Learned
+from benchmarks.trl.curve import Evaluation, LearningCurve
 from rollweave.io.disk import replace_file
 from rollweave.record.report.svg import Frame, escape, path
 
@@ -57,7 +58,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def band(runs: Sequence[Learned], over: Callable[[Evaluated], float], last: float) -> Band:
+def band(runs: Sequence[LearningCurve], over: Callable[[Evaluation], float], last: float) -> Band:
     """Return the band of a variant from its seeds' first common evaluation to `last`.
     `over` is the abscissa of an evaluation.
     """
@@ -74,8 +75,8 @@ def band(runs: Sequence[Learned], over: Callable[[Evaluated], float], last: floa
 
 
 def chart(
-    learned: Mapping[str, Sequence[Learned]],
-    over: Callable[[Evaluated], float],
+    learned: Mapping[str, Sequence[LearningCurve]],
+    over: Callable[[Evaluation], float],
     *,
     label: str,
     target: float,
@@ -88,7 +89,7 @@ def chart(
         path(frame, [(0, target), (last, target)], 'stroke="#9aa1a9" stroke-dasharray="5"')
     )
     bands = {name: band(runs, over, last) for name, runs in learned.items()}
-    for (name, one), color in zip(bands.items(), COLORS, strict=False):
+    for (name, one), color in zip(bands.items(), itertools.cycle(COLORS), strict=False):
         edge = [*zip(one.x, one.high, strict=True), *zip(one.x[::-1], one.low[::-1], strict=True)]
         places = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in edge)
         parts.append(f'<polygon fill="{color}" fill-opacity=".12" points="{places}"/>')
@@ -106,8 +107,8 @@ def chart(
     return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
 
 
-def table(learned: Mapping[str, Sequence[Learned]]) -> Iterable[str]:
-    """Yield the lines of the table: a variant each, means with 95 % intervals."""
+def table(learned: Mapping[str, Sequence[LearningCurve]]) -> Iterable[str]:
+    """Yield the lines of the table, one for each variant."""
     columns = ("seeds at the target", "seconds to it", "steps to it", "seconds a step")
     yield f"| | {' | '.join((*columns, 'staleness', 'inherent staleness'))} |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
@@ -115,11 +116,11 @@ def table(learned: Mapping[str, Sequence[Learned]]) -> Iterable[str]:
         reached = [run for run in runs if run.steps is not None]
         cells = [
             f"{len(reached)} of {len(runs)}",
-            _mean([run.seconds or 0.0 for run in reached]),
-            _mean([float(run.steps or 0) for run in reached]),
+            _with_interval([run.seconds or 0.0 for run in reached]),
+            _with_interval([float(run.steps or 0) for run in reached]),
             f"{statistics.median(s for run in runs for s in run.step_s):.2f}",
             *(
-                _average(sum((getattr(run, kind) for run in runs), Counter()))
+                _mean_age(sum((getattr(run, kind) for run in runs), Counter()))
                 for kind in ("staleness", "inherent")
             ),
         ]
@@ -127,7 +128,7 @@ def table(learned: Mapping[str, Sequence[Learned]]) -> Iterable[str]:
 
 
 def page(
-    learned: Mapping[str, Sequence[Learned]], *, target: float, conditions: Mapping[str, Any]
+    learned: Mapping[str, Sequence[LearningCurve]], *, target: float, conditions: Mapping[str, Any]
 ) -> str:
     """Return the page, which shows the two figures of `FOLDER`."""
     differences = "\n".join(f"- {text}" for text in conditions["differences"])
@@ -138,9 +139,8 @@ Written by `rollweave bench trl --seeds {len(conditions["seeds"])} --write
 docs/LEARNING.md` (after `make trl`). The fixed lake is learned from one warmed-up
 checkpoint for each seed, in each mode and by TRL, until a held-out evaluation at the
 sampling temperature has a success of {target}. Lines are means over the seeds and bands
-the 95 % confidence intervals of these means; a seed that has reached the target keeps
-its success. Means in the table are of the seeds that reached it, with the interval's
-half width.
+the 95 % confidence intervals of these means (none for a single seed); a seed that has
+reached the target keeps its success.
 
 ![success over seconds]({FOLDER}/learning-seconds.svg)
 
@@ -148,9 +148,11 @@ half width.
 
 {chr(10).join(table(learned))}
 
-*Staleness* is the mean number of steps between the weights that started a trajectory
-and the step that trained on it; *inherent staleness* the mean number of versions that
-were published during a trajectory's rollout. TRL is on policy.
+Seconds and steps to the target are means over the seeds that reached it, ± half the
+95 % interval. Seconds a step are the median over all steps. *Staleness* is the mean
+number of steps between the weights that started a trajectory and the step that trained
+on it; *inherent staleness* the mean number of versions that were published during a
+trajectory's rollout. TRL is on policy.
 
 What is the same: {conditions["same"]}.
 
@@ -164,7 +166,7 @@ Conditions: `{machine}`
 
 def write_page(
     file: Path,
-    learned: Mapping[str, Sequence[Learned]],
+    learned: Mapping[str, Sequence[LearningCurve]],
     *,
     target: float,
     conditions: Mapping[str, Any],
@@ -178,13 +180,13 @@ def write_page(
     replace_file(file, page(learned, target=target, conditions=conditions).encode())
 
 
-def _mean(values: Sequence[float]) -> str:
+def _with_interval(values: Sequence[float]) -> str:
     if not values:
         return "-"
     mean, half = interval(values)
     return f"{mean:.0f} ± {half:.0f}" if math.isfinite(half) else f"{mean:.0f}"
 
 
-def _average(counts: Counter[int]) -> str:
+def _mean_age(counts: Counter[int]) -> str:
     total = counts.total()
     return f"{sum(age * n for age, n in counts.items()) / total:.2f}" if total else "-"

@@ -24,8 +24,8 @@ from benchmarks.trl.bench import (
     figures_of,
     spec_of,
 )
+from benchmarks.trl.curve import Evaluation, LearningCurve
 from benchmarks.trl.episodes import play
-from benchmarks.trl.learned import Evaluated, Learned
 from benchmarks.trl.page import band, interval, write_page
 from benchmarks.trl.process import FOLDER, VARIABLE, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
@@ -242,23 +242,23 @@ def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) 
         assert result.conditions[name].startswith("not measured: TRL is not installed here")
 
 
-def learned(step_s: float, steps: int | None) -> Learned:
+def learned(step_s: float, steps: int | None) -> LearningCurve:
     """Return a training whose success grows evenly to the target in `steps`, or stays
     at half of it.
     """
     last = 20 if steps is None else steps
     curve = [
-        Evaluated(
+        Evaluation(
             step=step,
             seconds=step_s * step,
             success=TARGET / 2 if steps is None else TARGET * step / last,
         )
         for step in range(0, last + 1, last // 2)
     ]
-    return Learned(step_s=[step_s] * 3, curve=curve, target=TARGET)
+    return LearningCurve(step_s=[step_s] * 3, curve=curve, target=TARGET)
 
 
-def all_learned(*steps_of_trl: int | None) -> dict[str, list[Learned]]:
+def all_learned(*steps_of_trl: int | None) -> dict[str, list[LearningCurve]]:
     ours = {name: [learned(1.0, 20) for _ in steps_of_trl] for name in OURS}
     bounded = [learned(0.5 if seed == 0 else 0.7, 20) for seed in range(len(steps_of_trl))]
     return ours | {"bounded": bounded, "trl": [learned(2.0, steps) for steps in steps_of_trl]}

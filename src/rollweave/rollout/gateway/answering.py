@@ -39,7 +39,7 @@ from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serving import GenerateResult
 
 MAX_BODY: Final = 16 * 2**20
-"""Maximum bytes of a request: four times a context of a million tokens of plain text.
+"""Maximum bytes of a request: four times the text of a million tokens.
 """
 
 BODY_S: Final = 60.0

@@ -1,4 +1,4 @@
-"""The APIs in front of the agent's turns, by their paths."""
+"""The APIs that clients may use, by their paths."""
 
 from collections.abc import Mapping
 

@@ -4,8 +4,8 @@ of a training run.
 Each request is a session of its own: nothing is recorded beyond its answer. The APIs,
 their errors and their streams are those of the gateway (`answering.py`).
 
-Invariants: a request that the engine refuses is the client's error (400); one that it
-cannot take is the server's (503); the number of requests in flight is bounded by the
+Invariants: a request that the engine refuses is the client's error (400); a lost
+engine is the server's (503); the number of requests in flight is bounded by the
 engine's server (429), and cancelled with their connections.
 """
 
@@ -33,7 +33,7 @@ from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling, VersionSpan
 
 REQUEST_BYTES: Final = 64 << 20
-"""Maximum bytes of a request: a prompt of ten million token ids."""
+"""Maximum bytes of a request: a prompt of a million token ids takes a tenth."""
 
 TURN_S: Final = 3600.0
 """Maximum seconds of one request, its waiting included."""

@@ -22,7 +22,7 @@ BUCKETS: Final = tuple(
     for step in (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
 )
 """Upper bounds of the histograms, in seconds: a percentile that is read off them is at
-most half again as large as the true one.
+most 1.7 times the true one.
 """
 
 

@@ -8,7 +8,7 @@ from benchmarks.runs import MeasuredRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class Evaluation:
     """A held-out evaluation: success after `step` steps and `seconds` of training."""
 
     step: int
@@ -17,24 +17,26 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
-    """One training: the seconds of its steps without the first, its evaluations up to
-    the first at the `target`, and trained trajectories by the number of steps between
-    their weights and the step (`staleness`), and by the number of versions that were
-    published during their rollout (`inherent`, Laminar §6).
+class LearningCurve:
+    """One training: the seconds of its steps without the first, and its evaluations, of
+    which the first with the `target` is the last one.
+
+    Trained trajectories are counted by the number of steps between their weights and
+    the step (`staleness`), and by the number of versions that were published during
+    their rollout (`inherent`, Laminar §6).
     """
 
     step_s: Sequence[float]
-    curve: Sequence[Evaluated]
+    curve: Sequence[Evaluation]
     target: float
     staleness: Counter[int] = field(default_factory=Counter)
     inherent: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, run: MeasuredRun, target: float) -> "Learned":
+    def of(cls, run: MeasuredRun, target: float) -> "LearningCurve":
         """Return what a run of ours has learned."""
         curve = [
-            Evaluated(
+            Evaluation(
                 step=int(line["step"]),
                 seconds=float(line["at"]) - run.ready_s,
                 success=min(line["success"].values()),
@@ -63,5 +65,5 @@ class Learned:
         return None if reached is None else reached.seconds
 
     @property
-    def _reached(self) -> Evaluated | None:
+    def _reached(self) -> Evaluation | None:
         return next((one for one in self.curve if one.success >= self.target), None)
