@@ -22,7 +22,9 @@ END_S = 120.0
 """Maximum seconds for the run to end once it was asked to."""
 
 NICE = 10
-"""Niceness of the run's processes: the load generator beside them is on time."""
+"""Niceness of the run's processes above that of this one: the load generator beside
+them is on time.
+"""
 
 ENDLESS_STEPS = 1_000_000
 
@@ -87,7 +89,7 @@ class BorrowingRun(ClusterRun):
     def __enter__(self) -> Self:
         super().__enter__()
         self.start()
-        os.setpriority(os.PRIO_PROCESS, self.pid, NICE)
+        _make_nice(self.pid)
         paths = os.pathsep.join((str(ROOT), source_path()))
         with (self._directory / "agent.out").open("wb") as output:
             self._agent = subprocess.Popen(
@@ -101,7 +103,7 @@ class BorrowingRun(ClusterRun):
                 preexec_fn=die_with_us,
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             )
-        os.setpriority(os.PRIO_PROCESS, self._agent.pid, NICE)
+        _make_nice(self._agent.pid)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -129,3 +131,7 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _make_nice(pid: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
