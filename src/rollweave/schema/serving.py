@@ -7,7 +7,7 @@ one request never stalls another.
 
 import enum
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
 from rollweave.schema.events import StepTime
@@ -16,6 +16,12 @@ from rollweave.schema.work import Routes
 
 DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
 """The API of an engine behind HTTP (`engine/clients/dialects.py`)."""
+
+
+COLDEST: Final = 1e-30
+"""Minimum temperature above 0: logits that are divided by a smaller one overflow
+float32.
+"""
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
@@ -50,8 +56,9 @@ class Sampling(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"sampling.temperature must be 0 or more, got {self.temperature}")
+        if self.temperature != 0 and not self.temperature >= COLDEST:
+            rule = f"must be 0, or at least {COLDEST:g}"
+            raise ValueError(f"sampling.temperature {rule}, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:

@@ -351,6 +351,14 @@ REFUSED = [
     ("/v1/completions", b'{"prompt": [5', 400, "Invalid JSON"),
     ("/generate", {"prompt_ids": [5]}, 400, "required field `max_tokens`"),
     ("/generate", {"prompt_ids": [999], "max_tokens": 1}, 400, "must be in"),
+    ("/generate", b'{"a":' + b"[" * 90_000 + b"]" * 90_000 + b"}", 400, "fewer levels"),
+    (
+        "/generate",
+        {"prompt_ids": [5], "max_tokens": 1, "temperature": 1e-40},
+        400,
+        "temperature must be 0, or at least 1e-30",
+    ),
+    ("/generate", {"two\nlines": 1}, 400, "'two\\nlines' must not be given"),
     (
         "/rollweave/v1/generate",
         {"id": "r0", "tokens": [5], "surprise": 1},

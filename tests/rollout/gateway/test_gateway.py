@@ -25,7 +25,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParamsBase
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
+from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
 from rollweave.rollout.gateway import answering
 from rollweave.rollout.gateway.answering import MAX_BODY
 from rollweave.rollout.gateway.requests import RequestError, _Chat, parse_chat
@@ -497,6 +497,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "messages.1.tool_calls.0.priority",
     ),
     ({"surprise": 1}, "surprise"),
+    ({"temperature": 1e-40}, "temperature"),  # logits would overflow
+    ({"temperature": -1}, "temperature"),
 ]
 
 
@@ -508,6 +510,21 @@ def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) 
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
     assert ", got " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "", "x" * 5000])
+def test_the_name_of_an_unknown_field_is_shown_in_one_short_line(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(json.dumps(ask() | {name: 1}).encode())
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    assert len(text) < 250
+    assert text[0] != " "
+
+
+def test_too_many_stop_texts_are_refused_by_their_number() -> None:
+    with pytest.raises(RequestError, match=r"stop: .*at most 16 items"):
+        parse_chat(json.dumps(ask(stop=["x"] * 17)).encode())
 
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
@@ -630,7 +647,7 @@ def test_refuses_unsupported_fields_with_an_effect(data: st.DataObject) -> None:
         with pytest.raises(RequestError) as caught:
             parse_chat(body)
         assert (caught.value.status, caught.value.param) == (400, name)
-        assert str(caught.value).startswith(f"{name} must ")
+        assert str(caught.value).startswith(f"{shown(name)} must ")
         assert str(caught.value).endswith(f", got {value!r:.80}")
 
 
@@ -667,7 +684,7 @@ async def test_a_stop_token_ends_the_turn_and_is_recorded_but_not_shown() -> Non
 async def test_unsupported_fields_get_status_400() -> None:
     script = Script()
     async with gateway(script, session={"pinned": True}) as (_, client):
-        for body in (ask(min_p=0.05), ask(stream=True, guided_regex="a+")):
+        for body in (ask(min_p=0.05), ask(stream=True, guided_grammar="a+")):
             status, answer = await client.post(body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
             assert "must be" in answer["error"]["message"]

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rollweave.engine.clients.base import EngineBackend, OnTokens
 from rollweave.io.http.bodies import BODY_S, body_of
-from rollweave.io.http.fields import openai_error, refused_field
+from rollweave.io.http.fields import openai_error, refused_field, shown
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
@@ -148,15 +148,17 @@ class EngineServer:
         refused = refused_field(others)
         if refused is not None:
             name, rule = refused
-            raise EngineError(f"{name} {rule}, got {others[name]!r:.100}")
+            raise EngineError(f"{shown(name)} {rule}, got {others[name]!r:.100}")
         return msgspec.convert(
             {name: value for name, value in fields.items() if name in honored}, kind
         )
 
     async def _read(self, request: web.Request, kind: type[T]) -> T:
-        return msgspec.json.decode(
-            await body_of(request, most=REQUEST_BYTES, seconds=self._read_s), type=kind
-        )
+        body = await body_of(request, most=REQUEST_BYTES, seconds=self._read_s)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except RecursionError:
+            raise EngineError("the body must be JSON of fewer levels") from None
 
     @property
     def is_full(self) -> bool:

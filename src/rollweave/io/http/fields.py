@@ -10,6 +10,9 @@ value is refused, and so is a field that is in no table.
 import json
 from collections.abc import Collection, Mapping
 
+SHOWN = 100
+"""Maximum number of characters of a field's name in an error."""
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI.
     "audio": (),
@@ -161,6 +164,11 @@ def refused_field(
             allowed = " or ".join(json.dumps(each) for each in (*neutral[name], None))
             return name, f"must be {allowed}: it is not supported"
     return None
+
+
+def shown(name: str) -> str:
+    """Return the name of a field as an error shows it, in one line."""
+    return name if name.isprintable() and 0 < len(name) <= SHOWN else f"{name!r:.{SHOWN}}"
 
 
 def openai_error(

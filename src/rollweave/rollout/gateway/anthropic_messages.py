@@ -22,6 +22,7 @@ from rollweave.rollout.gateway.requests import (
     RequestError,
     StopText,
     Strict,
+    Temperature,
     bad,
     check_others,
     read,
@@ -141,7 +142,7 @@ class _Request(OpenModel):
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
     tool_choice: _Choice | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     stream: bool | None = None

@@ -123,7 +123,7 @@ class ServingFront:
         except EngineLostError:
             raise
         except EngineError as error:  # the engine refuses what was asked
-            raise RequestError(400, str(error)) from error
+            raise RequestError(400, str(error).removeprefix("ValueError: ")) from error
         except web.HTTPTooManyRequests as error:
             raise RequestError(429, error.reason, code="rate_limit_exceeded") from error
         self._metrics.turn(

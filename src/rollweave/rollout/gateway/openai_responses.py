@@ -20,6 +20,7 @@ from rollweave.rollout.gateway.requests import (
     OpenModel,
     RequestError,
     Strict,
+    Temperature,
     bad,
     check_others,
     read,
@@ -133,7 +134,7 @@ class _Request(OpenModel):
     tool_choice: Literal["auto", "none", "required"] | _Named | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None

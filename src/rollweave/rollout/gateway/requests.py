@@ -13,14 +13,15 @@ import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
-from rollweave.io.http.fields import openai_error, refused_field
+from rollweave.io.http.fields import openai_error, refused_field, shown
 from rollweave.rollout.gateway.formats import FormatError, Formats
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.serving import Constraint
+from rollweave.schema.serving import COLDEST, Constraint
 
 
 class RequestError(RollweaveError):
@@ -199,6 +200,15 @@ all trajectories.
 
 _TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
+
+def _warm(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise PydanticCustomError("rule", "must be 0, or at least {coldest}", {"coldest": COLDEST})
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_warm)]
+
 StopText = Annotated[str, Field(min_length=1)]
 MAX_STOPS = 16
 """Maximum number of stop strings, and of stop tokens, in one request."""
@@ -209,7 +219,7 @@ class Common(OpenModel, Formats):
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -407,15 +417,19 @@ def _message(message: _Message, place: int) -> Message:
 
 
 def bad(param: str, rule: str, value: object) -> RequestError:
-    return RequestError(400, f"{param} {rule}, got {value!r:.80}", param=param)
+    return RequestError(400, f"{shown(param)} {rule}, got {value!r:.80}", param=param)
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     """Return the first error.
 
-    A union reports every branch; the deepest location is what the client meant.
+    A union reports every branch. The deepest location is what the client meant, and of
+    several the branch of which the value has the type.
     """
-    problem = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+    problem = max(
+        error.errors(include_url=False),
+        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
+    )
     fields = _field_names(kind)
     path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
     name = ".".join(path) or "body"
