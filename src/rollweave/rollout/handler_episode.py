@@ -27,7 +27,8 @@ from rollweave.envs.handlers.sandboxes import AttemptSandboxes, Sandboxes
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import DELAY_S, AgentConfig, TurnPort, record_of
-from rollweave.rollout.gateway.requests import ChatRequest, RequestError
+from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
 from rollweave.schema.base import mix

@@ -30,7 +30,8 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.completions import CompletionsApi
 from rollweave.rollout.gateway.front import ServingFront
-from rollweave.rollout.gateway.requests import RequestError, parse_chat
+from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.rollout.gateway.responses import ChatReply, ReplyHead
 from rollweave.rollout.gateway.serving_metrics import BUCKETS, Histogram
 from rollweave.schema.chat import Message

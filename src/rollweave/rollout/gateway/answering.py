@@ -23,7 +23,8 @@ from rollweave.rollout.gateway.deltas import (
     TextDelta,
     text_deltas,
 )
-from rollweave.rollout.gateway.requests import ChatRequest, RequestError
+from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import (
     Api,
     ChatApi,

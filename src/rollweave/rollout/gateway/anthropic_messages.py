@@ -13,18 +13,19 @@ from pydantic import Field
 
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.blocks import BlockStream, typed_event
-from rollweave.rollout.gateway.formats import FormatError, check, of_schema
+from rollweave.rollout.gateway.formats import checked, of_schema
+from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.rollout.gateway.requests import (
     MAX_STOPS,
     TOOL_NAME,
     ChatRequest,
     OpenModel,
-    RequestError,
     StopText,
     Strict,
     Temperature,
-    bad,
+    check_free,
     check_others,
+    forced_call,
     read,
     template_arguments,
 )
@@ -164,9 +165,7 @@ class MessagesApi:
         check_others("", asked, neutral=NEUTRAL, without_effect=WITHOUT_EFFECT)
         call, reads_calls = _choice(asked)
         constraint = _constraint(asked)
-        if call is not None and constraint is not None:
-            rule = "must be auto or none where the form of the answer is constrained"
-            raise bad("tool_choice.type", rule, constraint.text)
+        check_free("tool_choice.type", call, constraint)
         effort = None if asked.output_config is None else asked.output_config.effort
         return ChatRequest(
             model=asked.model,
@@ -301,23 +300,15 @@ def _choice(asked: _Request) -> tuple[str | None, bool]:
         return None, bool(names)
     if (choice.type == "tool") is (choice.name is None):
         raise bad("tool_choice.name", "must be given if, and only if, type is tool", choice.name)
-    if choice.name is not None and choice.name not in names:
-        raise bad("tool_choice.name", f"must be one of the tools {names}", choice.name)
-    if choice.type == "any" and not names:
-        raise bad("tools", "must hold a tool where tool_choice is any", names)
-    forced = choice.name if choice.type == "tool" else "" if choice.type == "any" else None
+    any_of = "any" if choice.type == "any" else ""
+    forced = forced_call("tool_choice.name", choice.name, names, any_of=any_of)
     return forced, bool(names) and choice.type != "none"
 
 
 def _constraint(asked: _Request) -> Constraint | None:
     if asked.output_config is None or asked.output_config.format is None:
         return None
-    constraint = of_schema(asked.output_config.format.schema_)
-    try:
-        check("output_config.format.schema", constraint)
-    except FormatError as error:
-        raise bad(error.field, error.rule, error.value) from error
-    return constraint
+    return checked("output_config.format.schema", of_schema(asked.output_config.format.schema_))
 
 
 def _tools(asked: _Request) -> Iterator[str]:

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
-from rollweave.rollout.gateway.requests import ChatRequest, Common, bad, check_others, read
+from rollweave.rollout.gateway.refusals import bad
+from rollweave.rollout.gateway.requests import ChatRequest, Common, check_others, read
 from rollweave.rollout.gateway.responses import ChatReply, Json, OpenAIApi, ReplyHead
 from rollweave.schema.serving import FinishReason
 

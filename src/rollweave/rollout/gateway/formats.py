@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollweave.engine.constraints import grammar_of
-from rollweave.schema.errors import RollweaveError
+from rollweave.rollout.gateway.refusals import bad
 from rollweave.schema.serving import Constraint
 
 ANY_OBJECT = '{"type": "object"}'
@@ -23,14 +23,6 @@ MAX_CHOICES = 1000
 """Maximum number of choices of one request."""
 
 Schema = dict[str, Any] | bool
-
-
-class FormatError(RollweaveError):
-    """An answer cannot have the form that a field demands."""
-
-    def __init__(self, field: str, rule: str, value: object) -> None:
-        super().__init__(f"{field} {rule}")
-        self.field, self.rule, self.value = field, rule, value
 
 
 class _Strict(BaseModel):
@@ -79,22 +71,21 @@ class Formats(BaseModel):
     json_schema: str | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint, if there is one. Raises FormatError for more than one,
-        and for one that cannot be met.
+        """Return the constraint, if there is one. Raises RequestError for more than
+        one, and for one that cannot be met.
         """
         wanted = self.response_format
         if wanted is not None and (wanted.type == "json_schema") is (wanted.json_schema is None):
             rule = f"must be given if, and only if, type is json_schema, and it is {wanted.type}"
-            raise FormatError("response_format.json_schema", rule, wanted.json_schema)
+            raise bad("response_format.json_schema", rule, wanted.json_schema)
         given = list(self._constraints())
         if not given:
             return None
         field, constraint = given[0]
         if len(given) > 1:
             other, refused = given[1]
-            raise FormatError(other, f"must be null where {field} is given", refused.text)
-        check(field, constraint)
-        return constraint
+            raise bad(other, f"must be null where {field} is given", refused.text)
+        return checked(field, constraint)
 
     def _constraints(self) -> Iterator[tuple[str, Constraint]]:
         """Yield each constraint with the name of its field."""
@@ -132,8 +123,8 @@ def of_schema(schema: Schema | str) -> Constraint:
     return Constraint(kind="json", text=text)
 
 
-def check(field: str, constraint: Constraint) -> None:
-    """Raise FormatError if a constraint cannot be met."""
+def checked(field: str, constraint: Constraint) -> Constraint:
+    """Return a constraint. Raises RequestError if it cannot be met."""
     try:
         if constraint.kind == "json":
             json.loads(constraint.text)
@@ -142,7 +133,8 @@ def check(field: str, constraint: Constraint) -> None:
         what = "a JSON schema" if constraint.kind == "json" else "a regular expression"
         reason = f"{error}" or type(error).__name__
         rule = f"must be {what} that can be constrained: {reason:.300}"
-        raise FormatError(field, rule, constraint.text) from None
+        raise bad(field, rule, constraint.text) from None
+    return constraint
 
 
 def _of_choices(choices: list[str]) -> Constraint:

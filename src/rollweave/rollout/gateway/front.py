@@ -25,7 +25,8 @@ from rollweave.io.http.exposition import exposition
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import BODY_S, KEEP_ALIVE_S, answer, error_response
 from rollweave.rollout.gateway.apis import apis
-from rollweave.rollout.gateway.requests import ChatRequest, RequestError
+from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
 from rollweave.rollout.gateway.serving_metrics import Outcome, ServingMetrics
 from rollweave.rollout.gateway.sessions import Session, SessionLimits

@@ -13,16 +13,17 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from rollweave.rollout.gateway.blocks import BlockStream, typed_event
-from rollweave.rollout.gateway.formats import ANY_OBJECT, FormatError, Schema, check, of_schema
+from rollweave.rollout.gateway.formats import ANY_OBJECT, Schema, checked, of_schema
+from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.rollout.gateway.requests import (
     TOOL_NAME,
     ChatRequest,
     OpenModel,
-    RequestError,
     Strict,
     Temperature,
-    bad,
+    check_free,
     check_others,
+    forced_call,
     read,
     template_arguments,
 )
@@ -151,11 +152,14 @@ class ResponsesApi:
     def parse(self, body: bytes) -> ChatRequest:
         asked = read(body, _Request)
         check_others("", asked, neutral=NEUTRAL, without_effect=WITHOUT_EFFECT)
-        call = _forced(asked)
-        constraint = _constraint(asked)
-        if call is not None and constraint is not None:
-            rule = "must be auto or none where the form of the answer is constrained"
-            raise bad("tool_choice", rule, constraint.text)
+        choice, constraint = asked.tool_choice, _constraint(asked)
+        call = forced_call(
+            "tool_choice.name",
+            choice.name if isinstance(choice, _Named) else None,
+            [tool.name for tool in asked.tools or ()],
+            any_of="'required'" if choice == "required" else "",
+        )
+        check_free("tool_choice", call, constraint)
         effort = None if asked.reasoning is None else asked.reasoning.effort
         return ChatRequest(
             model=asked.model,
@@ -322,18 +326,6 @@ def _function(tool: _Tool) -> Json:
     return {name: value for name, value in fields.items() if name != "type"}
 
 
-def _forced(asked: _Request) -> str | None:
-    """Return the tool that must be called, in the form of `ChatRequest.call`."""
-    choice, names = asked.tool_choice, [tool.name for tool in asked.tools or ()]
-    if isinstance(choice, _Named):
-        if choice.name not in names:
-            raise bad("tool_choice.name", f"must be one of the tools {names}", choice.name)
-        return choice.name
-    if choice == "required" and not names:
-        raise bad("tools", "must hold a tool where tool_choice is 'required'", names)
-    return "" if choice == "required" else None
-
-
 def _constraint(asked: _Request) -> Constraint | None:
     wanted = None if asked.text is None else asked.text.format
     if wanted is None or wanted.type == "text":
@@ -341,12 +333,9 @@ def _constraint(asked: _Request) -> Constraint | None:
     if (wanted.type == "json_schema") is (wanted.schema_ is None):
         rule = "must be given if, and only if, type is json_schema"
         raise bad("text.format.schema", rule, wanted.schema_)
-    constraint = of_schema(ANY_OBJECT if wanted.schema_ is None else wanted.schema_)
-    try:
-        check("text.format.schema", constraint)
-    except FormatError as error:
-        raise bad(error.field, error.rule, error.value) from error
-    return constraint
+    return checked(
+        "text.format.schema", of_schema(ANY_OBJECT if wanted.schema_ is None else wanted.schema_)
+    )
 
 
 def _messages(asked: _Request) -> Iterator[Message]:

@@ -16,29 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from rollweave.io.http.fields import openai_error, refused_field, shown
-from rollweave.rollout.gateway.formats import FormatError, Formats
+from rollweave.io.http.fields import refused_field
+from rollweave.rollout.gateway.formats import Formats
+from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, Role, ToolCall
-from rollweave.schema.errors import RollweaveError
 from rollweave.schema.serving import COLDEST, Constraint
-
-
-class RequestError(RollweaveError):
-    """The client's request cannot be fulfilled.
-
-    The attributes are the HTTP status and the fields of OpenAI's error object.
-    """
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, object]:
-        """Return OpenAI's error object."""
-        return openai_error(self.status, str(self), param=self.param, code=self.code)
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
@@ -237,10 +220,6 @@ class Common(OpenModel, Formats):
     def given(self) -> dict[str, Any]:
         """Return the fields of `ChatRequest` that these are. Raises RequestError."""
         options = self.stream_options
-        try:
-            constraint = self.constraint()
-        except FormatError as error:
-            raise bad(error.field, error.rule, error.value) from error
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -251,7 +230,7 @@ class Common(OpenModel, Formats):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "stream": bool(self.stream),
             "include_usage": options is not None and bool(options.include_usage),
-            "constraint": constraint,
+            "constraint": self.constraint(),
         }
 
 
@@ -277,10 +256,14 @@ def parse_chat(body: bytes) -> ChatRequest:
         for tool in chat.tools or ()
     )
     names = [tool.function.name for tool in chat.tools or ()]
-    call = _forced(chat, names)
-    if call is not None and (constraint := chat.given()["constraint"]) is not None:
-        rule = "must be auto or none where the form of the answer is constrained"
-        raise bad("tool_choice", rule, constraint.text)
+    choice, shared = chat.tool_choice, chat.given()
+    call = forced_call(
+        "tool_choice.function.name",
+        choice.function.name if isinstance(choice, _Choice) else None,
+        names,
+        any_of="'required'" if choice == "required" else "",
+    )
+    check_free("tool_choice", call, shared["constraint"])
     if chat.top_logprobs and not chat.logprobs:
         raise bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
     if chat.top_logprobs and chat.temperature != 0:
@@ -290,7 +273,7 @@ def parse_chat(body: bytes) -> ChatRequest:
             chat.top_logprobs,
         )
     return ChatRequest(
-        **chat.given(),
+        **shared,
         messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
         tools=tools,
         template_arguments=template_arguments(
@@ -346,20 +329,27 @@ def _has_too_many_tokens(body: bytes, most: int) -> bool:
     return tokens > most
 
 
-def _forced(chat: _Chat, names: list[str]) -> str | None:
-    """Return the tool that must be called, in the form of `ChatRequest.call`."""
-    choice = chat.tool_choice
-    if isinstance(choice, _Choice):
-        if choice.function.name not in names:
-            raise bad(
-                "tool_choice.function.name",
-                f"must be one of the tools {names}",
-                choice.function.name,
-            )
-        return choice.function.name
-    if choice == "required" and not names:
-        raise bad("tools", "must hold a tool where tool_choice is 'required'", names)
-    return "" if choice == "required" else None
+def forced_call(field: str, name: str | None, tools: list[str], *, any_of: str) -> str | None:
+    """Return the tool that must be called, in the form of `ChatRequest.call`: the one
+    that `field` names, or any of them where `tool_choice` is `any_of`. Raises
+    RequestError for a tool that is not there.
+    """
+    if name is not None:
+        if name not in tools:
+            raise bad(field, f"must be one of the tools {tools}", name)
+        return name
+    if any_of and not tools:
+        raise bad("tools", f"must hold a tool where tool_choice is {any_of}", tools)
+    return "" if any_of else None
+
+
+def check_free(field: str, call: str | None, constraint: Constraint | None) -> None:
+    """Raise RequestError if a call is forced by `field`, and the form of the answer is
+    constrained.
+    """
+    if call is not None and constraint is not None:
+        rule = "must be auto or none where the form of the answer is constrained"
+        raise bad(field, rule, constraint.text)
 
 
 def check_others(path: str, model: OpenModel, **tables: Any) -> None:
@@ -414,10 +404,6 @@ def _message(message: _Message, place: int) -> Message:
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
-
-
-def bad(param: str, rule: str, value: object) -> RequestError:
-    return RequestError(400, f"{shown(param)} {rule}, got {value!r:.80}", param=param)
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:

@@ -13,7 +13,8 @@ from typing import Any, Final, Protocol
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
-from rollweave.rollout.gateway.requests import ChatRequest, RequestError, parse_chat
+from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.requests import ChatRequest, parse_chat
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import FinishReason, GenerateResult, openai_finish_reason

@@ -36,7 +36,7 @@ from rollweave.rollout.gateway.answering import (
     identity,
 )
 from rollweave.rollout.gateway.apis import apis
-from rollweave.rollout.gateway.requests import RequestError
+from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits
 from rollweave.schema.base import Struct

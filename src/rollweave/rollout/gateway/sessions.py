@@ -22,7 +22,8 @@ from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
-from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest, RequestError, bad
+from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message

@@ -1,0 +1,26 @@
+"""The errors that answer a client: every refusal names field, rule and value."""
+
+from rollweave.io.http.fields import openai_error, shown
+from rollweave.schema.errors import RollweaveError
+
+
+class RequestError(RollweaveError):
+    """The client's request cannot be fulfilled.
+
+    The attributes are the HTTP status and the fields of OpenAI's error object.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, object]:
+        """Return OpenAI's error object."""
+        return openai_error(self.status, str(self), param=self.param, code=self.code)
+
+
+def bad(param: str, rule: str, value: object) -> RequestError:
+    """Return the refusal of a field's value."""
+    return RequestError(400, f"{shown(param)} {rule}, got {value!r:.80}", param=param)
