@@ -1,7 +1,7 @@
 """The serving front: OpenAI's APIs in front of one engine, for clients that are no part
 of a training run.
 
-Each request is a session of its own: nothing is recorded beyond its answer. The APIs,
+Each request is a separate session: nothing is recorded beyond its answer. The APIs,
 their errors and their streams are those of the gateway (`answering.py`).
 
 Invariants: a request that the engine refuses is the client's error (400); a lost
