@@ -4,6 +4,8 @@ form.
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,13 @@ async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
     # A forced token is certain under the mask; its log-prob says how likely it was.
     assert min(min(result.logprobs) for result in results) < -3
     assert any(result.finish is FinishReason.STOP for result in results[6:9])
+
+
+def test_engines_and_controllers_start_without_the_library() -> None:
+    modules = "rollweave.engine.loop, rollweave.runtime.launch, rollweave.rollout.gateway.apis"
+    program = f"import sys, {modules}; print('llguidance' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert printed.stdout == b"False\n"
 
 
 async def test_a_constrained_turn_resumes_and_ends_without_a_stop_token(directory: Path) -> None:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ import torch
 from tokenizers import Tokenizer
 
 from rollweave.engine.admission import validate
-from rollweave.engine.constraints import Grammars
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
@@ -72,6 +71,9 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+
+if TYPE_CHECKING:
+    from rollweave.engine.constraints import Grammars
 
 NO_WEIGHTS = -2
 """Weights id of an engine that has given back its memory: no KV has it."""
@@ -389,6 +391,8 @@ class EngineLoop:
             state.stop_strings = StopStrings(self._tokenizer, sampling.stop)
         if sampling.constraint is not None:
             if self._grammars is None:
+                from rollweave.engine.constraints import Grammars  # loads llguidance
+
                 vocab = self._runner.shape.vocab
                 self._grammars = Grammars(Path(self.spec.model), vocab=vocab)
             state.constraint = self._grammars.matcher(sampling.constraint, ends=state.stop_ids)

@@ -11,8 +11,8 @@ its budget.
 """
 
 import math
+from typing import TYPE_CHECKING
 
-from rollweave.engine.constraints import Matcher
 from rollweave.engine.detokenize import StopStrings
 from rollweave.engine.planner.batching import Entry
 from rollweave.schema.serving import (
@@ -22,6 +22,9 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
+
+if TYPE_CHECKING:
+    from rollweave.engine.constraints import Matcher
 
 
 class RequestState:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollweave.engine.constraints import grammar_of
 from rollweave.rollout.gateway.refusals import bad
 from rollweave.schema.serving import Constraint
 
@@ -125,6 +124,8 @@ def of_schema(schema: Schema | str) -> Constraint:
 
 def checked(field: str, constraint: Constraint) -> Constraint:
     """Return a constraint. Raises RequestError if it cannot be met."""
+    from rollweave.engine.constraints import grammar_of  # loads llguidance
+
     try:
         if constraint.kind == "json":
             json.loads(constraint.text)
