@@ -41,6 +41,11 @@ def test_refuses_an_infinite_temperature(tmp_path: Path) -> None:
         evaluation_of(tmp_path, temperature=math.inf)
 
 
+def test_refuses_a_temperature_by_which_logits_overflow(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--temperature must be 0, or at least 1e-30, got 1e-40"):
+        evaluation_of(tmp_path, temperature=1e-40)
+
+
 def test_refuses_more_episodes_than_there_are_tasks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--episodes must be at most 1000000, got 1{20 * '0'}"):
         evaluation_of(tmp_path, episodes=10**20)

@@ -25,6 +25,7 @@ from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import EVAL_EPISODES, EvalConfig, WarmupConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.serving import COLDEST
 
 DIRECTORY = "evaluations"
 """Subdirectory of a run for its evaluations, each of which is a run directory."""
@@ -147,6 +148,8 @@ def evaluation_config(
     warmth = temperature if temperature is not None else trained.eval.temperature
     if not math.isfinite(warmth):
         raise ConfigError(f"--temperature must be a finite number, got {warmth}")
+    if 0 < warmth < COLDEST:
+        raise ConfigError(f"--temperature must be 0, or at least {COLDEST:g}, got {warmth}")
     if count < 1:
         raise ConfigError(
             "--episodes must be given for a run that configures no evaluation episodes, got none"

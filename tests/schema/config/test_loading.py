@@ -378,3 +378,21 @@ def test_a_section_has_at_most_one_policy_of_each_kind() -> None:
     (line,) = problems(GOOD, 'ablation.policies=["lifo"]')
     assert line.startswith("my.toml: ablation.policies must be among fcfs, ")
     assert line.endswith("got 'lifo'")
+
+
+TASK = """
+[run]
+name = "warm"
+[model.scratch]
+hidden = 32
+
+[[tasks]]
+env = "frozenlake"
+"""
+
+
+@pytest.mark.parametrize("setting", ["rollout.temperature", "eval.temperature"])
+def test_a_temperature_by_which_logits_overflow_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be at least 1e-30, .*got 1e-40"):
+        loads(TASK, [f"{setting}=1e-40"])
+    assert loads(TASK, [f"{setting}=1e-20"])

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollweave.schema.config.values import Count, Flag, Positive, PositiveInt, Section
+from rollweave.schema.config.values import WARM, Count, Flag, Positive, PositiveInt, Section
 
 
 class ModeName(enum.StrEnum):
@@ -48,7 +48,9 @@ class RolloutConfig(Section):
         description="Maximum number of trajectories whose environments are alive at once, and of "
         "rewards that are computed at once.",
     )
-    temperature: Positive = Field(1.0, description="Sampling temperature in training.")
+    temperature: Annotated[Positive, WARM] = Field(
+        1.0, description="Sampling temperature in training."
+    )
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
         1.0, description="Nucleus sampling in training."
     )

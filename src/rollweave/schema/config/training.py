@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollweave.schema.config.values import (
+    WARM,
     Count,
     Flag,
     NotNegative,
@@ -110,7 +111,7 @@ class EvalConfig(Section):
     final_episodes: Annotated[Count, Field(le=EVAL_EPISODES)] = Field(
         200, description="Episodes of each task domain in the final evaluation; 0: none."
     )
-    temperature: NotNegative = Field(
+    temperature: Annotated[NotNegative, WARM] = Field(
         0.0, description="Sampling temperature of evaluations; 0 is greedy."
     )
     stop_at: Share | None = Field(

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from rollweave.schema.serving import COLDEST
+
 # Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
 Flag = Annotated[bool, Field(strict=True)]
 # Whole numbers fit into 64 bits, as journals and messages require.
@@ -16,6 +18,17 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+
+def _warm(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        rule = "be at least {coldest}, or 0 where that is allowed"
+        raise PydanticCustomError("rule", rule, {"coldest": COLDEST})
+    return temperature
+
+
+WARM = AfterValidator(_warm)
+"""A rule of temperatures: by a smaller one, logits overflow."""
 
 
 def matching(pattern: str, rule: str) -> AfterValidator:
