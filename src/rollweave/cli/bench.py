@@ -4,7 +4,6 @@ table; with `--json`, also as one line of JSON.
 
 import importlib
 import inspect
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.cli.console import FAILED, err, out
+from rollweave.cli.console import FAILED, check_writable, err, out
 from rollweave.package import DIRECTORY
 from rollweave.runtime.preflight.machine import describe
 from rollweave.schema.errors import ConfigError
@@ -155,10 +154,7 @@ def _check_page(name: str, path: Path) -> None:
         raise ConfigError(
             f"--write must be left out for bench {name}: only trl writes a page, got {path}"
         )
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(
-            f"--write must name a file in a directory that can be written to, got {path}"
-        )
+    check_writable("--write", path)
 
 
 def _run(name: str, *, quick: bool, seeds: int | None, write: Path | None) -> "Result":

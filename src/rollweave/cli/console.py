@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 import typer
@@ -28,6 +29,18 @@ PIPED_WIDTH = 140
 """Columns of output that does not go to a terminal, so that tables in files are not
 cut.
 """
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise ConfigError unless `option` names a file that may be written at its
+    `path`.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} must name a file, got the directory {path}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"{option} must name a file in a directory that can be written to, got {path}"
+        )
 
 
 class PipeConsole(Console):

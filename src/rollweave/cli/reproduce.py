@@ -3,7 +3,6 @@ prints a table for each as it finishes.
 """
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from rollweave.cli.console import FAILED, err, out, print_error
+from rollweave.cli.console import FAILED, check_writable, err, out, print_error
 from rollweave.io.disk import replace_file
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.papers.registry import EXPERIMENTS, select
@@ -74,12 +73,7 @@ def _kept_tables(path: Path, *, quick: bool, all_anew: bool) -> dict[str, str]:
     are to join. Raises ConfigError if the file cannot be written, before the
     experiments run.
     """
-    if path.is_dir():
-        raise ConfigError(f"--write must name a file, got the directory {path}")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(
-            f"--write must name a file in a directory that can be written to, got {path}"
-        )
+    check_writable("--write", path)
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, ValueError) as error:
