@@ -58,6 +58,14 @@ def grammars(directory: Path) -> Grammars:
     return Grammars(directory, vocab=bpe().get_vocab_size() + 8)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """Return a schema of as many parts as 2 to the power of the levels."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema, "b": schema}}
+    return schema
+
+
 PATTERNS = ["a?b*c", "(left|right) [0-9]{1,3}", r"x/y\n?z", r"[^a]{2}", "é+", r"a\/b"]
 
 
@@ -114,6 +122,18 @@ def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
         (Constraint(kind="json", text='{"type": "thing"}'), "Invalid type"),
         (Constraint(kind="json", text="{"), "."),
         (
+            Constraint(kind="json", text='{"type": "integer", "multipleOf": 99991}'),
+            "multipleOf must be at most 10000.*, got 99991",
+        ),
+        (
+            Constraint(kind="json", text='{"anyOf": [{"multipleOf": 97}, {"multipleOf": 10.7}]}'),
+            "multipleOf must be at most 10000.*common multiple.*, got ",
+        ),
+        (
+            Constraint(kind="json", text=json.dumps(nested(12)), call_start="<tool_call>"),
+            "grammar size",
+        ),
+        (
             Constraint(kind="json", text='{"$ref": "http://far.away/schema"}'),
             "retrieving it failed",
         ),
@@ -125,6 +145,31 @@ def test_refuses_what_cannot_be_constrained_in_one_line(
     with pytest.raises(ValueError, match=problem) as refused:
         grammar_of(constraint)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("step", [7, 0.01, 2.5, 10_000])
+def test_multiples_can_be_demanded(grammars: Grammars, step: float) -> None:
+    text = json.dumps({"type": "number", "multipleOf": step})
+    matcher = grammars.matcher(Constraint(kind="json", text=text), ends=[END])
+    for token in encode(f"{step * 3:g}"):
+        assert not matcher.forbidden()[token]
+        matcher.feed(token)
+    assert not matcher.forbidden()[END]
+
+
+def test_a_property_may_have_the_name_of_the_keyword() -> None:
+    text = json.dumps({"type": "object", "properties": {"multipleOf": {"multipleOf": 3}}})
+    assert grammar_of(Constraint(kind="json", text=text))
+
+
+def test_matchers_of_one_constraint_are_independent(grammars: Grammars) -> None:
+    first, second = (grammars.matcher(regex("abc|b"), ends=[END]) for _ in range(2))
+    a, b = encode("a")[0], encode("b")[0]
+    first.feed(a)
+    assert not second.forbidden()[b]
+    assert not second.forbidden()[a]
+    third = grammars.matcher(regex("abc|b"), ends=[END])
+    assert not third.forbidden()[b]
 
 
 def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars, tmp_path: Path) -> None:

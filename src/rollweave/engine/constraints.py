@@ -8,13 +8,15 @@ the constraint lets the engine sample (docs/ENGINES.md#constrained-turns).
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from rollweave.schema.errors import EngineError
@@ -22,6 +24,23 @@ from rollweave.schema.serving import Constraint
 
 CACHED = 256
 """Number of cached grammars: the requests of an agent program repeat few of them."""
+
+MOST_MULTIPLE = 10_000
+"""Maximum of the least common multiple of all numbers of whose multiples a schema
+speaks, without their decimal points. llguidance builds an automaton of that many states
+before the first token: 10,000 take 0.2 s, 99,991 take 1.7 s, and no limit of its own
+ends that.
+"""
+
+LIMITS = LLParserLimits(max_grammar_size=30_000)
+"""Limits of one grammar: llguidance reads 30,000 symbols, those of a schema of some
+thousand properties, in 0.3 s.
+"""
+
+CACHED_MATCHERS = 32
+"""Number of cached matchers, which are copied for each turn: a large one takes
+milliseconds to build, and some megabytes.
+"""
 
 UNUSED = "<|end of a constrained text|>"
 """A special token that no tokenizer has."""
@@ -39,6 +58,8 @@ def grammar_of(constraint: Constraint) -> str:
     is_json, text = constraint.kind == "json", constraint.text
     if not text:
         raise ValueError("it is empty")
+    if is_json:
+        _check_multiples(json.loads(text, parse_float=Decimal))
     if constraint.call_start:
         answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
         call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
@@ -48,7 +69,7 @@ def grammar_of(constraint: Constraint) -> str:
         grammar = LLMatcher.grammar_from_json_schema(text)
     else:
         grammar = LLMatcher.grammar_from_regex(text)
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if wrong:
         raise ValueError(_in_one_line(messages[0]))
     return grammar
@@ -63,6 +84,8 @@ class Grammars:
 
     def __init__(self, checkpoint: Path, *, vocab: int) -> None:
         path, self._vocab = checkpoint / "tokenizer.json", vocab
+        self._matchers: dict[Constraint, LLMatcher] = {}
+        """A matcher of an empty text for each of the last constraints."""
         if not path.exists():
             raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
         try:
@@ -90,9 +113,14 @@ class Grammars:
             grammar = grammar_of(constraint)
         except ValueError as error:
             raise ValueError(f"sampling.constraint cannot be constrained: {error}") from error
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=SILENT)
+        matcher = self._matchers.pop(constraint, None) or LLMatcher(
+            self._tokenizer, grammar, log_level=SILENT, limits=LIMITS
+        )
+        self._matchers[constraint] = matcher  # the last one is that of the newest use
+        if len(self._matchers) > CACHED_MATCHERS:
+            del self._matchers[next(iter(self._matchers))]
         ends = [end for end in ends if end < self._vocab]
-        return Matcher(matcher, vocab=self._vocab, ends=ends, unused=self._unused)
+        return Matcher(matcher.deep_copy(), vocab=self._vocab, ends=ends, unused=self._unused)
 
 
 class Matcher:
@@ -136,6 +164,27 @@ class Matcher:
             self._error = _in_one_line(self._matcher.get_error())
         if self._error:
             raise ValueError(f"sampling.constraint cannot be met: {self._error}")
+
+
+def _check_multiples(schema: object) -> None:
+    """Raise ValueError for a schema whose `multipleOf` would take too long."""
+    common, pending = 1, [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        if not isinstance(part, dict):
+            continue
+        pending += part.values()
+        step = part.get("multipleOf")
+        if isinstance(step, bool) or not isinstance(step, int | Decimal) or not step:
+            continue
+        common = math.lcm(common, int("".join(map(str, Decimal(step).as_tuple().digits))))
+        if common > MOST_MULTIPLE:
+            raise ValueError(
+                f"multipleOf must be at most {MOST_MULTIPLE} without the decimal point, or in "
+                f"several places the least common multiple of all, got {step}"
+            )
 
 
 def _lark(regex: str) -> str:

@@ -4,6 +4,7 @@ process, and cancelled work ends.
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -349,7 +350,27 @@ REFUSED = [
     ("/v1/completions", {"prompt": [5.5]}, 400, "prompt.0"),
     ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
     ("/v1/completions", b'{"prompt": [5', 400, "Invalid JSON"),
-    ("/generate", {"prompt_ids": [5]}, 400, "required field `max_tokens`"),
+    ("/generate", {"prompt_ids": [5]}, 400, "max_tokens must be given, got none"),
+    (
+        "/generate",
+        {"prompt_ids": [5], "max_tokens": "many"},
+        400,
+        "max_tokens must be int, got 'many'",
+    ),
+    (
+        "/generate",
+        {"prompt_ids": [5, "x"], "max_tokens": 1},
+        400,
+        "prompt_ids.1 must be int, got 'x'",
+    ),
+    ("/generate", [5], 400, "the body must be object, got [5]"),
+    ("/generate", b'{"prompt_ids": [5', 400, "the body must be JSON: "),
+    (
+        "/generate",
+        b'{"max_tokens": "x", "a": ' + b"[" * 90_000 + b"]" * 90_000 + b"}",
+        400,
+        "fewer levels",
+    ),
     ("/generate", {"prompt_ids": [999], "max_tokens": 1}, 400, "must be in"),
     ("/generate", b'{"a":' + b"[" * 90_000 + b"]" * 90_000 + b"}", 400, "fewer levels"),
     (
@@ -363,9 +384,15 @@ REFUSED = [
         "/rollweave/v1/generate",
         {"id": "r0", "tokens": [5], "surprise": 1},
         400,
-        "unknown field `surprise`",
+        "surprise must not be given: no field of that name is known, got 1",
     ),
-    ("/rollweave/v1/generate", b"\x00" * 10, 400, "malformed"),
+    (
+        "/rollweave/v1/generate",
+        {"id": "r0", "tokens": [5], "sampling": {"temperature": -1}},
+        400,
+        "temperature must be 0, or at least",
+    ),
+    ("/rollweave/v1/generate", b"\x00" * 10, 400, "the body must be JSON: "),
     ("/nowhere", {}, 404, "Not Found"),
     ("/health", {}, 405, "Not Allowed"),
 ]
@@ -379,6 +406,34 @@ async def test_unsupported_requests_are_refused_with_the_reason(
     assert code == status
     assert reason in answer["error"]["message"]
     assert "detail" not in answer or answer["detail"] == answer["error"]["message"]
+
+
+async def test_all_ways_to_generate_are_in_the_metrics(served: Served) -> None:
+    """The outcomes of each are those of its answers."""
+    for path, body in (
+        ("/generate", {"prompt_ids": [5], "max_tokens": 2}),
+        ("/rollweave/v1/generate", {"id": "r0", "tokens": [5], "sampling": {"max_tokens": 3}}),
+        ("/v1/completions", {"prompt": [5], "max_tokens": 1}),
+    ):
+        before = await metrics(served)
+        status, _ = await served.post(path, body)
+        refused, answer = await served.post(path, {**body, "surprise": 1})
+        assert (status, refused, answer["error"]["param"]) == (200, 400, "surprise")
+        after = await metrics(served)
+        grown = {name for name, value in after.items() if value != before.get(name)}
+        assert {
+            'rollweave_serving_requests_total{outcome="answered"}',
+            'rollweave_serving_requests_total{outcome="refused"}',
+            'rollweave_serving_tokens_total{kind="output"}',
+            "rollweave_serving_request_seconds_count",
+        } <= grown, path
+        assert 'rollweave_serving_requests_total{outcome="failed"}' not in grown
+        assert 'rollweave_serving_requests_total{outcome="cancelled"}' not in grown
+
+
+async def metrics(served: Served) -> dict[str, str]:
+    async with aiohttp.ClientSession() as http, http.get(served.url + "/metrics") as got:
+        return dict(re.findall(r"^(\S+) (\S+)$", await got.text(), re.MULTILINE))
 
 
 async def test_too_many_requests_are_refused_with_a_retry_time(served: Served) -> None:

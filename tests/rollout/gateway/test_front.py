@@ -24,6 +24,7 @@ from openai import (
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.server import EngineServer
+from rollweave.engine.clients.serving_metrics import BUCKETS, Histogram
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
@@ -33,7 +34,6 @@ from rollweave.rollout.gateway.front import ServingFront
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.rollout.gateway.responses import ChatReply, ReplyHead
-from rollweave.rollout.gateway.serving_metrics import BUCKETS, Histogram
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import FinishReason, GenerateRequest, GenerateResult, Sampling
 from tests.support.real_gateway import CONTEXT, checkpoint, engine

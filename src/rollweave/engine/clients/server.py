@@ -9,6 +9,7 @@ server decides which requests are admitted.
 """
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -16,8 +17,11 @@ import msgspec
 from aiohttp import web
 
 from rollweave.engine.clients.base import EngineBackend, OnTokens
+from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.io.http.bodies import BODY_S, body_of
+from rollweave.io.http.exposition import exposition
 from rollweave.io.http.fields import openai_error, refused_field, shown
+from rollweave.io.http.struct_errors import struct_error
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
@@ -44,6 +48,14 @@ RETRY_S = 1
 T = TypeVar("T")
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _FieldError(EngineError):
+    """The request cannot be fulfilled. `param` is the field that is wrong, or None."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class _Abort(msgspec.Struct, frozen=True):
@@ -78,6 +90,10 @@ class EngineServer:
         self._engine, self._model = engine, model
         self._read_s, self._max_requests = read_s, max_requests
         self._in_flight = 0
+        self.metrics = ServingMetrics()
+        """The metrics of all requests: also of those that `rollout/gateway/front`
+        serves.
+        """
 
     def application(self) -> web.Application:
         """Return the application. Serve it with `handler_cancellation`, without which
@@ -87,6 +103,7 @@ class EngineServer:
         app.add_routes(
             [
                 web.get("/health", self._health),
+                web.get("/metrics", self._report),
                 web.get("/v1/models", self._models),
                 web.get("/rollweave/v1/ready", self._ready),
                 web.get("/rollweave/v1/stats", self._stats),
@@ -116,14 +133,25 @@ class EngineServer:
     async def _stats(self, _: web.Request) -> web.Response:
         return _json(await self.stats())
 
-    async def _rollweave(self, request: web.Request) -> web.Response:
-        return _json(await self.generate(await self._read(request, GenerateRequest)))
+    async def _report(self, _: web.Request) -> web.Response:
+        """Answer in Prometheus' text format."""
+        samples = self.metrics.samples(await self.stats())
+        return web.Response(text=exposition(samples), content_type="text/plain")
+
+    async def _rollweave(self, request: web.Request) -> web.StreamResponse:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            return _json(await self.generate(await self._read(request, GenerateRequest)))
+
+        return await self._counted(request, answer)
 
     async def _abort(self, request: web.Request) -> web.Response:
         self._engine.abort((await self._read(request, _Abort)).id)
         return _json({})
 
-    async def _prorl_generate(self, request: web.Request) -> web.Response:
+    async def _prorl_generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, self._prorl_answer)
+
+    async def _prorl_answer(self, request: web.Request) -> web.Response:
         body = await self._read_honored(request, _Prorl)
         sampling = Sampling(
             temperature=body.temperature,
@@ -137,10 +165,18 @@ class EngineServer:
         )
         return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
 
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return the handler's answer, or its error, and count the request."""
+        with self.metrics.request() as outcome:
+            response = await _errors_as_json(request, handler)
+            refused = "refused" if response.status < 500 else "failed"
+            outcome.name = "answered" if response.status < 400 else refused
+            return response
+
     async def _read_honored(self, request: web.Request, kind: type[Fields]) -> Fields:
         """Return the fields that `kind` has.
 
-        Raises EngineError for any other field with a non-neutral value.
+        Raises _FieldError for any other field with a non-neutral value.
         """
         fields = await self._read(request, dict[str, Any])
         honored = set(kind.__struct_fields__)
@@ -148,15 +184,20 @@ class EngineServer:
         refused = refused_field(others)
         if refused is not None:
             name, rule = refused
-            raise EngineError(f"{shown(name)} {rule}, got {others[name]!r:.100}")
-        return msgspec.convert(
-            {name: value for name, value in fields.items() if name in honored}, kind
-        )
+            raise _FieldError(f"{shown(name)} {rule}, got {others[name]!r:.100}", name)
+        try:
+            return msgspec.convert(
+                {name: value for name, value in fields.items() if name in honored}, kind
+            )
+        except msgspec.ValidationError as error:
+            raise _refusal(error, fields) from None
 
     async def _read(self, request: web.Request, kind: type[T]) -> T:
         body = await body_of(request, most=REQUEST_BYTES, seconds=self._read_s)
         try:
             return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise _refusal(error, _value_of(body)) from None
         except RecursionError:
             raise EngineError("the body must be JSON of fewer levels") from None
 
@@ -180,10 +221,15 @@ class EngineServer:
         if self.is_full:
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
         self._in_flight += 1
+        started = time.monotonic()
         try:
-            return await self._engine.generate(request, on_tokens, report_s=report_s)
+            result = await self._engine.generate(request, on_tokens, report_s=report_s)
         finally:
             self._in_flight -= 1
+        self.metrics.turn(
+            result, prompt_tokens=len(request.tokens), seconds=time.monotonic() - started
+        )
+        return result
 
 
 @web.middleware
@@ -195,14 +241,36 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except EngineLostError as error:
         return _error(str(error), 503)
-    except (EngineError, msgspec.DecodeError, ValueError) as error:
+    except _FieldError as error:
+        return _error(str(error), 400, param=error.param)
+    except (EngineError, ValueError) as error:
         return _error(str(error), 400)
     except web.HTTPException as error:
         return _error(error.reason, error.status, headers=dict(error.headers))
 
 
-def _error(detail: str, status: int, *, headers: dict[str, str] | None = None) -> web.Response:
-    body = {"detail": detail, **openai_error(status, detail)}
+def _value_of(body: bytes) -> object:
+    """Return the JSON of a body, or None if it is not JSON that can be read."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _refusal(error: msgspec.DecodeError, value: object) -> _FieldError:
+    """Return the refusal of a body that is not what it must be."""
+    param, message = struct_error(error, value)
+    return _FieldError(message, param)
+
+
+def _error(
+    detail: str,
+    status: int,
+    *,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> web.Response:
+    body = {"detail": detail, **openai_error(status, detail, param=param)}
     return _json(body, status=status, headers=headers)
 
 

@@ -11,7 +11,6 @@ engine's server (429), and cancelled with their connections.
 
 import functools
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,15 +19,14 @@ from aiohttp import web
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
+from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
-from rollweave.io.http.exposition import exposition
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import BODY_S, KEEP_ALIVE_S, answer, error_response
 from rollweave.rollout.gateway.apis import apis
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
-from rollweave.rollout.gateway.serving_metrics import Outcome, ServingMetrics
 from rollweave.rollout.gateway.sessions import Session, SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling, VersionSpan
@@ -53,16 +51,14 @@ class ServingFront:
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
-        self._metrics = ServingMetrics()
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
         for path, api in apis(self._codec, scores_prompts=True).items():
             app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
-        app.router.add_get("/metrics", self._report)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
-        with self._metrics.request() as outcome:
+        with self._server.metrics.request() as outcome:
             try:
                 body = await body_of(request, most=REQUEST_BYTES, seconds=BODY_S)
                 chat = api.parse(body)
@@ -118,7 +114,6 @@ class ServingFront:
     async def _generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None
     ) -> GenerateResult:
-        started = time.monotonic()
         try:
             result = await self._server.generate(request, on_tokens, report_s=REPORT_S)
         except EngineLostError:
@@ -127,16 +122,7 @@ class ServingFront:
             raise RequestError(400, str(error).removeprefix("ValueError: ")) from error
         except web.HTTPTooManyRequests as error:
             raise RequestError(429, error.reason, code="rate_limit_exceeded") from error
-        self._metrics.turn(
-            result, prompt_tokens=len(request.tokens), seconds=time.monotonic() - started
-        )
         return msgspec.structs.replace(result, versions=_known(result.versions))
-
-    async def _report(self, request: web.Request) -> web.Response:
-        """Answer in Prometheus' text format."""
-        del request
-        samples = self._metrics.samples(await self._server.stats())
-        return web.Response(text=exposition(samples), content_type="text/plain")
 
 
 def _known(versions: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
