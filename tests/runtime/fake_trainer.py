@@ -84,10 +84,14 @@ class FakeTrainer:
 
     def _hold(self) -> None:
         hold = Path(self._model) / "hold"
-        while hold.exists():
+        while True:
+            try:
+                least = int(hold.read_text())
+            except FileNotFoundError:
+                return
             entries = TrajectoryReader(RunDir(self._run).trajectories).entries
-            if sum(entry.score is not None for entry in entries) >= int(hold.read_text()):
-                break
+            if sum(entry.score is not None for entry in entries) >= least:
+                return
             time.sleep(0.01)
 
     def _log(self, batch: Batch) -> None:
