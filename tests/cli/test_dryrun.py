@@ -181,7 +181,7 @@ def test_the_interpreter_of_a_server_is_asked_for_it(tmp_path: Path) -> None:
         ),
         (
             ["tasks.0.env=jsonl", "tasks.0.options={path=5, reward='math:sqrt'}"],
-            "options.path of environment 'jsonl': Expected `str`, got `int`, got 5",
+            "options.path of environment 'jsonl': Expected `str`, got `int`: 5",
         ),
     ],
 )

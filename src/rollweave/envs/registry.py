@@ -107,7 +107,7 @@ def _check_types(name: str, kind: type[Any], options: Options) -> None:
             msgspec.convert(value, hint, dec_hook=_unknown)
         except msgspec.ValidationError as error:
             raise ConfigError(
-                f"options.{option} of environment {name!r}: {error}, got {value!r:.100}"
+                f"options.{option} of environment {name!r}: {error}: {value!r:.100}"
             ) from error
         except (TypeError, NotImplementedError):  # the constructor converts the value itself
             continue

@@ -47,7 +47,7 @@ def read_identity(path: Path) -> Identity | None:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} must be readable and as the run wrote it, got: {error}; bring it back, or "
+            f"{path} must be readable and as the run wrote it: {error}; bring it back, or "
             "delete it to resume without checking the journal and the model's files"
         ) from error
 

@@ -437,9 +437,7 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: line must be a JSON object: {error}, got {line:.60}"
-        ) from error
+        raise ConfigError(f"{where}: line must be a JSON object: {error}: {line:.60}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: line must be a JSON object, got {line:.60}")
     for name, value in record.items():

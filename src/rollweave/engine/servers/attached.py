@@ -227,7 +227,7 @@ async def describe(name: str, url: str, token: str) -> About:
     try:
         return msgspec.json.decode(answer, type=About)
     except msgspec.DecodeError as error:
-        raise EngineError(f"{name} at {url} must have Rollweave's plug-in, got: {error}") from error
+        raise EngineError(f"{name} at {url} must have Rollweave's plug-in: {error}") from error
 
 
 @contextlib.contextmanager

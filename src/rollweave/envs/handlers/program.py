@@ -355,7 +355,7 @@ def _typed(name: str, value: object, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"options.{name}: {error}, got {value!r:.100}") from error
+        raise ConfigError(f"options.{name}: {error}: {value!r:.100}") from error
 
 
 def _function(reference: str) -> Any:

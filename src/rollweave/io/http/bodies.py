@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollweave.io.http.expectation import go_ahead
 
-BODY_S: Final = 30.0
+BODY_S: Final = 60.0
 """Seconds within which a client must send the body of its request."""
 
 RATIO: Final = 100

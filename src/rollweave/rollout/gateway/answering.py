@@ -43,9 +43,6 @@ MAX_BODY: Final = 16 * 2**20
 """Maximum bytes of a request: four times the text of a million tokens.
 """
 
-BODY_S: Final = 60.0
-"""Seconds that a client has to send its request."""
-
 KEEP_ALIVE_S: Final = 15.0
 """Seconds of silence after which a stream sends a comment: proxies give up after about
 30.

@@ -22,7 +22,7 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.answering import BODY_S, KEEP_ALIVE_S, answer, error_response
+from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
 from rollweave.rollout.gateway.apis import apis
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
@@ -60,7 +60,7 @@ class ServingFront:
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         with self._server.metrics.request() as outcome:
             try:
-                body = await body_of(request, most=REQUEST_BYTES, seconds=BODY_S)
+                body = await body_of(request, most=REQUEST_BYTES)
                 chat = api.parse(body)
                 if self._server.is_full:
                     rule = "requests in flight must be fewer: the engine is busy"

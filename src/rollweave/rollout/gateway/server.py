@@ -28,7 +28,6 @@ from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.answering import (
-    BODY_S,
     KEEP_ALIVE_S,
     MAX_BODY,
     answer,
@@ -174,7 +173,7 @@ class Gateway:
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         session = self._session(request)
-        body = await body_of(request, most=MAX_BODY, seconds=BODY_S)
+        body = await body_of(request, most=MAX_BODY)
         key, repeated = identity(request, body)
         return await answer(
             request,

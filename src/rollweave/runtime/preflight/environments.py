@@ -408,7 +408,7 @@ def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:
     if isinstance(value, ConfigError | BrokenError):
         raise value
     text = str(value) if isinstance(value, RollweaveError) else f"{type(value).__name__}: {value}"
-    raise BrokenError(f"{rule}, got {text}") from value
+    raise BrokenError(f"{rule}: {text}") from value
 
 
 def _first_paragraph(method: Callable[..., Any]) -> str:

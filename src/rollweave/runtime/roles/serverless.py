@@ -49,7 +49,7 @@ class ServerlessMethods:
             try:
                 return _decode.decode(answer)
             except msgspec.DecodeError as error:
-                raise ResponseError(f"its answer must be a result, got {error}") from error
+                raise ResponseError(f"its answer must be a result: {error}") from error
 
         try:
             report = await service.call(ask)
