@@ -25,7 +25,9 @@ from tests.support.real_gateway import checkpoint
 
 
 @contextlib.asynccontextmanager
-async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
+async def started(
+    model: Path, *options: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
     """Start the process and yield it, with its `url` and `token`; kill it on exit."""
     command = [
         sys.executable,
@@ -37,6 +39,7 @@ async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process
         "0",
         "--kv-tokens",
         "1024",
+        *options,
     ]
     command += ["--token-file", str(model / "token")]
     process = await asyncio.create_subprocess_exec(
@@ -132,6 +135,49 @@ async def test_openai_s_client_chats_with_it(tmp_path: Path) -> None:
                 assert text in await response.text()
 
 
+async def test_prompts_are_computed_at_another_engine_until_it_dies(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path)
+
+    async def answer(
+        http: aiohttp.ClientSession, place: dict[str, str], first: int, tokens: int = 6
+    ) -> list[int]:
+        body = {
+            "prompt": [1 + (first + at) % 120 for at in range(70)],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        head = {"Authorization": f"Bearer {place['token']}"}
+        url = place["url"] + "/v1/completions"
+        async with http.post(url, json=body, headers=head) as response:
+            assert response.status == 200, await response.text()
+            token_ids: list[int] = (await response.json())["choices"][0]["token_ids"]
+            return token_ids
+
+    async def stats(http: aiohttp.ClientSession, place: dict[str, str]) -> dict[str, int]:
+        head = {"Authorization": f"Bearer {place['token']}"}
+        async with http.get(place["url"] + "/rollweave/v1/stats", headers=head) as response:
+            found: dict[str, int] = await response.json()
+            return found
+
+    async with (
+        aiohttp.ClientSession() as http,
+        started(model) as (source, prefill),
+        started(model, "--prefill-at", prefill["url"]) as (process, decode),
+    ):
+        answered = await answer(http, decode, 1)
+        assert (await stats(http, decode))["cached_tokens"] == 64
+        assert (await stats(http, prefill))["output_tokens"] == 1
+        assert await answer(http, prefill, 1) == answered
+        source.kill()
+        await source.wait()
+        assert len(await answer(http, decode, 2)) == 6
+        assert (await stats(http, decode))["cached_tokens"] == 64
+        assert process.stderr is not None
+        while b"prompts are computed here" not in (line := await process.stderr.readline()):
+            assert line
+
+
 async def test_requires_the_token(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (_, place), aiohttp.ClientSession() as session:
         body = {"prompt_ids": [5], "max_tokens": 1}
@@ -216,6 +262,18 @@ def test_options_of_a_loan_are_refused_without_one(tmp_path: Path, option: str, 
         (["--lend", "127.0.0.1:9", "--ttft-ms", "0"], "--ttft-ms must be positive and finite"),
         (["--lend", "127.0.0.1:9", "--tpot-ms", "nan"], "--tpot-ms must be positive and finite"),
         (["--lend", "127.0.0.1:9", "--secret-file", "gone"], "--secret-file gone must be"),
+        (
+            ["--lend", "127.0.0.1:9", "--prefill-only", "--tpot-ms", "50"],
+            "--tpot-ms must be left out with --prefill-only, which samples no second token, got 50",
+        ),
+        (
+            ["--prefill-at", "http://127.0.0.1:9/v1"],
+            "--prefill-at must be http://host:port or https://host:port, without a path",
+        ),
+        (
+            ["--prefill-at", "http://127.0.0.1:9", "--prefill-only"],
+            "--prefill-at must be given without --prefill-only, got http://127.0.0.1:9",
+        ),
     ],
 )
 def test_a_wrong_loan_is_refused(

@@ -5,6 +5,7 @@ the run's own engine, and the users see nothing of it.
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -113,9 +114,11 @@ def continued(run: BorrowingRun, lent: EngineId) -> int:
     return count
 
 
-@pytest.fixture
-def loan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loan]:
-    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
+@contextlib.contextmanager
+def lent(
+    tmp_path: Path, *options: str, tpot: tuple[str, ...] = ("--tpot-ms", "60000")
+) -> Iterator[Loan]:
+    """Start a run, and a serving engine with these options that it borrows."""
     model = save_model(tmp_path / "serving")
     nowhere = Cores(device=None, others=())
     watchdog = {"turn_s": TURN_S, "train_s": 600.0}
@@ -126,13 +129,20 @@ def loan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loan]:
             model,
             tmp_path / "engine.log",
             nowhere,
-            *("--lend", run.address, "--ttft-ms", "60000", "--tpot-ms", "60000"),
+            *("--lend", run.address, "--ttft-ms", "60000", *tpot, *options),
         ) as engine,
     ):
         yield Loan(run, engine)
         for pid in run.children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def loan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loan]:
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
+    with lent(tmp_path) as loan:
+        yield loan
 
 
 def kill(engine: ServingEngine) -> None:
@@ -185,3 +195,35 @@ def test_users_see_nothing_of_a_run_that_dies_or_hangs(loan: Loan, number: signa
     if number is signal.SIGSTOP:
         os.kill(loan.run.pid, signal.SIGKILL)
         os.kill(loan.run.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("lends", ["prefill", "decode"])
+def test_one_phase_of_a_pair_of_serving_engines_is_lent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lends: str
+) -> None:
+    monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET)
+    prompt, nowhere = tuple(range(1, 66)), Cores(device=None, others=())
+    model, log = tmp_path / "serving", tmp_path / "other.log"
+    with contextlib.ExitStack() as stack:
+        if lends == "prefill":
+            loan = stack.enter_context(lent(tmp_path, "--prefill-only", tpot=()))
+            shutil.copy(loan.engine.token_file, log.with_suffix(".token"))
+            options = ("--prefill-at", loan.engine.url)
+            users = stack.enter_context(ServingEngine(model, log, nowhere, *options))
+        else:
+            save_model(model)
+            other = stack.enter_context(ServingEngine(model, log, nowhere, "--prefill-only"))
+            shutil.copy(other.token_file, tmp_path / "engine.token")
+            loan = stack.enter_context(lent(tmp_path, "--prefill-at", other.url))
+            users = loan.engine
+        loan.until_in_turn()
+        before = users.stats()["cached_tokens"]
+        answers = [users.complete((*prompt, end), output_tokens=TOKENS) for end in (1, 2, 1)]
+        assert users.stats()["cached_tokens"] - before == 3 * 64
+        assert answers[0] == answers[2]
+        loan.train_on()
+        lending = loan.engine.stats()["lending"]
+        assert (lending["lent"], lending["stalls"]) == (True, 0)
+        assert lending["rollout_tokens"]
+        summary = loan.run.ended()
+    assert lost_trajectories(summary["account"]) == 0

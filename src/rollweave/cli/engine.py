@@ -20,6 +20,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.host import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.prompts import PromptSource
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
@@ -31,6 +32,7 @@ from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
+from rollweave.schema.address import parse_address
 from rollweave.schema.errors import ConfigError, EngineLostError, HostError
 from rollweave.schema.serving import LENT_SOCKET, EngineSpec, LendSpec
 from rollweave.weights.checkpoint import read_shape
@@ -77,14 +79,40 @@ class EngineAccess(Access):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """The part of requests that the engine computes: all of them, prompts only
+    (`prefill_only`), or what follows the prompts that the engine at `prefill_at`
+    computes.
+    """
+
+    prefill_at: str | None = None
+    prefill_only: bool = False
+
+
+WHOLE = Phase()
+
+
+def phase_of(prefill_at: str | None, *, prefill_only: bool) -> Phase:
+    """Return the phase that these options describe."""
+    if prefill_at is None:
+        return Phase(prefill_only=prefill_only)
+    if prefill_only:
+        raise ConfigError(f"--prefill-at must be given without --prefill-only, got {prefill_at}")
+    try:
+        return Phase(prefill_at=parse_address(prefill_at, field="--prefill-at"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lending:
     """The run that borrows the engine's slack, and what the engine's own clients are
-    promised.
+    promised; None where that is nothing.
     """
 
     joining: Joining
     ttft_ms: float
-    tpot_ms: float
+    tpot_ms: float | None
 
 
 def lending_to(
@@ -95,6 +123,7 @@ def lending_to(
     join_s: float | None = None,
     ttft_ms: float | None = None,
     tpot_ms: float | None = None,
+    phase: Phase = WHOLE,
 ) -> Lending | None:
     """Return the loan that these options describe; None without an address. An option
     that is None has its default.
@@ -110,6 +139,11 @@ def lending_to(
             if value is not None:
                 raise ConfigError(f"{name} must be given with --lend, got {value} alone")
         return None
+    if phase.prefill_only and tpot_ms is not None:
+        raise ConfigError(
+            f"--tpot-ms must be left out with --prefill-only, which samples no second token, "
+            f"got {tpot_ms:g}"
+        )
     resource = RESOURCE if resource is None else resource
     if not resource or "=" in resource:
         raise ConfigError(f"--resource must be a name without =, got {resource!r}")
@@ -125,11 +159,16 @@ def lending_to(
     return Lending(
         joining=joining,
         ttft_ms=TTFT_MS if ttft_ms is None else ttft_ms,
-        tpot_ms=TPOT_MS if tpot_ms is None else tpot_ms,
+        tpot_ms=None if phase.prefill_only else TPOT_MS if tpot_ms is None else tpot_ms,
     )
 
 
-def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = None) -> None:
+def engine(
+    spec: EngineSpec,
+    access: EngineAccess,
+    lending: Lending | None = None,
+    phase: Phase = WHOLE,
+) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
@@ -138,6 +177,8 @@ def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = Non
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
     token_given = access.check()
+    # an agent changes the working directory, and KV moves between equal paths
+    spec = msgspec.structs.replace(spec, model=str(Path(spec.model).absolute()))
     file = access.token_file or _state_directory() / TOKEN_FILE
     token = None if access.no_token else token_given or kept_token(file)
     if token is None:
@@ -147,10 +188,10 @@ def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = Non
     else:
         notice = f"token: {token} (stored in {file})"
     if lending is None:
-        asyncio.run(_serve(spec, access, token, notice))
+        asyncio.run(_serve(spec, access, token, notice, phase))
         return
     for name, value in (("--ttft-ms", lending.ttft_ms), ("--tpot-ms", lending.tpot_ms)):
-        if not 0 < value < math.inf:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} must be positive and finite, got {value:g}")
     agent = agent_for(lending.joining)
     with temporary_folder("rollweave-lending-") as folder:
@@ -162,13 +203,11 @@ def engine(spec: EngineSpec, access: EngineAccess, lending: Lending | None = Non
         lend = LendSpec(
             socket=path,
             ttft_s=lending.ttft_ms / 1e3,
-            tpot_s=lending.tpot_ms / 1e3,
+            tpot_s=math.inf if lending.tpot_ms is None else lending.tpot_ms / 1e3,
         )
         os.environ[LENT_SOCKET] = lend.socket  # of the processes that the agent starts
-        # the agent changes the working directory
-        model = str(Path(spec.model).absolute())
-        lent = msgspec.structs.replace(spec, model=model, lend=lend)
-        asyncio.run(_serve(lent, access, token, notice, agent))
+        lent = msgspec.structs.replace(spec, lend=lend)
+        asyncio.run(_serve(lent, access, token, notice, phase, agent))
 
 
 def _check(spec: EngineSpec) -> None:
@@ -196,6 +235,7 @@ async def _serve(
     access: EngineAccess,
     token: str | None,
     notice: str,
+    phase: Phase,
     agent: HostAgent | None = None,
 ) -> None:
     # signals cancel this future
@@ -225,14 +265,26 @@ async def _serve(
                 return
             slots, context = ready.result().max_slots, ready.result().max_context
             guard = Guard(token=token, hosts=(access.host, *access.names))
-            async with listening(
-                _application(spec, backend, codec, context),
-                access.host,
-                access.port,
-                guard=guard,
-                shutdown_s=SHUTDOWN_S,
-                names=ADDRESS,
-            ) as address:
+            async with (
+                _prompts(phase, backend, token) as prompts,
+                listening(
+                    _application(
+                        EngineServer(
+                            backend,
+                            model=spec.model,
+                            prompts=prompts,
+                            prompts_only=phase.prefill_only,
+                        ),
+                        codec,
+                        context,
+                    ),
+                    access.host,
+                    access.port,
+                    guard=guard,
+                    shutdown_s=SHUTDOWN_S,
+                    names=ADDRESS,
+                ) as address,
+            ):
                 out.print(
                     f"serving {escape(spec.model)} at {address}, {slots} requests at once",
                     soft_wrap=True,
@@ -295,10 +347,25 @@ def _codec(spec: EngineSpec) -> TextCodec:
         return TextCodec.of_checkpoint(directory)
 
 
-def _application(
-    spec: EngineSpec, backend: EngineClient, codec: TextCodec, context: int
-) -> web.Application:
-    server = EngineServer(backend, model=spec.model)
+@contextlib.asynccontextmanager
+async def _prompts(
+    phase: Phase, backend: EngineClient, token: str | None
+) -> AsyncIterator[PromptSource | None]:
+    """Yield what brings the KV of prompts, if another engine computes them."""
+    if phase.prefill_at is None:
+        yield None
+        return
+
+    def report(text: str) -> None:
+        err.print(text, markup=False, soft_wrap=True)
+
+    async with PromptSource(
+        phase.prefill_at, token=token, engine=backend, report=report
+    ) as prompts:
+        yield prompts
+
+
+def _application(server: EngineServer, codec: TextCodec, context: int) -> web.Application:
     app = server.application()
     ServingFront(server, codec, context=context).add_to(app)
     return app

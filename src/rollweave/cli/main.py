@@ -87,6 +87,22 @@ TpotLimit = Annotated[
     float | None,
     typer.Option(help="With --lend: limit of the time per output token (P99); 150 by default."),
 ]
+PrefillAt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Decode only: the engine at URL, which has the same checkpoint and token, computes "
+        "the prompts, and their KV moves here.",
+    ),
+]
+PrefillOnly = Annotated[
+    bool,
+    typer.Option(
+        "--prefill-only",
+        help="Compute prompts for engines with --prefill-at, and scores; with --lend, nothing is "
+        "promised per output token.",
+    ),
+]
 TokenEnv = Annotated[
     str | None,
     typer.Option(metavar="VARIABLE", help="Environment variable with the clients' token."),
@@ -399,6 +415,8 @@ def engine(
         bool,
         typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
     ] = False,
+    prefill_at: PrefillAt = None,
+    prefill_only: PrefillOnly = False,
     lend: Lend = None,
     secret_file: LendSecret = None,
     resource: LendResource = None,
@@ -408,7 +426,7 @@ def engine(
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with errors_reported():
-        from rollweave.cli.engine import EngineAccess, lending_to
+        from rollweave.cli.engine import EngineAccess, lending_to, phase_of
         from rollweave.cli.engine import engine as work
         from rollweave.schema.base import EngineId
         from rollweave.schema.serving import EngineSpec
@@ -422,7 +440,9 @@ def engine(
             max_slots=slots,
             kv_tokens=kv_tokens,
             deterministic=deterministic,
+            kv_host=host,
         )
+        phase = phase_of(prefill_at, prefill_only=prefill_only)
         access = EngineAccess(
             host=host,
             port=port,
@@ -438,8 +458,9 @@ def engine(
             join_s=join_s,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
+            phase=phase,
         )
-        work(spec, access, lending)
+        work(spec, access, lending, phase)
 
 
 @app.command()

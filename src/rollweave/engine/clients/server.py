@@ -17,6 +17,14 @@ import msgspec
 from aiohttp import web
 
 from rollweave.engine.clients.base import EngineBackend, OnTokens
+from rollweave.engine.clients.prompts import (
+    EXPORT_PATH,
+    GENERATE_PATH,
+    RELEASE_PATH,
+    KvExport,
+    KvRelease,
+    PromptSource,
+)
 from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.exposition import exposition
@@ -77,6 +85,8 @@ class EngineServer:
     """The handlers of one engine.
 
     `model` is its name in answers; `BODY_S` and `MAX_REQUESTS` are the default limits.
+    With `prompts`, the KV of prompts comes from another server. With `prompts_only`,
+    the engine computes prompts for such servers, and samples no second token.
     """
 
     def __init__(
@@ -86,8 +96,11 @@ class EngineServer:
         model: str,
         read_s: float = BODY_S,
         max_requests: int = MAX_REQUESTS,
+        prompts: PromptSource | None = None,
+        prompts_only: bool = False,
     ) -> None:
         self._engine, self._model = engine, model
+        self._prompts, self._prompts_only = prompts, prompts_only
         self._read_s, self._max_requests = read_s, max_requests
         self._in_flight = 0
         self.metrics = ServingMetrics()
@@ -107,8 +120,10 @@ class EngineServer:
                 web.get("/v1/models", self._models),
                 web.get("/rollweave/v1/ready", self._ready),
                 web.get("/rollweave/v1/stats", self._stats),
-                web.post("/rollweave/v1/generate", self._rollweave),
+                web.post(GENERATE_PATH, self._rollweave),
                 web.post("/rollweave/v1/abort", self._abort),
+                web.post(EXPORT_PATH, self._export),
+                web.post(RELEASE_PATH, self._release),
                 web.post("/generate", self._prorl_generate),
             ]
         )
@@ -146,6 +161,14 @@ class EngineServer:
 
     async def _abort(self, request: web.Request) -> web.Response:
         self._engine.abort((await self._read(request, _Abort)).id)
+        return _json({})
+
+    async def _export(self, request: web.Request) -> web.Response:
+        tokens = (await self._read(request, KvExport)).tokens
+        return _json(await self._engine.export_kv(tokens, "tcp"))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self._engine.release_kv((await self._read(request, KvRelease)).id)
         return _json({})
 
     async def _prorl_generate(self, request: web.Request) -> web.StreamResponse:
@@ -217,13 +240,27 @@ class EngineServer:
         *,
         report_s: float = STREAM_S,
     ) -> GenerateResult:
-        """Generate a result. Cancelling this cancels the request at the engine."""
+        """Generate a result. Cancelling this cancels the request at the engine.
+
+        Raises EngineError for a request that the engine refuses.
+        """
+        if self._prompts_only and request.sampling.max_tokens > 1:
+            raise EngineError(
+                "max_tokens must be 1 on an engine that computes prompts only, got "
+                f"{request.sampling.max_tokens}"
+            )
         if self.is_full:
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
         self._in_flight += 1
         started = time.monotonic()
         try:
-            result = await self._engine.generate(request, on_tokens, report_s=report_s)
+            brought_s = 0.0
+            if self._prompts is not None:
+                await self._prompts.bring(request)
+                brought_s = time.monotonic() - started
+            result = _later(
+                await self._engine.generate(request, on_tokens, report_s=report_s), brought_s
+            )
         finally:
             self._in_flight -= 1
         self.metrics.turn(
@@ -280,6 +317,15 @@ def _json(
     kept = {name: text for name, text in (headers or {}).items() if name.lower() != "content-type"}
     return web.Response(
         body=as_json(value), status=status, content_type="application/json", headers=kept
+    )
+
+
+def _later(result: GenerateResult, seconds: float) -> GenerateResult:
+    """Return the result with the seconds that its prompt took elsewhere."""
+    return msgspec.structs.replace(
+        result,
+        queue_s=result.queue_s + seconds,
+        first_token_s=result.first_token_s + seconds if result.tokens else 0.0,
     )
 
 
