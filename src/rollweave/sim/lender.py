@@ -519,8 +519,7 @@ class Lender:
                 slack, ahead = min(slack, seconds), ahead + request.prompt_tokens
         if self._sharing.tpot and self._ends:
             seconds = tpot_slack(
-                self._oldest,
-                slo=limits,
+                self._oldest + limits.tpot_s,
                 profile=self._profile,
                 batch=len(self._ends),
                 now=now,

@@ -15,7 +15,7 @@ from rollweave.core.policy.admission import (
     Admission,
     Corrections,
     Curve,
-    Deployment,
+    Decoding,
     PrefillMode,
     Profile,
     QueuedPrefill,
@@ -33,6 +33,17 @@ TIMES = st.floats(0, 100)
 PREFILLS = st.lists(
     st.builds(
         QueuedPrefill, arrived=TIMES, tokens=st.integers(1, 8192), ahead=st.integers(0, 8192)
+    ),
+    max_size=5,
+)
+
+
+DECODES = st.lists(
+    st.builds(
+        lambda first, later, tokens: Decoding(first=first, newest=first + later, tokens=tokens),
+        TIMES,
+        st.floats(0, 5),
+        st.integers(1, 100),
     ),
     max_size=5,
 )
@@ -60,32 +71,46 @@ def test_a_curve_is_linear_between_its_points(
     assert Curve(points).seconds(0) == 0
 
 
-@given(PROFILES, PREFILLS, st.lists(TIMES, max_size=5), TIMES, st.sampled_from(Deployment))
+@given(PROFILES, PREFILLS, DECODES, TIMES, st.integers(0, 512))
 def test_the_slack_is_the_smallest_of_both_equations(
     profile: Profile,
     prefills: list[QueuedPrefill],
-    newest: list[float],
+    decodes: list[Decoding],
     now: float,
-    deployment: Deployment,
+    pending: int,
 ) -> None:
     slo = Slo(ttft_s=0.5, tpot_s=0.15)
-    admission = Admission(
-        slo=slo,
-        profile=profile,
-        rollout=profile,
-        deployment=deployment,
-        mode=PrefillMode.MONOLITHIC,
-    )
+    admission = Admission(slo=slo, profile=profile, rollout=profile, mode=PrefillMode.MONOLITHIC)
     expected = math.inf
-    if deployment is not Deployment.DECODE:
-        for request in prefills:
-            cost = slow_seconds(profile.mono.points, request.ahead + request.tokens)
-            expected = min(expected, request.arrived + 0.5 - now - FIRST_MARGIN * cost)
-    if deployment is not Deployment.PREFILL:
-        for token_at in newest:
-            cost = slow_seconds(profile.decode.points, len(newest))
-            expected = min(expected, token_at + 0.15 - now - FIRST_MARGIN * cost)
-    assert admission.slack(now, prefills, newest) == pytest.approx(expected)
+    step_s = slow_seconds(profile.decode.points, len(decodes)) if decodes else 0.0
+    for request in prefills:
+        cost = slow_seconds(profile.mono.points, request.ahead + request.tokens) + step_s
+        expected = min(expected, request.arrived + 0.5 - now - FIRST_MARGIN * cost)
+    cost = step_s + (slow_seconds(profile.mono.points, pending) if pending else 0.0)
+    for one in decodes:
+        # of its next token, and of the mean since the first one
+        for due in (one.newest + 0.15, one.first + one.tokens * 0.15):
+            expected = min(expected, due - now - FIRST_MARGIN * cost)
+    assert admission.slack(now, prefills, decodes, pending=pending) == pytest.approx(expected)
+
+
+def test_a_request_that_prompts_have_delayed_catches_up() -> None:
+    late = Decoding(first=1.0, newest=1.5, tokens=4)
+    assert late.due(0.1) == pytest.approx(1.4)  # its mean is at the limit by then
+    early = Decoding(first=1.0, newest=1.2, tokens=4)
+    assert early.due(0.1) == pytest.approx(1.3)  # no more than a token's time
+
+
+@given(PROFILES, PREFILLS, DECODES, TIMES)
+def test_a_phase_without_a_limit_never_delays_a_rollout(
+    profile: Profile, prefills: list[QueuedPrefill], decodes: list[Decoding], now: float
+) -> None:
+    def slack(slo: Slo, prompts: list[QueuedPrefill]) -> float:
+        return Admission(slo=slo, profile=profile, rollout=profile).slack(now, prompts, decodes)
+
+    assert slack(Slo(ttft_s=math.inf, tpot_s=math.inf), prefills) == math.inf
+    tokens_only = Slo(ttft_s=math.inf, tpot_s=0.15)
+    assert slack(tokens_only, prefills) == slack(Slo(ttft_s=0.5, tpot_s=0.15), [])
 
 
 @given(st.lists(st.floats(0.01, 50), max_size=2 * WINDOW))
@@ -124,9 +149,9 @@ def test_a_chunk_is_the_largest_that_fits(profile: Profile, slack: float, decode
     assert not admission.admits(slack, prompt=chunk, decode=decode, kv_fits=False)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_an_slo_must_be_positive(value: float) -> None:
-    with pytest.raises(ValueError, match=f"ttft_s must be positive and finite, got {value}"):
+    with pytest.raises(ValueError, match=f"ttft_s must be positive, got {value}"):
         Slo(ttft_s=value, tpot_s=1.0)
 
 

@@ -6,8 +6,15 @@ serving steps if the slack of every serving request covers it:
     prefill   S_r = arrival + TTFT - now - T_prf(tokens)        (eq. 1)
     decode    S_r = newest token + TPOT - now - T_dec(batch)    (eq. 2)
 
-The smallest slack decides. A prefill deployment has the first kind of requests, a
-decode deployment the second, a collocated one both.
+The smallest slack decides. Each request has the equation of the phase that it is in, so
+a prefill deployment is held to the first one, a decode deployment to the second, and a
+collocated one to both.
+
+The paper's deployments have one phase each. Where both are computed in one step, the
+slack of a token also covers the prompts that the next step computes beside it, and the
+slack of a prompt the tokens. And the TPOT of a request is the mean over its tokens: one
+that prompts of others have delayed has less slack until it has caught up, never more
+than equation 2 gives it.
 
 The paper profiles T once. Here a profile is corrected online: each measured step gives
 the ratio to its profiled seconds, and estimates are scaled by the 99th percentile of
@@ -41,14 +48,6 @@ QUANTILE = 0.99
 """Quantile of the measured ratios by which estimates are scaled, as SLOs are of P99."""
 
 
-class Deployment(enum.StrEnum):
-    """The phases that a serving engine computes for its requests."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    COLLOCATED = "collocated"
-
-
 class PrefillMode(enum.StrEnum):
     """The way a prompt is computed: in one step, or in chunks between other steps."""
 
@@ -66,15 +65,17 @@ class StepKind(enum.StrEnum):
 
 
 class Slo(Struct, frozen=True, kw_only=True):
-    """Maximum seconds until the first token, and from each token to the next."""
+    """Maximum seconds until the first token, and from each token to the next. It is
+    infinite where nothing is promised.
+    """
 
     ttft_s: float
     tpot_s: float
 
     def __post_init__(self) -> None:
         for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
 
 
 class Curve(Struct, frozen=True):
@@ -139,6 +140,22 @@ class QueuedPrefill(Struct, frozen=True, kw_only=True):
     ahead: int = 0
 
 
+class Decoding(Struct, frozen=True, kw_only=True):
+    """A serving request of which `tokens` are sampled, at least one: when the first and
+    the newest one were.
+    """
+
+    first: float
+    newest: float
+    tokens: int = 1
+
+    def due(self, tpot_s: float) -> float:
+        """Return when the next token is due: `tpot_s` after the newest one, or earlier
+        if the mean since the first one would exceed it.
+        """
+        return min(self.newest + tpot_s, self.first + self.tokens * tpot_s)
+
+
 class Corrections:
     """The factors by which estimates of each kind of step are scaled."""
 
@@ -169,19 +186,28 @@ def ttft_slack(
     mode: PrefillMode,
     now: float,
     factor: float = 1.0,
+    beside_s: float = 0.0,
 ) -> float:
-    """Return the seconds of equation 1."""
+    """Return the seconds of equation 1. Steps that compute the prompt take `beside_s`
+    more for other requests.
+    """
     prefill_s = factor * profile.prefill_s(request.ahead + request.tokens, mode)
-    return request.arrived + slo.ttft_s - now - prefill_s
+    return request.arrived + slo.ttft_s - now - prefill_s - beside_s
 
 
 def tpot_slack(
-    newest_token: float, *, slo: Slo, profile: Profile, batch: int, now: float, factor: float = 1.0
+    due: float,
+    *,
+    profile: Profile,
+    batch: int,
+    now: float,
+    factor: float = 1.0,
+    beside_s: float = 0.0,
 ) -> float:
-    """Return the seconds of equation 2 for a request whose newest token was sampled at
-    `newest_token`, in a batch of this size.
+    """Return the seconds of equation 2 for a request whose next token is due then, in a
+    batch of this size. The step takes `beside_s` more for prompts.
     """
-    return newest_token + slo.tpot_s - now - factor * profile.decode.seconds(batch)
+    return due - now - factor * profile.decode.seconds(batch) - beside_s
 
 
 class Admission:
@@ -196,40 +222,50 @@ class Admission:
         slo: Slo,
         profile: Profile,
         rollout: Profile,
-        deployment: Deployment = Deployment.COLLOCATED,
         mode: PrefillMode = PrefillMode.CHUNKED,
     ) -> None:
         self.slo, self.profile, self.rollout = slo, profile, rollout
-        self.deployment, self.mode = deployment, mode
+        self.mode = mode
         self.corrections = Corrections()
 
     def slack(
-        self, now: float, prefills: Iterable[QueuedPrefill], newest_tokens: Sequence[float]
+        self,
+        now: float,
+        prefills: Iterable[QueuedPrefill],
+        decodes: Sequence[Decoding],
+        *,
+        pending: int = 0,
     ) -> float:
-        """Return the smallest slack of all serving requests; infinity without any."""
-        slacks: list[float] = []
-        if self.deployment is not Deployment.DECODE:
-            factor = self.corrections.factor(StepKind.SERVING_PREFILL)
-            slacks.extend(
-                ttft_slack(
-                    request,
-                    slo=self.slo,
-                    profile=self.profile,
-                    mode=self.mode,
-                    now=now,
-                    factor=factor,
-                )
-                for request in prefills
+        """Return the smallest slack of all serving requests; infinity without any. The
+        next serving step is expected to compute `pending` tokens of prompts.
+        """
+        prefill_factor = self.corrections.factor(StepKind.SERVING_PREFILL)
+        # a step of both kinds is corrected as a prefill
+        decode_factor = (
+            prefill_factor if pending else self.corrections.factor(StepKind.SERVING_DECODE)
+        )
+        decode_s = decode_factor * self.profile.decode.seconds(len(decodes))
+        slacks = [
+            ttft_slack(
+                request,
+                slo=self.slo,
+                profile=self.profile,
+                mode=self.mode,
+                now=now,
+                factor=prefill_factor,
+                beside_s=decode_s,
             )
-        if self.deployment is not Deployment.PREFILL and newest_tokens:
+            for request in prefills
+        ]
+        if decodes:
             slacks.append(
                 tpot_slack(
-                    min(newest_tokens),
-                    slo=self.slo,
+                    min(one.due(self.slo.tpot_s) for one in decodes),
                     profile=self.profile,
-                    batch=len(newest_tokens),
+                    batch=len(decodes),
                     now=now,
-                    factor=self.corrections.factor(StepKind.SERVING_DECODE),
+                    factor=decode_factor,
+                    beside_s=prefill_factor * self.profile.prefill_s(pending, self.mode),
                 )
             )
         return min(slacks, default=math.inf)

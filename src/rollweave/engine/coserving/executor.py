@@ -111,7 +111,8 @@ class CoServing:
     def post(self, command: EngineCommand) -> None:
         """Queue a command of the serving model's clients."""
         if isinstance(command, Add):
-            self._load.arrive(command.request.id, self._clock())
+            request = command.request
+            self._load.arrive(request.id, self._clock(), prompt=len(request.tokens))
         self._serving_loop.post(command)
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
@@ -453,8 +454,15 @@ class CoServing:
         return False
 
     def _slots(self, admission: Admission, most: int) -> int:
-        """Return how many rollouts may decode at once beside serving requests."""
-        room = self._slo.tpot_s - admission.profile.decode.seconds(1)
+        """Return how many rollouts may decode at once beside serving requests: so many
+        that their step fits into the slack of a request that has just arrived, or just
+        had a token.
+        """
+        profile = admission.profile
+        room = min(
+            self._slo.ttft_s - profile.chunked.seconds(self._load.next_prompt),
+            self._slo.tpot_s - profile.decode.seconds(1),
+        )
         slots = most
         while slots > 1 and admission.step_s(prompt=0, decode=slots) > room:
             slots //= 2

@@ -5,7 +5,7 @@ arrived, when its newest token was sampled, and what prompts are to be expected.
 import threading
 from collections import deque
 
-from rollweave.core.policy.admission import Admission, QueuedPrefill, StepKind
+from rollweave.core.policy.admission import Admission, Decoding, QueuedPrefill, StepKind
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
 
@@ -16,6 +16,11 @@ at most.
 
 RECENT_PROMPTS = 64
 """Number of serving prompts whose longest is expected next."""
+
+BURST_S, BURST_PROMPTS = 0.25, 2
+"""Number of prompts within so many seconds after which another one is expected, for
+which the tokens of other requests will have to wait.
+"""
 
 FIRST_PROMPT = 64
 """Tokens of the prompt that is expected before there was any."""
@@ -29,24 +34,34 @@ class ServingLoad:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrived: dict[str, float] = {}
-        self._newest: dict[str, tuple[int, float]] = {}
-        """Number of sampled tokens of each request, and when it changed."""
+        self._decoding: dict[str, Decoding] = {}
+        """The requests that have tokens, and some that had."""
         self._prompts: deque[int] = deque([FIRST_PROMPT], maxlen=RECENT_PROMPTS)
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=RECENT_PROMPTS)
+        """Times and tokens of the latest prompts."""
 
-    def arrive(self, id: str, now: float) -> None:
-        """Record, on any thread, that a request has arrived."""
+    def arrive(self, id: str, now: float, *, prompt: int) -> None:
+        """Record, on any thread, that a request with so many tokens has arrived."""
         with self._lock:
             self._arrived[id] = now
+            self._arrivals.append((now, prompt))
+
+    @property
+    def next_prompt(self) -> int:
+        """Number of tokens of the prompt that is expected next."""
+        return max(self._prompts)
 
     def stepped(self, loop: EngineLoop, now: float) -> None:
         """Note the tokens of a step that ended now."""
-        live = loop.live
+        live, known = loop.live, self._decoding
         for id, state in live.items():
-            count = len(state.logprobs)
-            if self._newest.get(id, (0, 0.0))[0] != count:
-                self._newest[id] = (count, now)
-        if len(self._newest) > 2 * len(live) + RECENT_PROMPTS:
-            self._newest = {id: at for id, at in self._newest.items() if id in live}
+            count, before = len(state.logprobs), known.get(id)
+            if count and (before is None or before.tokens > count):
+                known[id] = Decoding(first=now, newest=now, tokens=count)
+            elif before is not None and before.tokens < count:
+                known[id] = Decoding(first=before.first, newest=now, tokens=count)
+        if len(known) > 2 * len(live) + RECENT_PROMPTS:
+            self._decoding = {id: one for id, one in known.items() if id in live}
         if len(self._arrived) > 2 * len(live) + RECENT_PROMPTS:
             with self._lock:
                 self._arrived = {
@@ -55,11 +70,11 @@ class ServingLoad:
 
     def slack(self, loop: EngineLoop, admission: Admission, now: float) -> float:
         """Return the slack of all requests, and of one that arrives now."""
-        planner, prefills, newest, ahead = loop.planner, [], [], 0
+        planner, prefills, decodes, ahead = loop.planner, [], [], 0
         for entry in [*planner.running, *planner.waiting]:
-            count, token_at = self._newest.get(entry.id, (0, now))
-            if count:
-                newest.append(token_at)
+            decoding = self._decoding.get(entry.id)
+            if decoding is not None:
+                decodes.append(decoding)
                 continue
             missing = len(entry.tokens) - entry.computed
             prefills.append(
@@ -70,8 +85,15 @@ class ServingLoad:
                 )
             )
             ahead += missing
-        prefills.append(QueuedPrefill(arrived=now, tokens=max(self._prompts), ahead=ahead))
-        return admission.slack(now, prefills, newest)
+        prefills.append(QueuedPrefill(arrived=now, tokens=self.next_prompt, ahead=ahead))
+        pending = min(ahead + self._expected(now), planner.chunk_tokens)
+        return admission.slack(now, prefills, decodes, pending=pending)
+
+    def _expected(self, now: float) -> int:
+        """Return the tokens of the next prompt of a burst; 0 outside of one."""
+        with self._lock:
+            recent = [tokens for at, tokens in self._arrivals if now - at <= BURST_S]
+        return sum(recent) // len(recent) if len(recent) >= BURST_PROMPTS else 0
 
     def measured(self, admission: Admission, work: StepWork, seconds: float) -> None:
         """Correct the estimates by a step of the serving model."""
