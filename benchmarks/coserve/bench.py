@@ -23,6 +23,7 @@ from benchmarks.cluster.run import lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.coserve.borrowing_run import BorrowingRun
 from benchmarks.coserve.cores import Cores
+from benchmarks.coserve.lender import PAGE_BYTES
 from benchmarks.coserve.load import (
     BURST,
     OUTPUT_MEDIAN,
@@ -34,7 +35,7 @@ from benchmarks.coserve.load import (
     generate,
     with_burst,
 )
-from benchmarks.coserve.serving_engine import MODEL, ServingEngine, save_model
+from benchmarks.coserve.serving_engine import KV_TOKENS, MODEL, ServingEngine, save_model
 from benchmarks.runs import run_secret
 from rollweave.cli.engine import TAKE_BACK
 from rollweave.engine.pages.base import PagePool
@@ -139,6 +140,8 @@ CONDITIONS = {
     "one that never lent itself",
     "idle_step_over_plain": "seconds of a step of an engine with --lend and no borrower by those "
     "of one without --lend, interleaved",
+    "pages_moved_per_s": f"pages of {PAGE_BYTES >> 10} KiB that changed hands under the load; the "
+    f"KV cache has {KV_TOKENS} tokens, of which a burst takes most",
     "remap_us": "median of unmapping a page of 2 MiB and mapping it elsewhere, zeroed",
 }
 

@@ -35,7 +35,7 @@ def configuration(directory: Path, port: int, **sections: Any) -> RunConfig:
     """Return the configuration of a run that waits for its own host and for the one
     that lends at this port. `sections` come in addition.
     """
-    engine = {"max_slots": 32, "kv_tokens": 8192}
+    engine = {"max_slots": 32, "kv_tokens": 16384}
     return RunConfig.model_validate(
         {
             "run": {

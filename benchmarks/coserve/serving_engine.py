@@ -17,8 +17,9 @@ from typing import Any, Self
 import transformers
 
 from benchmarks.coserve.cores import Cores
+from benchmarks.coserve.lender import PARTITIONED
 from benchmarks.engine.models import ModelCase, random_model
-from benchmarks.soak.run_under_test import ENGINE, children_of, die_with_us, source_path
+from benchmarks.soak.run_under_test import children_of, die_with_us, source_path
 from rollweave.schema.errors import RollweaveError
 
 MODEL = ModelCase(
@@ -39,11 +40,12 @@ MODEL = ModelCase(
 )
 """A model whose decode step takes some milliseconds on one core."""
 
-PARTITIONED = "benchmarks.coserve.partitioned"
-"""Program of an engine with a fixed half of the memory for each model."""
+PROGRAM = "benchmarks.coserve.lender"
+"""Program of an engine, and of its process."""
 
 SLOTS = 32
-KV_TOKENS = 8192
+KV_TOKENS = 3072
+"""Size of the KV cache: a burst of serving takes most of it."""
 
 POLL_S = 0.05
 
@@ -69,11 +71,10 @@ class ServingEngine:
         self, model: Path, log: Path, cores: Cores, *options: str, partitioned: bool = False
     ) -> None:
         self._log, self._cores = log, cores
-        program = PARTITIONED if partitioned else "rollweave.cli.main"
-        self._module = PARTITIONED if partitioned else ENGINE
+        self._partitioned = partitioned
         self.token_file = log.with_suffix(".token")
         self._command = [
-            *(sys.executable, "-m", program, "engine", str(model)),
+            *(sys.executable, "-m", PROGRAM, "engine", str(model)),
             *("--port", "0", "--token-file", str(self.token_file), "--threads", "1"),
             *("--slots", str(SLOTS), "--kv-tokens", str(KV_TOKENS), *options),
         ]
@@ -88,11 +89,16 @@ class ServingEngine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 preexec_fn=die_with_us,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": paths,
+                    "OMP_NUM_THREADS": "1",
+                    PARTITIONED: str(int(self._partitioned)),
+                },
             )
         assert self.process.stdout is not None
         # before it measures its steps
-        while not (children := children_of(self.process.pid, self._module)):
+        while not (children := children_of(self.process.pid, PROGRAM)):
             if self.process.poll() is not None:
                 break
             time.sleep(POLL_S)
@@ -157,7 +163,7 @@ class ServingEngine:
         """Return the memory of the engine's processes: what each has alone, and its
         share of what several have.
         """
-        pids = [self.process.pid, *children_of(self.process.pid)]
+        pids = [self.process.pid, *children_of(self.process.pid, PROGRAM)]
         return sum(map(_pss_kb, pids)) / 2**10
 
 

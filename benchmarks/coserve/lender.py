@@ -1,12 +1,22 @@
-"""`rollweave engine --lend` with a fixed half of the memory for each of the two models,
-which never changes hands: the baseline of ROSE's Table 2. As an engine's process, it is
-that of the engine.
+"""`rollweave engine --lend` as the bench starts it: with pages in proportion to its
+models and, as the baseline of ROSE's Table 2, with a fixed half of the memory for each
+of the two models, which never changes hands. As an engine's process, it is that of the
+engine.
 """
 
+import os
 import sys
 from functools import partial
 
 from rollweave.core.policy.kv_budget import KvBudget
+
+PAGE_BYTES = 128 << 10
+"""Size of a page. In one layer it has the KV of 128 tokens of the bench's serving
+model, as a page of 2 MiB has of a model with 16 KiB per token and layer.
+"""
+
+PARTITIONED = "ROLLWEAVE_BENCH_PARTITIONED"
+"""Environment variable with 1 in an engine of fixed halves."""
 
 
 class FixedHalf(KvBudget):
@@ -36,13 +46,15 @@ def main() -> None:
         from rollweave.cli import engine
         from rollweave.cli.main import app
 
-        engine.MODULE = "benchmarks.coserve.partitioned"
+        engine.MODULE = "benchmarks.coserve.lender"
+        engine.LendSpec = partial(engine.LendSpec, page_bytes=PAGE_BYTES)  # type: ignore[assignment,attr-defined]
         app()
         return
     from rollweave.engine.coserving import executor
     from rollweave.runtime.entrypoints.engine import main as serve
 
-    executor.CoServing = partial(executor.CoServing, budget=FixedHalf)  # type: ignore[assignment,misc]
+    if os.environ.get(PARTITIONED) == "1":
+        executor.CoServing = partial(executor.CoServing, budget=FixedHalf)  # type: ignore[assignment,misc]
     serve()
 
 
