@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.cli.trace import parse_reward
-from rollweave.record.store import TrajectoryStore
+from rollweave.record.store import Ended, TrajectoryStore
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Origin, SequenceCause
 from tests.support.synthetic_run import write_run
 
 
@@ -174,6 +175,29 @@ def test_prints_a_trajectory_as_json(run: Path) -> None:
     assert turn["logprobs"] == [-0.5] * 3
     assert len(turn["tokens"]) == len(turn["pieces"]) == 3
     assert "".join(turn["pieces"]) == turn["text"] == "go<down>"
+
+
+def test_shows_why_each_sequence_began(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "made-up", steps=1).path
+    with TrajectoryStore(path / "trajectories") as store:
+        (entry,) = store.find([TrajectoryId("g0.0")])
+        (trajectory,) = store.read([entry])
+        (sequence,) = trajectory.sequences
+        began = (
+            Origin(cause=SequenceCause.FIRST),
+            Origin(cause=SequenceCause.HISTORY_EDITED, of=0, message=2, role="tool"),
+        )
+        sequences = tuple(msgspec.structs.replace(sequence, origin=each) for each in began)
+        again = msgspec.structs.replace(trajectory, attempt=1, sequences=sequences)
+        store.append(Ended(at=1.0, purpose=entry.purpose, member=0, trajectory=again))
+    _, text, _ = invoke(str(path), "g0.0/1")
+    assert "sequence 1 of 2: first" in text
+    assert "sequence 2 of 2: history edited, departs from sequence 1 at message 3 (tool)" in text
+    origins = json.loads(invoke(str(path), "g0.0/1", "--json")[1])["origins"]
+    assert [origin["cause"] for origin in origins] == ["first", "history_edited"]
+    assert (origins[1]["of"], origins[1]["message"], origins[1]["role"]) == (0, 2, "tool")
+    assert origins[1]["text"].startswith("history edited, departs")
+    assert json.loads(invoke(str(path), "g0.0/0", "--json")[1])["origins"] == [None]
 
 
 def test_shows_the_final_result(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -398,3 +399,15 @@ def test_damage_before_the_tail_is_an_error_and_removes_nothing(tmp_path: Path) 
     with pytest.raises(CorruptJournalError, match=r"record at byte \d+ "):
         TrajectoryStore(tmp_path)
     assert path.read_bytes() == data
+
+
+def test_sequences_that_were_written_before_origins_are_read() -> None:
+    sequence = TokenSequence(
+        tokens=(1,),
+        segments=(Segment(start=0, end=1, kind=SegmentKind.PROMPT),),
+        logprobs=(0.0,),
+    )
+    written = msgspec.to_builtins(sequence)
+    assert written.pop("origin") is None
+    packed = msgspec.msgpack.encode(written)
+    assert msgspec.msgpack.decode(packed, type=TokenSequence) == sequence

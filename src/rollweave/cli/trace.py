@@ -193,7 +193,10 @@ def _find(reader: TrajectoryReader, name_text: str) -> StoredAttempt:
 
 def _show(entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder) -> None:
     _show_summary(trajectory, entry)
-    for sequence in trajectory.sequences:
+    for number, sequence in enumerate(trajectory.sequences, 1):
+        if sequence.origin is not None and len(trajectory.sequences) > 1:
+            title = f"sequence {number} of {len(trajectory.sequences)}: {sequence.origin}"
+            out.print(Rule(f"[bold]{escape(title)}[/]", align="left", style="bold"))
         for span in spans(sequence):
             _show_span(sequence, span, decoder)
     out.print(Rule(style="dim"))

@@ -160,16 +160,23 @@ def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]
 def transcript(
     entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder
 ) -> dict[str, Any]:
-    """Return `attempt_line` with `sequences`: the spans of each sequence with their
-    text, tokens and, of turns, log-probs and weight versions.
+    """Return `attempt_line` with `sequences`, the spans of each sequence with their
+    text, tokens and, of turns, log-probs and weight versions; and with `origins`, why
+    each of these sequences began, or null.
     """
     return {
         **attempt_line(entry, trajectory),
+        "origins": [_origin_object(sequence) for sequence in trajectory.sequences],
         "sequences": [
             [_span_object(sequence, span, decoder) for span in spans(sequence)]
             for sequence in trajectory.sequences
         ],
     }
+
+
+def _origin_object(sequence: TokenSequence) -> dict[str, Any] | None:
+    origin = sequence.origin
+    return None if origin is None else {**msgspec.structs.asdict(origin), "text": str(origin)}
 
 
 def _span_object(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> dict[str, Any]:

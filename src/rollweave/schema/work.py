@@ -225,10 +225,43 @@ def with_routes(known: tuple[Routes, ...], later: Routes | None) -> tuple[Routes
     return known if later is None else (*known, later)
 
 
+class SequenceCause(enum.StrEnum):
+    """Why a sequence of an agent program began, instead of another one growing."""
+
+    FIRST = "first"
+    NEW_CONVERSATION = "new_conversation"  # no message of the agent is an earlier one's
+    BRANCH = "branch"  # an earlier turn is sampled again, or continued beside its continuation
+    HISTORY_EDITED = "history_edited"
+    HISTORY_SHORTENED = "history_shortened"  # messages are left out or summarized
+    TOOLS_CHANGED = "tools_changed"
+    TEMPLATE_CHANGED = "template_changed"  # other arguments of the chat template
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """The beginning of an agent program's sequence: its cause, and the number of the
+    earlier sequence from which it departs, or -1.
+
+    `message` is the first message that differs from that sequence's, counted from 0, or
+    -1, and `role` is its role.
+    """
+
+    cause: SequenceCause
+    of: int = -1
+    message: int = -1
+    role: str = ""
+
+    def __str__(self) -> str:
+        text = self.cause.value.replace("_", " ")
+        if self.of >= 0:
+            text += f", departs from sequence {self.of + 1}"
+        return f"{text} at message {self.message + 1} ({self.role})" if self.message >= 0 else text
+
+
 class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
     sampled, and 0.0 outside output segments. `teacher` has those of a teacher, or is
-    empty without one. `routes` are known of some tokens, or of none.
+    empty without one. `routes` are known of some tokens, or of none. `origin` says why
+    an agent program's sequence began; a sequence of an environment has none.
 
     Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
     len(tokens)`; output segments carry a version of at least 0; routes are ascending
@@ -241,6 +274,7 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
     turns: tuple[TurnSpan, ...] = ()
     teacher: tuple[float, ...] = ()
     routes: tuple[Routes, ...] = ()
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         ends = [0, *(part.end for part in self.routes)]

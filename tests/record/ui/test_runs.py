@@ -221,6 +221,7 @@ def test_an_attempt_with_its_task_and_group(whole: Path) -> None:
         "observation",
         "output",
     ]
+    assert read["attempt"]["origins"] == [None]
     assert {row["id"] for row in read["group"]} == {f"g9.{member}" for member in range(4)}
     assert {row["task"] for row in read["task"]} == {read["attempt"]["task"]["id"]}
     initiated = [row["initiated"] for row in read["task"]]

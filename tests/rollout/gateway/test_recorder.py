@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import FinishReason, GenerateResult, VersionSpan
-from rollweave.schema.work import Routes, SegmentKind, TokenSequence
+from rollweave.schema.work import Origin, Routes, SegmentKind, SequenceCause, TokenSequence
 from tests.support.chats import bpe, codec
 from tests.support.properties import examples
 
@@ -352,7 +352,7 @@ def test_equal_samples_of_one_prompt_are_two_calls_that_continue() -> None:
     for key, message in zip("34", exchanged, strict=True):
         speak(recorder, recorder.begin(key, [user("q"), message, user("same")]), "b")
     one, other = recorder.sequences()
-    assert one == other
+    assert one == msgspec.structs.replace(other, origin=one.origin)
     assert len(one.turns) == 2
 
 
@@ -506,3 +506,96 @@ def test_routes_are_those_of_the_call_that_sampled_a_token() -> None:
     ]
     assert [set(part.data) for part in sequence.routes] == [{0}, {1}, {2}]
     assert ends[2] == len(sequence.tokens) - 1
+
+
+# Why a sequence began.
+
+FIRST, NEW, BRANCH = (
+    SequenceCause.FIRST,
+    SequenceCause.NEW_CONVERSATION,
+    SequenceCause.BRANCH,
+)
+EDITED, SHORTENED = SequenceCause.HISTORY_EDITED, SequenceCause.HISTORY_SHORTENED
+
+
+def system(text: str) -> Message:
+    return Message(role="system", content=text)
+
+
+def agent(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+TALK = [system("s"), user("go"), agent("one"), user("and"), agent("two"), user("so")]
+DEPARTURES: dict[str, tuple[list[Message], SequenceCause, int]] = {
+    "another task": ([system("s"), user("else")], NEW, -1),
+    "another system message": ([system("other"), user("go")], NEW, -1),
+    "the last turn again": (TALK, BRANCH, -1),
+    "an earlier turn again": (TALK[:2], BRANCH, -1),
+    "another message after an earlier turn": ([*TALK[:3], user("but")], BRANCH, 3),
+    "an edited answer": ([*TALK[:2], agent("1"), *TALK[3:]], EDITED, 2),
+    "an edited answer at the end": ([*TALK[:4], agent("2"), user("so")], EDITED, 4),
+    "an edited message of the user": ([*TALK[:3], user("then"), *TALK[4:]], EDITED, 3),
+    "a system message with the time": ([system("12:00"), *TALK[1:]], EDITED, 0),
+    "a summary": ([*TALK[:2], user("I did one and two"), user("so")], SHORTENED, 2),
+    "a dropped turn": ([*TALK[:2], *TALK[4:]], SHORTENED, 2),
+    "a dropped beginning": (TALK[2:], SHORTENED, 0),
+}
+
+
+@pytest.mark.parametrize("name", DEPARTURES)
+def test_a_sequence_tells_why_it_began(name: str) -> None:
+    history, cause, message = DEPARTURES[name]
+    recorder = SessionRecorder(OF)
+    for number, length in enumerate((2, 4, 6)):
+        call = recorder.begin(f"k{number}", TALK[:length])
+        speak(recorder, call, ("one", "two", "three")[number])
+    speak(recorder, recorder.begin("departs", history), "well")
+    first, second = recorder.sequences()
+    assert first.origin == Origin(cause=FIRST)
+    of = -1 if cause is NEW else 0
+    role = history[message].role if message >= 0 else ""
+    assert second.origin == Origin(cause=cause, of=of, message=message, role=role)
+
+
+def test_other_tools_or_template_arguments_are_told() -> None:
+    recorder = SessionRecorder(codec("tools"))
+    speak(recorder, recorder.begin("a", TALK[:2]), "one")
+    speak(recorder, recorder.begin("b", TALK[:4], ['{"name": "add"}']), "two")
+    switched = SessionRecorder(codec("switched"))
+    speak(switched, switched.begin("a", TALK[:2]), "one")
+    arguments = '{"enable_thinking": false}'
+    speak(switched, switched.begin("b", TALK[:2], arguments=arguments), "two")
+    for record, cause in (
+        (recorder, SequenceCause.TOOLS_CHANGED),
+        (switched, SequenceCause.TEMPLATE_CHANGED),
+    ):
+        assert record.sequences()[1].origin == Origin(cause=cause, of=0)
+
+
+def test_a_departure_is_from_the_sequence_that_is_most_like_it() -> None:
+    recorder = SessionRecorder(OF)
+    talks = [[system("s"), user(text)] for text in ("a", "b", "c")]
+    for number, talk in enumerate(talks):
+        speak(recorder, recorder.begin(number, talk), "one")
+    for number, talk in enumerate(talks):
+        speak(recorder, recorder.begin((number, "again"), talk), "two")
+    causes = [sequence.origin for sequence in recorder.sequences()]
+    assert causes[1:3] == [Origin(cause=NEW)] * 2
+    assert causes[3:] == [Origin(cause=BRANCH, of=number) for number in range(3)]
+
+
+def test_completions_tell_why_they_began() -> None:
+    recorder = SessionRecorder(OF)
+    for number, prompt in enumerate(("once", "twice", "once x", "once x")):
+        call = recorder.begin(number, (), prompt=prompt)
+        recorder.answer(call, result(encode(" x")), Message(role="assistant", content=" x"))
+        recorder.deliver(call)
+    causes = [sequence.origin.cause for sequence in recorder.sequences() if sequence.origin]
+    assert causes == [FIRST, NEW, BRANCH]
+
+
+def test_an_origin_is_read_as_a_sentence() -> None:
+    told = Origin(cause=EDITED, of=0, message=3, role="tool")
+    assert str(told) == "history edited, departs from sequence 1 at message 4 (tool)"
+    assert str(Origin(cause=FIRST)) == "first"

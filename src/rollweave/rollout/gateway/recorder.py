@@ -26,12 +26,15 @@ import xxhash
 
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import call_key
+from rollweave.rollout.gateway.origins import Conversation, origin
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
 from rollweave.schema.work import (
+    Origin,
     Routes,
     Segment,
     SegmentKind,
+    SequenceCause,
     TokenSequence,
     TurnSpan,
     with_routes,
@@ -63,6 +66,12 @@ class Call:
     prompt_tokens: int
     forced: tuple[int, ...] = ()
     text: str | None = None
+    conversation: Conversation | None = None
+    """Its conversation until it is in a sequence; None of a completion."""
+    message: Message | None = None
+    """Its answer until it is in a sequence; None of a completion."""
+    continues: "Call | None" = None
+    """The call with which its prompt begins, until it is in a sequence."""
     state: CallState = CallState.PENDING
     result: GenerateResult | None = None
     branch: "_Branch | None" = None
@@ -96,6 +105,9 @@ class _Branch:
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
     routes: tuple[Routes, ...] = ()
+    origin: Origin | None = None
+    conversation: Conversation = field(default_factory=Conversation)
+    """The newest call's, with its answer."""
 
     def is_prefix_of(self, prompt: tuple[int, ...]) -> bool:
         return (
@@ -128,6 +140,7 @@ class _Branch:
             logprobs=tuple(self.logprobs),
             turns=tuple(self.turns),
             routes=self.routes,
+            origin=self.origin,
         )
 
     def _append(
@@ -206,6 +219,8 @@ class SessionRecorder:
             prompt_tokens=len(context) + len(opening),
             forced=opening,
             text=prompt if isinstance(prompt, str) else None,
+            conversation=Conversation.of(messages, tools, arguments) if prompt is None else None,
+            continues=recognized[-1] if recognized else None,
         )
         self.calls += 1
         self._calls_by_key.setdefault(key, []).append(call)
@@ -230,6 +245,7 @@ class SessionRecorder:
             self._by_text.setdefault(_text_key(text), []).append(call)
             call.text = None
             return
+        call.message = message
         self._by_message.setdefault(_message_key(message), []).append(call)
         self._by_digest.setdefault(_extend_digest(call.digest, message), []).append(call)
 
@@ -263,12 +279,14 @@ class SessionRecorder:
         call.state = CallState.DELIVERED
         prefixes = [branch for branch in self._branches if branch.is_prefix_of(call.prompt)]
         if not prefixes:
-            prefixes = [_Branch()]
+            prefixes = [_Branch(origin=self._origin(call))]
             self._branches += prefixes
         call.branch = max(prefixes, key=lambda branch: len(branch.tokens))
         call.branch.append_turn(call.prompt, call.result)
         call.end = len(call.branch.tokens)
-        call.prompt = ()
+        if call.conversation is not None and call.message is not None:
+            call.branch.conversation = call.conversation.with_answer(call.message)
+        call.prompt, call.conversation, call.message, call.continues = (), None, None, None
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Return the training sequences, in the order in which they began."""
@@ -287,6 +305,17 @@ class SessionRecorder:
             if call.state in undelivered
         ]
         return sum(len(call.result.tokens) for call in calls if call.result is not None)
+
+    def _origin(self, call: Call) -> Origin:
+        """Return why a call opens a sequence."""
+        if call.conversation is not None:
+            others = [branch.conversation for branch in self._branches]
+            return origin(call.conversation, others)
+        if call.continues is not None and call.continues.branch is not None:
+            of = self._branches.index(call.continues.branch)
+            return Origin(cause=SequenceCause.BRANCH, of=of)
+        new = SequenceCause.NEW_CONVERSATION if self._branches else SequenceCause.FIRST
+        return Origin(cause=new)
 
     def _context(
         self,
