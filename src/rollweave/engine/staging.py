@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from rollweave.engine.model import Decoder, DecoderWeights
+from rollweave.io.threads import yield_to_others
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import EngineReply, Staged, StageFailed
 from rollweave.schema.weights import WeightManifest
@@ -168,12 +169,14 @@ def read_beside(
     update: Callable[[DecoderWeights], None],
     done: Callable[[Callable[[], None] | None, str], None],
 ) -> None:
-    """Read and verify weights on another thread, which then calls `done` with what puts
-    them in use between two steps: `update` with a second copy if there is room for one,
-    else a copy of each parameter. After a failure it is None, beside the error.
+    """Read and verify weights on another thread, which yields to the steps, and then
+    calls `done` with what puts them in use between two of them: `update` with a second
+    copy if there is room for one, else a copy of each parameter. After a failure it is
+    None, beside the error.
     """
 
     def work() -> None:
+        yield_to_others()
         try:
             with torch.inference_mode(), _side_stream(model.device):
                 tensors = read()

@@ -10,7 +10,10 @@ import msgspec
 import pytest
 import torch
 
+from rollweave.engine.coserving import profiles
 from rollweave.engine.coserving.executor import CoServing
+from rollweave.engine.planner.batching import Batcher
+from rollweave.engine.runner import Runner
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
     EngineFatal,
@@ -117,6 +120,62 @@ def test_both_models_answer_as_they_do_alone(
         assert sampled.stats.lending is not None
         assert sampled.stats.lending.lent
         assert sampled.stats.lending.rollout_tokens == 32
+        borrower.close()
+
+
+def test_the_borrowers_model_is_measured_between_serving_steps(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    step_s = profiles._step_s
+
+    def step(runner: Runner, batcher: Batcher) -> float:
+        threads.append(threading.current_thread())
+        return step_s(runner, batcher)
+
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        monkeypatch.setattr(profiles, "_step_s", step)
+        for number in range(3):
+            lender.executor.post(asks(f"s{number}", tokens=60))
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        lender.until(lambda: lender.executor.stats().lent)
+        borrower.close()
+        assert set(threads) == {lender.thread}
+        assert {len(one.tokens) for one in lender.replies.results(3).values()} == {60}
+
+
+def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+    step_s = profiles._step_s
+
+    def step(runner: Runner, batcher: Batcher) -> float:
+        began.set()
+        assert goes_on.wait(WAIT_S)
+        return step_s(runner, batcher)
+
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        monkeypatch.setattr(profiles, "_step_s", step)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        assert began.wait(WAIT_S)
+        ended, end = threading.Event(), lender.executor.end
+        monkeypatch.setattr(lender.executor.borrowing, "end", lambda: (end(), ended.set()))
+        borrower.close()
+        assert ended.wait(WAIT_S)  # while a step computes
+        goes_on.set()
+        lender.until(lambda: not lender.executor.stats().rollout_pages)
+        lender.until(lambda: not lender.executor.stats().lent)
+        lender.executor.post(asks("s"))
+        assert len(lender.replies.results(1)["s"].tokens) == 8
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        lender.until(lambda: lender.executor.stats().lent)
         borrower.close()
 
 

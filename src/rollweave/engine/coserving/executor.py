@@ -5,8 +5,9 @@ One thread takes commands of both, and computes one step at a time. Serving come
 after each of its steps, a rollout step may follow if `core/policy/admission` finds that
 every serving request can wait for it, and one that arrives in the meantime, too. Pages
 follow `core/policy/kv_budget`. A rollout that must go is aborted and keeps its tokens:
-the run continues it elsewhere. The borrower's model is built beside the steps, on
-another thread, and lost without a trace when its connection ends.
+the run continues it elsewhere. The borrower's model is read beside the steps, on
+a thread that yields to them, measured between them where serving can wait, and lost
+without a trace when its connection ends.
 """
 
 import gc
@@ -20,7 +21,14 @@ from typing import Any
 import msgspec
 import torch
 
-from rollweave.core.policy.admission import Admission, Slo, StepKind, stalled
+from rollweave.core.policy.admission import (
+    FIRST_MARGIN,
+    Admission,
+    Profile,
+    Slo,
+    StepKind,
+    stalled,
+)
 from rollweave.core.policy.kv_budget import KvBudget
 from rollweave.engine.coserving.lending import LendingSocket
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
@@ -33,6 +41,7 @@ from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.io.device import device_named
+from rollweave.io.threads import yield_to_others
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (
     Add,
@@ -89,6 +98,7 @@ class CoServing:
         self._end_s = end_s
         self._ready = False
         self._admission: Admission | None = None
+        self._measuring: _Measuring | None = None
         self._progressed = 0.0
         self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
@@ -145,6 +155,8 @@ class CoServing:
         """Build the serving model, lend at the socket, and serve."""
         try:
             self._build()
+            # the end of a loan collects the garbage of its model, not all objects
+            gc.freeze()
             listener = LendingSocket(self.lend.socket, self.borrowing)
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
@@ -155,7 +167,11 @@ class CoServing:
             with torch.inference_mode():
                 while self._serving_loop.take_commands():
                     self._take_events()
-                    if not self._compute():
+                    computed = self._serve()
+                    # requests that have arrived meanwhile come before a rollout
+                    if not self._serving_loop.take_commands():
+                        break
+                    if not self._compute_for_borrower() and not computed:
                         self._wait()
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
@@ -247,27 +263,34 @@ class CoServing:
             if self._events or self._serving_loop.has_commands:
                 return
             borrowed = self._borrowed
-            timeout = RETRY_S if self._serving_loop.has_work else None
+            waits = self._serving_loop.has_work or self._measuring is not None
+            timeout = RETRY_S if waits else None
             if borrowed is not None and self._admission is not None:
                 if borrowed.loop.has_commands:
                     return
                 timeout = RETRY_S if borrowed.loop.has_work else LEASES_S
             self._wake.wait(timeout)
 
-    def _compute(self) -> bool:
-        """Compute a serving step and a rollout step, as far as there are any. Return
-        whether there was one.
-        """
-        computed = False
+    def _serve(self) -> bool:
+        """Compute a serving step, if there is one. Return whether there was."""
         if self._borrowed is not None and self._admission is not None:
             self._for_borrower(lambda: self._shared.keep(self._clock()))
-        if self._serving_loop.has_work:
-            self._make_room()
-            computed = self._serving_loop.step()
-            self._load.stepped(self._serving_loop, self._clock())
-        if self._borrowed is not None and self._admission is not None:
-            computed = self._for_borrower(self._roll) or computed
+        if not self._serving_loop.has_work:
+            return False
+        self._make_room()
+        computed = self._serving_loop.step()
+        self._load.stepped(self._serving_loop, self._clock())
         return computed
+
+    def _compute_for_borrower(self) -> bool:
+        """Compute a rollout step, or one that measures the borrower's model, if it may
+        run now. Return whether it did.
+        """
+        if self._measuring is not None:
+            return self._for_borrower(self._measure)
+        if self._borrowed is not None and self._admission is not None:
+            return self._for_borrower(self._roll)
+        return False
 
     # Serving
 
@@ -300,7 +323,7 @@ class CoServing:
         return msgspec.structs.replace(sampled, stats=stats)
 
     def _begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
-        """Take memory for the borrower's model, and build it beside the steps."""
+        """Take memory for the borrower's model, and read it beside the steps."""
         started = self._clock()
         try:
             tenant = self._tenant(spec, reply)
@@ -311,6 +334,7 @@ class CoServing:
         self._loans += 1
 
         def build() -> None:
+            yield_to_others()
             tenant.build()
             self._call(lambda: self._built(tenant, started, reply))
 
@@ -368,17 +392,42 @@ class CoServing:
             tenant.loop.close()
             tenant.pool.close()
             return
-        if tenant.profile is None:
+        if tenant.error:
             reply(EngineFatal(error=tenant.error))
             return
+        self._measuring = _Measuring(tenant, started=started, now=self._clock())
+
+    def _measure(self) -> bool:
+        """Compute a step of the borrower's profile if serving can wait for it. A size
+        that has waited too long for that is left out.
+        """
+        measuring, now = self._measuring, self._clock()
+        assert measuring is not None
         assert self._serving is not None
         assert self._serving.profile is not None
-        self._admission = Admission(
-            slo=self._slo, profile=self._serving.profile, rollout=tenant.profile
-        )
-        self._activation_s = self._clock() - started
+        serving = self._serving.profile
+        admission = Admission(slo=self._slo, profile=serving, rollout=serving)
+        slack = self._load.slack(self._serving_loop, admission, now)
+        idle = not self._serving_loop.has_work
+        fits = FIRST_MARGIN * measuring.expected_s <= slack if measuring.expected_s else idle
+        if not fits and not stalled(measuring.since, now):
+            return False
+        profile = measuring.step(fits=fits)
+        measuring.since = self._clock()
+        if profile is not None:
+            self._activate(measuring, profile)
+        return True
+
+    def _activate(self, measuring: "_Measuring", profile: Profile) -> None:
+        """Begin to compute rollouts."""
+        self._measuring = None
+        assert self._serving is not None
+        assert self._serving.profile is not None
+        serving = self._serving.profile
+        self._admission = Admission(slo=self._slo, profile=serving, rollout=profile)
         self._progressed = self._clock()
-        self._shared.rollouts = tenant.memory
+        self._activation_s = self._progressed - measuring.started
+        self._shared.rollouts = measuring.tenant.memory
         self._shared.begin_step()
 
     def _forward(self, command: EngineCommand) -> None:
@@ -409,8 +458,10 @@ class CoServing:
     def _drop(self) -> None:
         """Drop the borrower's model and return its pages."""
         tenant, self._borrowed = self._borrowed, None
-        building = self._admission is None
-        self._admission = None
+        building = self._admission is None and self._measuring is None
+        if self._measuring is not None:
+            self._measuring.end()
+        self._admission = self._measuring = None
         if tenant is not None:
             self._shared.rollouts = None
             self._rollout_tokens += tenant.loop.output_tokens
@@ -504,6 +555,32 @@ class CoServing:
             rollout_age_s=self._clock() - self._rollout_at,
             activation_s=self._activation_s,
         )
+
+
+class _Measuring:
+    """The measurement of a borrower's model. `expected_s` are the seconds of its next
+    step, which has waited since `since`.
+    """
+
+    def __init__(self, tenant: Tenant, *, started: float, now: float) -> None:
+        self.tenant, self.started, self.since = tenant, started, now
+        self._steps = tenant.profile_steps()
+        self.expected_s = next(self._steps)
+
+    def step(self, *, fits: bool) -> Profile | None:
+        """Compute the next step, or leave its size out if it does not fit. Return the
+        profile at the end.
+        """
+        try:
+            self.expected_s = self._steps.send(fits)
+        except StopIteration as end:
+            profile: Profile = end.value
+            return profile
+        return None
+
+    def end(self) -> None:
+        """Give the measurement up."""
+        self._steps.close()
 
 
 class _Borrowing:

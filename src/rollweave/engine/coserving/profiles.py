@@ -1,11 +1,14 @@
 """Measures the profile of a model beside another one: the seconds of prompts by their
 tokens, and of decode steps by their sequences.
 
-All measured steps use the blocks of the first group, which always has memory.
+All measured steps use the blocks of the first group, which always has memory. Other
+models may compute between two of them.
 """
 
 import statistics
 import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 
 from rollweave.core.policy.admission import CHUNK_TOKENS, Curve, Profile
 from rollweave.engine.planner.batching import Batcher, Entry
@@ -20,42 +23,90 @@ STEPS = 3
 CONTEXT_TOKENS = 128
 """Number of tokens in each sequence that decodes."""
 
+ProfileSteps = Generator[float, bool, Profile]
+"""A measurement step by step. It yields the seconds that the next step is expected to
+take, 0 if nothing is known, and computes it once True is sent. After False, this size
+and larger ones are left out, unless there is none yet; the profile extrapolates them.
+"""
+
 
 def measure_profile(runner: Runner, *, blocks: int, slots: int) -> Profile:
     """Measure a model's steps with the first `blocks` blocks of its pool."""
+    steps = profile_steps(runner, blocks=blocks, slots=slots)
+    try:
+        next(steps)
+        while True:
+            steps.send(True)
+    except StopIteration as end:
+        profile: Profile = end.value
+        return profile
+
+
+def profile_steps(runner: Runner, *, blocks: int, slots: int) -> ProfileSteps:
+    """Measure as `measure_profile` does, when the caller says so."""
     room = min(blocks * runner.pool.block_tokens, runner.shape.context - 1)
     sizes = [1 << power for power in range(4, CHUNK_TOKENS.bit_length()) if 1 << power <= room]
-    prefill = Curve(tuple((size, _prefill_s(runner, blocks, size)) for size in sizes or [1]))
+    prefill = yield from measure_curve(
+        sizes or [1], lambda size: _prefill_steps(runner, blocks, size)
+    )
     each = -(-(CONTEXT_TOKENS + STEPS + 2) // runner.pool.block_tokens)
     context = min(CONTEXT_TOKENS, room - STEPS - 2)
     largest = max(1, min(slots, blocks // (each + 1)))
     batches = [1 << power for power in range(largest.bit_length()) if 1 << power <= largest]
-    decode = Curve(tuple((batch, _decode_s(runner, blocks, batch, context)) for batch in batches))
+    decode = yield from measure_curve(
+        batches,
+        lambda batch: _decode_steps(runner, blocks, batch, context),
+        first_s=prefill.points[0][1],
+    )
     if runner.mirror is not None:
         runner.mirror.forget(memory=True)
     # An embedded engine computes every prompt in chunks of the same size.
     return Profile(mono=prefill, chunked=prefill, decode=decode)
 
 
-def _prefill_s(runner: Runner, blocks: int, tokens: int) -> float:
-    seconds: list[float] = []
-    for _ in range(1 + STEPS):
+def measure_curve(
+    sizes: Sequence[int],
+    steps_of: Callable[[int], Generator[float, None, None]],
+    *,
+    first_s: float = 0.0,
+) -> Generator[float, bool, Curve]:
+    """Measure each size with steps that compute as they are iterated."""
+    points: list[tuple[int, float]] = []
+    for size in sizes:
+        expected = points[-1][1] * size / points[-1][0] if points else first_s
+        seconds: list[float] = []
+        with closing(steps_of(size)) as steps:
+            for _ in range(1 + STEPS):
+                if not (yield expected) and points:
+                    return Curve(tuple(points))
+                expected = next(steps)
+                seconds.append(expected)
+        points.append((size, statistics.median(seconds[1:])))
+    return Curve(tuple(points))
+
+
+def _prefill_steps(runner: Runner, blocks: int, tokens: int) -> Generator[float, None, None]:
+    while True:
         batcher = _batcher(runner, blocks, slots=1, chunk=tokens)
         batcher.add(Entry(id="0", tokens=[0] * tokens, limit=tokens))
-        seconds.append(_step_s(runner, batcher))
+        seconds = _step_s(runner, batcher)
         _forget(runner, batcher)
-    return statistics.median(seconds[1:])
+        yield seconds
 
 
-def _decode_s(runner: Runner, blocks: int, batch: int, context: int) -> float:
+def _decode_steps(
+    runner: Runner, blocks: int, batch: int, context: int
+) -> Generator[float, None, None]:
     batcher = _batcher(runner, blocks, slots=batch, chunk=batch * context)
     for number in range(batch):
         batcher.add(Entry(id=str(number), tokens=[0] * context, limit=context + STEPS + 1))
     for entry, _ in batcher.plan().prefill:
         batcher.advance(entry, context - 1)
-    seconds = [_step_s(runner, batcher) for _ in range(1 + STEPS)]
-    _forget(runner, batcher)
-    return statistics.median(seconds[1:])
+    try:
+        while True:
+            yield _step_s(runner, batcher)
+    finally:
+        _forget(runner, batcher)
 
 
 def _batcher(runner: Runner, blocks: int, *, slots: int, chunk: int) -> Batcher:

@@ -1,10 +1,8 @@
 """One of the two models of a co-serving engine."""
 
-import torch
-
 from rollweave.core.policy.admission import Profile
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory
-from rollweave.engine.coserving.profiles import measure_profile
+from rollweave.engine.coserving.profiles import ProfileSteps, profile_steps
 from rollweave.engine.loop import EngineLoop
 
 
@@ -21,13 +19,13 @@ class Tenant:
         """Build the model, on any thread. `error` says why that failed."""
         try:
             self.loop.build()
-            with torch.inference_mode():
-                self.profile = measure_profile(
-                    self.loop.runner,
-                    blocks=self.pool.group_blocks,
-                    slots=self.loop.spec.max_slots,
-                )
             planner = self.loop.planner
             self.memory = ModelMemory(self.pool, planner.ledger, planner)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
+
+    def profile_steps(self) -> ProfileSteps:
+        """Measure the model step by step."""
+        return profile_steps(
+            self.loop.runner, blocks=self.pool.group_blocks, slots=self.loop.spec.max_slots
+        )

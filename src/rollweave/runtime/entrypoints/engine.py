@@ -17,6 +17,11 @@ from rollweave.schema.serving import LENT_SOCKET, EngineCommand, EngineReply, En
 
 RECEIVE_BYTES = 1 << 18
 
+SWITCH_S = 0.0005
+"""Seconds after which a thread of an engine that lends gives Python up to another one:
+the thread that computes waits no longer for those that read the weights of a run.
+"""
+
 
 def main() -> None:
     """Serve until `Shutdown`, or the end of the parent."""
@@ -36,7 +41,12 @@ def main() -> None:
     from rollweave.engine.coserving.executor import CoServing
     from rollweave.engine.loop import EngineLoop
 
-    engine = EngineLoop(spec, send) if spec.lend is None else CoServing(spec, send)
+    engine: EngineLoop | CoServing
+    if spec.lend is None:
+        engine = EngineLoop(spec, send)
+    else:
+        sys.setswitchinterval(SWITCH_S)
+        engine = CoServing(spec, send)
     parent.listen(lambda payload: engine.post(decode(payload)))
     engine.run()
 
