@@ -16,11 +16,11 @@ demo: .venv/ready
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
 
 test: .venv/ready-test lint
-	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -rs -m "not slow and not cluster and not vllm"
-	@echo "Not run: tests marked slow (make test-slow), cluster (make test-cluster, as root) and vllm (make test-vllm)."
+	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -rs -m "not extended and not slow and not cluster and not vllm"
+	@echo "Not run: tests marked extended or slow (make test-slow), cluster (make test-cluster, as root) and vllm (make test-vllm)."
 
-# The same tests in random order with all examples of every property, then the long
-# tests one by one: many of them time whole runs.
+# The same tests and the extended ones, in random order and with all examples of every
+# property, then the long tests one by one: many of them time whole runs.
 test-slow: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/pytest $(PARALLEL) -m "not slow and not cluster and not vllm" --hypothesis-profile thorough
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m "slow and not vllm" --hypothesis-profile thorough --timeout 1200

@@ -23,11 +23,19 @@ reset_signals()
 register_profiles()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long tests: if one of them came last, one core would stand
-    idle.
+    idle. Mark all but the first variant of a test with the mark `variants`.
     """
-    here = Path(__file__).parent
+    here, first = Path(__file__).parent, set[str]()
+    for item in items:
+        if item.get_closest_marker("slow"):
+            continue
+        name = item.nodeid.split("[")[0]
+        if item.get_closest_marker("variants") and name in first:
+            item.add_marker("extended")
+        first.add(name)
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in STARTING_PROCESSES)
 
 

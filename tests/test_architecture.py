@@ -3,6 +3,7 @@ a circle, and functions stay short.
 """
 
 import ast
+import functools
 import graphlib
 import re
 import runpy
@@ -92,9 +93,15 @@ def package(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Each function of the file, with its number of lines."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node.name, node.end_lineno - node.lineno + 1
@@ -113,7 +120,7 @@ def test_functions_are_short() -> None:
 def imported(path: Path) -> Iterator[str]:
     """Each module of the tests that this one may import, also from a package."""
     folder = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -140,7 +147,7 @@ def test_no_module_of_tests_is_a_library_of_another() -> None:
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Each string that is a statement, also behind a value, with its line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         match node:
             case ast.Expr(value=ast.Constant(value=str() as text), lineno=line) if text.strip():
                 yield line, text

@@ -218,6 +218,7 @@ for name in {sorted({name for names in EXTRAS.values() for name in names})!r}:
 """
 
 
+@pytest.mark.extended
 def test_training_needs_no_extra(config: Path) -> None:
     done = python(
         f"{BLOCKED}\nimport rollweave\nassert rollweave.train('small.toml', "

@@ -48,6 +48,7 @@ def value(result: Result, name: str) -> float:
     return figure
 
 
+@pytest.mark.extended
 def test_every_figure_is_present(result: Result) -> None:
     assert set(result.figures) == {*SPEEDS, *RATIOS, *EXACTNESS}
     assert all(value(result, name) > 0 for name in (*SPEEDS, *RATIOS))

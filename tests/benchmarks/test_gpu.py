@@ -19,6 +19,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.extended
 def test_every_figure_is_positive() -> None:
     reported: list[str] = []
     result = measure([TINY], device="cpu", progress=reported.append)

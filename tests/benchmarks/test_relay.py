@@ -262,6 +262,7 @@ with Network(2) as net:
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_a_killed_bench(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -49,6 +49,7 @@ def answer(result: Result) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.extended
 def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
     result = run(tmp_path, "--price", "2", "--json")
     advice = answer(result)

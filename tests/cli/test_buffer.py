@@ -57,6 +57,7 @@ def nothing(experiences, version):
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_buffer_function_selects_experiences(
     written: Written, tmp_path: Path, processes: bool
@@ -147,6 +148,7 @@ def later(experiences, version):
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -103,6 +103,7 @@ async def test_a_server_that_is_killed_during_a_turn_is_lost(tmp_path: Path) -> 
             await engine.close()
 
 
+@pytest.mark.extended
 async def test_openai_s_client_chats_with_it(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -178,6 +179,7 @@ async def test_prompts_are_computed_at_another_engine_until_it_dies(tmp_path: Pa
             assert line
 
 
+@pytest.mark.extended
 async def test_requires_the_token(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (_, place), aiohttp.ClientSession() as session:
         body = {"prompt_ids": [5], "max_tokens": 1}

@@ -108,12 +108,14 @@ def odd(command: str, directory: Path, **env: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.extended
 def test_replaces_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
     done = odd("$R doctor", tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "?  python" in done.stdout
 
 
+@pytest.mark.extended
 def test_runs_with_closed_outputs(config: Path, tmp_path: Path) -> None:
     assert odd(f"$R train {config} --set run.steps=-1 >&- 2>&-", tmp_path).returncode == 2
 

@@ -20,6 +20,7 @@ def invoke(*arguments: str) -> tuple[int, str, list[str]]:
     return result.exit_code, result.stdout, result.stderr.splitlines()
 
 
+@pytest.mark.extended
 def test_prints_tables_and_json_and_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     code, out, _ = invoke(

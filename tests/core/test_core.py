@@ -277,6 +277,7 @@ def test_the_version_of_an_engine_is_retained_while_its_loads_fail() -> None:
     World(run_config, 334, failure=0.1).run()
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 @settings(max_examples=examples(30))
 @given(

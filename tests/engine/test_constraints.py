@@ -244,6 +244,7 @@ async def test_turns_have_the_form_and_logprobs_of_the_whole_distribution(
     assert any(result.finish is FinishReason.STOP for result in results[6:9])
 
 
+@pytest.mark.extended
 def test_engines_and_controllers_start_without_the_library() -> None:
     modules = "rollweave.engine.loop, rollweave.runtime.launch, rollweave.rollout.gateway.apis"
     program = f"import sys, {modules}; print('llguidance' in sys.modules)"

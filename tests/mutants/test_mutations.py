@@ -2,6 +2,8 @@
 
 import ast
 
+import pytest
+
 from tests.mutants.__main__ import all_mutants, explained
 from tests.mutants.mutations import mutations
 
@@ -55,5 +57,6 @@ def test_each_mutation_changes_one_line_and_is_taken_back() -> None:
     }
 
 
+@pytest.mark.extended
 def test_explanations_are_of_mutants_that_exist() -> None:
     assert explained(all_mutants())

@@ -811,6 +811,7 @@ class Watched:
         return getattr(self.engine, name)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("end", ["killed", pytest.param("aborted", marks=pytest.mark.slow)])
 async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(

@@ -158,6 +158,7 @@ def boundaries(journal: Path) -> list[int]:
     return [record.end for record in JOURNAL.scan(journal)]
 
 
+@pytest.mark.extended
 def test_a_cut_journal_is_refused_or_resumes_from_an_existing_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import Command, RemoveWorker, RestartWorker
 from rollweave.schema.config.root import RunConfig
@@ -138,6 +140,7 @@ def test_workers_end_while_the_trainer_works_and_start_again_after_it(tmp_path: 
     assert replay(config).differing == 0
 
 
+@pytest.mark.extended
 def test_a_resumed_run_starts_workers_from_zero_again(tmp_path: Path) -> None:
     config = elastic(tmp_path / "run", idle_s=60.0)
     (Path(config.tasks[0].options["where"]) / "open").touch()

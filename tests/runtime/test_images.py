@@ -130,6 +130,7 @@ def test_one_host_builds_and_the_others_fetch_from_it(
     assert agents.statuses() == {"a": 0, "b": 0}
 
 
+@pytest.mark.extended
 def test_a_missing_image_is_blamed_on_the_infrastructure(tmp_path: Path, base: str) -> None:
     named = recipe(tmp_path / "given", base, "echo the reason; exit 3")
     config = imaged(tmp_path / "run", named, sandbox={"cache_dir": str(tmp_path / "cache")})

@@ -164,6 +164,7 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
     ]
 
 
+@pytest.mark.extended
 def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> None:
     """The controller is killed after one engine joined, and again after another was
     withdrawn.

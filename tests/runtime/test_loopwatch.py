@@ -150,6 +150,7 @@ except typer.Exit as error:
 BLOCKING = "is blocking the event loop"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("kind", "reported", "numbers"),
     [

@@ -222,6 +222,7 @@ async def run_turn(engine: Any, tokens: Sequence[int], **sampling: Any) -> Gener
     return result
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_a_migrated_trajectory_samples_the_same_tokens(
     model: str, tmp_path: Path, over: KvTransport
@@ -291,6 +292,7 @@ async def check_fallback(stage: Stage, error: str) -> None:
     assert (await run_turn(b, TOKENS[:100], seed=8)).tokens == other.tokens
 
 
+@pytest.mark.extended
 async def test_a_source_is_killed_before_its_memory_was_opened(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="shm") as stage:
         source = stage.engines.backend(A)
@@ -313,6 +315,7 @@ async def test_a_source_is_killed_while_it_sends(model: str, tmp_path: Path) -> 
         await check_fallback(stage, "of 7340032 bytes")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("over", ["shm", "tcp"])
 async def test_a_source_hangs(model: str, tmp_path: Path, over: KvTransport) -> None:
     """It hangs before it has exported anything, or with the target connected to it."""
@@ -338,6 +341,7 @@ async def test_a_source_hangs(model: str, tmp_path: Path, over: KvTransport) -> 
             pass  # on a busy machine it may take longer than that second
 
 
+@pytest.mark.extended
 async def test_a_target_is_killed_while_it_receives(model: str, tmp_path: Path) -> None:
     async with living(model, tmp_path, kv_over="tcp") as stage:
         source, target = stage.engines.backend(A), stage.engines.backend(B)

@@ -77,6 +77,7 @@ def test_three_runs_share_a_judge_that_is_too_small_for_them(tmp_path: Path, jud
         check_shares(config)
 
 
+@pytest.mark.extended
 def test_a_killed_controller_compares_the_same_groups_again(tmp_path: Path, judge: Judge) -> None:
     config = judged(tmp_path, judge, pairwise=True, warmup={"steps": 0})
     with living(config) as life:

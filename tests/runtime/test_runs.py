@@ -183,6 +183,7 @@ def test_a_stuck_engine_is_named_and_replaced(tmp_path: Path) -> None:
     assert_trained_once(config)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_trainer_returns_to_its_checkpoint(tmp_path: Path, ranks: int) -> None:
     """Whichever rank is killed, all of them return."""
@@ -248,6 +249,7 @@ def test_a_trainer_that_can_never_start_is_started_once(tmp_path: Path) -> None:
     assert run(config, resume=True).steps == 4
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: int) -> None:
     config = make_config(tmp_path)
@@ -271,6 +273,7 @@ def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: in
     assert_no_processes(config)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded", "decoupled"])
 def test_rollouts_of_a_killed_controller_continue(tmp_path: Path, mode: str) -> None:
     """The controller dies while the environments of all rollouts wait, after a turn."""
@@ -324,6 +327,7 @@ def test_an_evaluation_of_a_killed_controller_continues(tmp_path: Path, mode: st
     assert_no_processes(config)
 
 
+@pytest.mark.extended
 def test_a_finished_run_may_continue_with_more_steps(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2)
     run(config)
@@ -365,6 +369,7 @@ class FullDisk(Silent):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["journal.bin", "000000.bin", "metrics.jsonl", "trace.json"])
 def test_a_full_disk_stops_the_run_with_one_error_and_it_resumes_later(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def striking(config: RunConfig, number: signal.Signals) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_worker_costs_only_its_attempts(

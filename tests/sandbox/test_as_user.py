@@ -53,6 +53,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_no_attack_escapes_from_an_unprivileged_sandbox() -> None:
     needs("bubblewrap")

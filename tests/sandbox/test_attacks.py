@@ -13,6 +13,7 @@ from tests.support.sandboxes import ISOLATING, opened, python
 AT_ONCE = 4
 
 
+@pytest.mark.variants
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ISOLATING)
 async def test_no_attack_escapes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from rollweave.sandbox.tools import Bash, Editor, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
 from tests.support.sandboxes import NAMES, SPEC, opened, python
 
+pytestmark = pytest.mark.variants
+
 SIGNALED = """
 import contextlib, os, signal
 for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):

@@ -60,6 +60,7 @@ def _read(folder: Path, *names: str) -> int:
     return next(int((folder / name).read_text()) for name in names if (folder / name).exists())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_sandbox_and_its_branches_have_limited_groups_that_end_with_them(
     name: str,

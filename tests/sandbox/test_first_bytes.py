@@ -16,6 +16,8 @@ from rollweave.sandbox.tools import IPython
 from rollweave.schema.errors import SandboxError
 from tests.support.sandboxes import ISOLATING, image, opened
 
+pytestmark = pytest.mark.variants
+
 LIMITS = Limits(processes=40, memory_bytes=512 * MIB, disk_bytes=256 * MIB, cpu_s=77.0, files=321)
 
 PROGRESS = """#!/bin/sh

@@ -239,6 +239,7 @@ async def test_a_daemon_that_keeps_the_terminal_open_delays_nothing(tmp_path: Pa
         os.kill(pid, 9)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "command",
     [

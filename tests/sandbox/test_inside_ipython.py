@@ -87,6 +87,7 @@ async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython)
     assert (result.output, result.result, result.restarted) == ("before\n", None, False)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("cell", "name"),
     [
@@ -112,6 +113,7 @@ async def test_the_interpreter_survives_errors(cell: str, name: str, cells: IPyt
     assert (await well(cells, "kept")).result == "1"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "cell",
     [
@@ -131,6 +133,7 @@ async def test_a_cell_out_of_time_is_interrupted_and_names_persist(
     assert (await well(cells, "kept")).result == "1"
 
 
+@pytest.mark.extended
 async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> None:
     cell = (
         "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\n"
@@ -147,6 +150,7 @@ async def test_a_cell_that_ignores_the_interrupt_is_killed(cells: IPython) -> No
     assert (await cells.run("os")).error is not None
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("cell", "status"),
     [
@@ -189,6 +193,7 @@ async def test_a_cell_that_forks_and_returns_twice_is_answered_once(cells: IPyth
     assert (await well(cells, "1 + 1")).result == "2"
 
 
+@pytest.mark.variants
 async def test_excessive_output_is_truncated(cells: IPython) -> None:
     result = await well(cells, "print('first'); print('x' * 50_000_000); print('last')")
     assert result.output.startswith("first\nxxx")

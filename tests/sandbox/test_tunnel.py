@@ -23,6 +23,8 @@ from tests.support.scripted_gateway import Script, gateway
 
 from .service import Spy, output_of, run, spied
 
+pytestmark = pytest.mark.variants
+
 OPENAI = """
 import openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key=sys.argv[2], max_retries=0, timeout=100)
@@ -369,6 +371,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "wire",
     [[], ["POST /s/mine/v1/a HTTP/1.1\r\nContent-Length: 9\r\n\r\nhalf"]],

@@ -222,6 +222,7 @@ def _zeros(path: Path, *, size: int) -> Path:
     return path
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("make_archive", "bounds", "message"),
     [

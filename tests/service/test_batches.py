@@ -223,6 +223,7 @@ async def test_retries_while_the_service_is_full(
             assert batches.account.failed == 0
 
 
+@pytest.mark.extended
 async def test_a_restarted_service_loses_no_group(tmp_path: Path, unused_tcp_port: int) -> None:
     """The service restarts at the same address, with its directory."""
     gate = tmp_path / "gate"

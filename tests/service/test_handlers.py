@@ -71,6 +71,7 @@ async def test_built_in_handlers_run(tmp_path: Path, env: str) -> None:
     assert json.loads(result["result"]) == {"answer": None}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("fault", "reason", "text"),
     [
@@ -99,6 +100,7 @@ async def test_excess_output_is_truncated(tmp_path: Path) -> None:
     assert json.loads(member["result"]["result"])["shown"] <= 600
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("warm", [0, 1])
 async def test_cancelling_a_tool_call_kills_its_process_tree(tmp_path: Path, warm: int) -> None:
     config = service_config(
@@ -163,6 +165,7 @@ async def sleep_begins(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.extended
 def test_a_run_trains_on_the_rollouts_of_a_handler(tmp_path: Path) -> None:
     with nothing_left():
         summary = run(make_config(tmp_path, task=BOXED, sandbox=ZYGOTE, steps=2))
@@ -170,6 +173,7 @@ def test_a_run_trains_on_the_rollouts_of_a_handler(tmp_path: Path) -> None:
     assert summary.account.trained == 2 * 2 * 2
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("scheduling", ["turn", "trajectory"])
 def test_cancelled_calls_keep_the_accounting_balanced(tmp_path: Path, scheduling: str) -> None:
     """With several sequences in a trajectory and turns withdrawn at any moment, the

@@ -42,6 +42,7 @@ def words(directory: Path, raises: str, task: dict[str, Any]) -> RunConfig:
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("task", "raises", "reason"), PLACES)
 async def test_invalid_text_affects_only_its_own_rollout(
     tmp_path: Path, task: dict[str, Any], raises: str, reason: str

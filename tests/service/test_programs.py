@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.service.api import call, game
 from tests.support.fake_runs import make_config, run
 from tests.support.programs import agent_program
@@ -54,6 +56,7 @@ async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(
     assert "did not end within timeout_s" in member["result"]["error"]
 
 
+@pytest.mark.extended
 def test_a_run_trains_on_the_output_of_a_program(tmp_path: Path) -> None:
     with nothing_left():
         options = {"command": TALKS, "score": COUNTS}

@@ -467,6 +467,7 @@ def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollweave.service.client.MAX_BACKOFF_S", 0.2)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("brief_waits")
 async def test_a_client_balances_and_fails_over(tmp_path: Path) -> None:
     """One of two services is killed with rollouts under way: the other one runs
@@ -648,6 +649,7 @@ async def collected(members: AsyncIterator[MemberStatus]) -> list[MemberStatus]:
     return [member async for member in members]
 
 
+@pytest.mark.extended
 async def test_lists_more_rollouts_than_fit_one_page(tmp_path: Path) -> None:
     with serving(service_config(tmp_path, options={"wait": str(tmp_path / "gate")})) as service:
         for at in range(0, 1200, 600):

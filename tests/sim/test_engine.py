@@ -388,6 +388,7 @@ def check_exact(case: Case, *, interval_s: float) -> None:
     assert outcome.left == expected.left
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("tight", [False, True])
 def test_without_shared_prompts_equals_the_planner_exactly(tight: bool) -> None:
     preempted = again = 0.0
@@ -401,6 +402,7 @@ def test_without_shared_prompts_equals_the_planner_exactly(tight: bool) -> None:
     assert again
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("tight", [False, True])
 def test_an_aborted_turn_has_sampled_as_in_the_planner(tight: bool) -> None:
     left: list[int] = []

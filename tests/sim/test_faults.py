@@ -46,6 +46,7 @@ def test_workers_that_come_and_go_are_lost() -> None:
     assert search(3).faults["worker lost"]
 
 
+@pytest.mark.extended
 def test_every_mode_and_every_fault_occurs() -> None:
     assert {scenario(seed).rollout.mode for seed in range(SEEDS)} == set(MODES)
     assert scenario(5).trainer.colocated

@@ -218,6 +218,7 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
     assert replayed(run_config, journal).snapshot() == world.core.snapshot()
 
 
+@pytest.mark.extended
 def test_the_controller_is_lost_on_hosts_of_pools(tmp_path: Path) -> None:
     """The restored core starts the engines on the hosts of their pools again."""
     run_config = pooled(tmp_path)

@@ -30,6 +30,7 @@ class Journal:
         self.lines.append((now, event, list(commands)))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("relays", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", mostly_slow(ModeName, {ModeName.SYNC, ModeName.DECOUPLED}))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def simulated(run_config: RunConfig) -> World:
     return world
 
 
+@pytest.mark.extended
 def test_learned_costs_are_close_to_measured_ones(tmp_path: Path) -> None:
     world = simulated(servers(tmp_path, degrees={2: 1, 1: 2}))
     state, fleet = world.core.state, world.fleet

@@ -30,6 +30,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded_run(tmp_path_factory.mktemp("recorded"))
 
 
+@pytest.mark.extended
 def test_an_engine_is_measured_by_its_turns(path: Path) -> None:
     timings = read_timings(path / "journal.bin", recorded_settings())
     engine, real = MeasuredEngine(timings, kv_tokens=99), Linear(1 << 20)
@@ -48,6 +49,7 @@ def choice(recording: Recording, mode: str, count: int) -> Candidate:
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("mode", "count"), [("sync", 1), ("bounded", 2), ("sync", 4)])
 def test_predictions_hold_against_the_costs_that_the_run_had(
     path: Path, mode: str, count: int

@@ -33,6 +33,7 @@ def config(mode: str) -> RunConfig:
     return loads(CONFIG.format(mode=mode))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "mode", mostly_slow(["sync", "one_step", "bounded", "decoupled"], {"bounded", "decoupled"})
 )

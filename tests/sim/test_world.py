@@ -46,6 +46,7 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
     assert len(outcome.step_s) == 3
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("mode", ["bounded", "decoupled"])
 def test_groups_are_compared_in_no_time(mode: str, tmp_path: Path) -> None:
     judge = {"url": "http://judge/v1", "model": "m", "rubric": "x", "pairwise": True}
@@ -56,6 +57,7 @@ def test_groups_are_compared_in_no_time(mode: str, tmp_path: Path) -> None:
     assert compared.summary.account.trained == simulate(plain).summary.account.trained
 
 
+@pytest.mark.extended
 def test_decoupled_engines_run_the_longest_trajectories_first(tmp_path: Path) -> None:
     run_config = config(tmp_path, mode="decoupled", scheduling="trajectory")
     with directory_of(run_config) as run:
@@ -79,6 +81,7 @@ class Deaf:
     def best(self, command: c.MarkBest) -> None: ...
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("mode", mostly_slow([*MODES, "decoupled"], {"partial", "bounded"}))
 def test_rollouts_of_a_lost_controller_continue(mode: str, tmp_path: Path) -> None:
     """Lose the controller twice: before the first step, and again before all attempts
@@ -214,6 +217,7 @@ def test_dynamic_sampling_ends_without_informative_groups(tmp_path: Path) -> Non
     assert outcome.summary.account.balanced
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("mode", ["one_step", "bounded", "decoupled"])
 def test_engines_stop_for_the_swap_only(tmp_path: Path, mode: str) -> None:
     """A pull over Ethernet takes longer than one over PCIe from the host's memory."""

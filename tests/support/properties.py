@@ -1,6 +1,6 @@
 """Hypothesis profiles: how many examples check a property, and from which seed.
 
-``dev`` is the profile of ``make test``: a third of the examples, and the same ones in
+``dev`` is the profile of ``make test``: a fifth of the examples, and the same ones in
 every run. ``thorough`` is the profile of ``make test-slow``: all examples, drawn again
 in each run.
 """
@@ -15,7 +15,7 @@ def register_profiles() -> None:
     """Register both profiles and load ``dev``; ``--hypothesis-profile`` loads
     another.
     """
-    settings.register_profile("dev", max_examples=THOROUGH // 3, derandomize=True, deadline=None)
+    settings.register_profile("dev", max_examples=THOROUGH // 5, derandomize=True, deadline=None)
     settings.register_profile("thorough", max_examples=THOROUGH, deadline=None)
     settings.load_profile("dev")
 

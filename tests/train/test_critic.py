@@ -91,6 +91,7 @@ def test_a_value_of_a_model_of_transformers_is_one_of_its_own_hidden_states(
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tied", mostly_slow([True, False], {True}))
 def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None:
     path = make_model(tmp_path / "m") if tied else build("qwen3", tmp_path / "m")
@@ -120,6 +121,7 @@ def test_both_implementations_learn_the_same(tmp_path: Path, tied: bool) -> None
             assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("advantage", mostly_slow(["gae", "gae_turn"], {"gae_turn"}))
 def test_the_critic_learns_the_returns(model_dir: Path, tmp_path: Path, advantage: str) -> None:
     """Trained on one batch again and again, it explains the returns ever better."""
@@ -165,6 +167,7 @@ def test_a_domain_without_critic_beside_one_with(model_dir: Path, tmp_path: Path
     assert not torch.equal(before["value"], after["value"])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_a_restored_trainer_continues_bitwise(
     model_dir: Path, tmp_path: Path, implementation: str

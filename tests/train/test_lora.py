@@ -56,6 +56,7 @@ def logprobs(causal: Any, examples: list[Example]) -> torch.Tensor:
     return torch.cat(rows_of_targets)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -90,6 +90,7 @@ def test_training_raises_the_probability_of_rewarded_tokens(
     assert entropies[-1] > entropies[0]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("passes", [{"epochs": 1}, {"epochs": 2, "minibatches": 3}])
 def test_a_loss_that_is_not_finite_changes_nothing(
@@ -164,6 +165,7 @@ def test_equal_rewards_change_nothing_and_cost_nothing(model_dir: Path, tmp_path
     assert trainer.step == 1
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("domains", [1, 2])
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "budget"])
 def test_micro_batches_do_not_change_the_step(

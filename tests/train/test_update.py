@@ -213,6 +213,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "case",
     mostly_slow(CASES, [CASES[number] for number in (2, 4, 6, 9, 10)]),

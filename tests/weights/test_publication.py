@@ -338,6 +338,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert error == "cannot publish weights version 2: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [pytest.param("memfd", marks=pytest.mark.slow), "file"])
 def test_a_file_size_limit_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     error = without_room("limit", kind, str(tmp_path), namespace=False)
@@ -384,6 +385,7 @@ def test_two_processes_publish_at_once_in_one_directory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not can_mount(), reason="needs a user namespace")
 def test_keeps_files_of_a_publisher_in_another_container(tmp_path: Path) -> None:
     """Two containers share a directory, in which process ids mean nothing."""

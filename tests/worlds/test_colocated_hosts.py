@@ -117,6 +117,7 @@ def test_a_lost_host_is_made_up_for(lost: int, in_a_step: bool, tmp_path: Path) 
     assert world.core.state.trainer.step == 6
 
 
+@pytest.mark.extended
 def test_a_trainer_on_all_gpus_waits_for_a_host(tmp_path: Path) -> None:
     world = Judged(in_turn(tmp_path, ranks=HOSTS * GPUS_PER_MACHINE))
     world.until_step(1)

@@ -10,6 +10,7 @@ arrivals are Poisson at that rate, so that single seconds scatter beyond it.
 
 import csv
 import datetime
+import functools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -77,10 +78,16 @@ def _level(at: float, *, seed: int) -> float:
     day = 1 + (DAY_PEAK - 1) * math.sin(2 * math.pi * at / DAY_S)
     window, within = divmod(at, WINDOW_S)
     peak = SECOND_PEAKS[int(window) % len(SECOND_PEAKS)]
-    begin = random.Random(f"burst/{seed}/{window}").uniform(0, WINDOW_S - BURST_S)
+    begin = _burst_begin(seed, window)
     if begin <= within < begin + BURST_S:
         return day * peak
     return day * (WINDOW_S - peak * BURST_S) / (WINDOW_S - BURST_S)
+
+
+@functools.cache
+def _burst_begin(seed: int, window: float) -> float:
+    """Return when the burst of a window begins, in seconds of the window."""
+    return random.Random(f"burst/{seed}/{window}").uniform(0, WINDOW_S - BURST_S)
 
 
 def _tokens(draw: random.Random, *, median: int, mean: int) -> int:

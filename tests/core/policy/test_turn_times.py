@@ -138,10 +138,13 @@ def test_no_other_non_negative_point_is_better(seed: int, rows: int, ridge: floa
 
     slow = np.ones(3)
     for _ in range(5000):
+        before = slow.copy()
         for at in range(3):
             rest = columns @ slow - columns[:, at] * slow[at] - 1
             curvature = weights @ np.square(columns[:, at]) + ridge
             slow[at] = max(0.0, (ridge - weights @ (columns[:, at] * rest)) / curvature)
+        if (slow == before).all():
+            break
     solution = non_negative_ridge(columns, weights, ridge)
     assert (solution >= 0).all()
     assert error(solution) <= error(slow) + 1e-9

@@ -72,6 +72,7 @@ async def test_updates_are_exact_and_the_next_engine_begins_with_the_model(
         assert (await engine.generate(greedy("again"))).versions[0].version == 0
 
 
+@pytest.mark.extended
 async def test_a_server_left_paused_with_requests_is_taken_over_by_its_run(
     weights: Weights, port: int, tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ WRONG = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("what", WRONG)
 async def test_other_answers_earn_nothing(what: str) -> None:
     score, _ = await tried([WRONG[what]], options={"cases": 2, "timeout_s": 2.0, "partial": False})
@@ -186,6 +187,7 @@ async def test_the_last_block_counts_and_limits_end_it() -> None:
     assert result == {"program": None, "passed": []}
 
 
+@pytest.mark.extended
 async def test_with_tools_the_program_may_be_a_file() -> None:
     write = calls(
         ("str_replace_editor", {"command": "create", "path": FILE, "file_text": PROBLEM.program()})

@@ -79,6 +79,7 @@ async def test_calls_in_text() -> None:
     assert agent.tools[0] == ()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "messages",
     [r"\boxed{17}", "16", "", r"\boxed{16", r"\boxed{16} or \boxed{17}", r"\boxed{15 + 1}"],

@@ -197,6 +197,7 @@ LIES = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("lie", LIES)
 async def test_forged_results_do_not_pass(lie: str) -> None:
     async with sandboxes() as boxes:

@@ -30,6 +30,8 @@ from tests.support.programs import HERE, agent_program, job, lived, scripted
 from tests.support.sandboxes import ISOLATING, needs
 from tests.support.scripted_gateway import CALL, Script
 
+pytestmark = pytest.mark.variants
+
 ECHO = agent_program("print(say(task['question']))")
 BY_ANSWER = HERE + "by_answer"
 
@@ -245,6 +247,7 @@ async def test_a_failed_scoring_command_gives_no_reward(
     assert kept_folders(sandboxes) == []
 
 
+@pytest.mark.extended
 async def test_a_program_over_its_limits_gets_errors_and_its_turns_count(
     sandboxes: Sandboxes,
 ) -> None:
@@ -334,6 +337,7 @@ os.write(1, b"\xff out\n")
 """
 
 
+@pytest.mark.extended
 async def test_scores_names_and_text_that_are_not_utf_8(sandboxes: Sandboxes) -> None:
     files = {
         "check.py": "import os\nprint(len(os.listdir(os.environ['SUBMISSION'])) > 1)\nprint(0.5)"

@@ -164,6 +164,7 @@ async def test_the_users_own_documents_and_questions(tmp_path: Path) -> None:
     assert agent.messages[-1].content == "[1] a.md\n# Pumps\nThe red pump moves 12 litres a minute."
 
 
+@pytest.mark.extended
 async def test_a_web_search_hides_its_key_from_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

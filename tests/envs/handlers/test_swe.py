@@ -123,6 +123,7 @@ def test_every_bug_fails_exactly_its_listed_tests(repo: str, tmp_path: Path) -> 
     assert all(bug.fails for bug in of_repo.values())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("repo", repos())
 async def test_probes_agree_with_unittest(repo: str) -> None:
     async with sandboxes() as boxes:
@@ -140,6 +141,7 @@ async def test_probes_agree_with_unittest(repo: str) -> None:
             assert tuple(test for test, ok in outcome.items() if not ok) == bug.fails
 
 
+@pytest.mark.extended
 def test_visible_files_have_the_bug_but_no_failing_tests() -> None:
     for bug in bugs().values():
         files = visible_files(bug)
@@ -198,6 +200,7 @@ async def test_a_fixed_bug_is_a_success() -> None:
     assert EDIT.old in result["git_patch"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("bug", ["flow", "routes", "shelf", "textkit"])
 async def test_judges_the_other_repositories(bug: str) -> None:
     entry_ = next(entry for entry in bugs().values() if entry.repo == bug and len(entry.edits) == 1)
@@ -212,6 +215,7 @@ async def test_judges_the_other_repositories(bug: str) -> None:
     assert score.success
 
 
+@pytest.mark.extended
 async def test_an_unchanged_project_is_no_success() -> None:
     for replies in (["I cannot."], [SUBMIT], [shell("touch x; python3 -m unittest"), SUBMIT]):
         score, result = await tried(replies)
@@ -259,6 +263,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("cheat", CHEATS)
 async def test_cheating_earns_nothing(cheat: str) -> None:
     score, result = await tried([shell(CHEATS[cheat]), SUBMIT])
@@ -286,6 +291,7 @@ async def test_other_files_do_no_harm() -> None:
     assert "config" not in result["git_patch"]
 
 
+@pytest.mark.extended
 async def test_changes_before_a_limit_count() -> None:
     score, _ = await tried(Scripted([MEND], turns=1))
     assert score.success

@@ -74,6 +74,7 @@ async def test_every_view_shows_the_run(page: Page) -> None:
     page.errors.clear()  # the browser logs the status 404
 
 
+@pytest.mark.extended
 async def test_filters_and_links_work_by_keyboard(page: Page) -> None:
     await page.press("Tab")
     focused = "document.activeElement.textContent"

@@ -113,6 +113,7 @@ def test_a_lost_host_is_replaced_by_the_others(tmp_path: Path, agents: Agents, l
     assert replay(config).differing == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_colocated_run_survives_the_loss_of_a_host(
     tmp_path: Path, agents: Agents, lost: int
@@ -146,6 +147,7 @@ def test_a_colocated_run_survives_the_loss_of_a_host(
     assert replay(config).differing == 0
 
 
+@pytest.mark.extended
 def test_a_host_joins_during_the_run_and_takes_over(tmp_path: Path, agents: Agents) -> None:
     """The only host is lost once another has joined; it had nothing to do before."""
     config = config_of(tmp_path, agents, hosts=1, steps=60)
@@ -199,6 +201,7 @@ def test_a_resumed_controller_finds_its_hosts(tmp_path: Path, agents: Agents) ->
     assert_no_processes(config)
 
 
+@pytest.mark.extended
 def test_the_controller_starts_agents_on_its_own_machine_and_again_when_they_end(
     tmp_path: Path,
 ) -> None:
@@ -261,6 +264,7 @@ def test_roles_run_in_their_pools(tmp_path: Path, agents: Agents) -> None:
     assert [names[rank.host] for rank in begun.ranks] == ["a"]
 
 
+@pytest.mark.extended
 def test_workers_on_a_host_run_the_users_module(
     tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +384,7 @@ def test_engines_and_workers_leave_a_host_that_is_given_up_and_move_to_the_next(
     assert replay(config).differing == 0
 
 
+@pytest.mark.extended
 def test_a_fallback_serves_where_a_pool_has_no_host(tmp_path: Path, agents: Agents) -> None:
     pools = {**POOLS, "bandwidth": {"resource": "H20", "fallback": ["compute"]}}
     config = config_of(tmp_path, agents, hosts=1, pools=pools, engines={"pool": "bandwidth"})

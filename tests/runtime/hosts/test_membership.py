@@ -180,6 +180,7 @@ async def test_a_wrong_secret_is_refused_in_one_line(tmp_path: Path) -> None:
         assert here.joined.empty()
 
 
+@pytest.mark.extended
 async def test_a_second_host_of_a_name_is_refused(tmp_path: Path) -> None:
     async with listening(tmp_path) as here, agent(here.address):
         await joined(here)
@@ -245,6 +246,7 @@ async def test_an_agent_gives_up_without_a_controller() -> None:
     assert f"the controller at {where} must be reached within 1 s" in text
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "options",
     [("--secret-file", "/nowhere"), ("--resource", "=3"), ("--resource", "H20=none")],

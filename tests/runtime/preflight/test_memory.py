@@ -300,6 +300,7 @@ def decoder(**sizes: int) -> ModelShape:
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[256], [768], [256] * 4])
 @pytest.mark.parametrize(

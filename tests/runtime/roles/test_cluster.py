@@ -288,6 +288,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_nothing_outlives_a_script(tmp_path: Path, number: signal.Signals) -> None:
     """The class is in the script itself, which each worker imports."""
@@ -311,6 +312,7 @@ def test_nothing_outlives_a_script(tmp_path: Path, number: signal.Signals) -> No
     assert not any(map(alive, pids))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("hosts", ["None", '{"launcher": "local", "hosts": 2}'])
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_cluster_that_is_open_at_exit_is_closed(tmp_path: Path, hosts: str, status: int) -> None:

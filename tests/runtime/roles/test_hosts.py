@@ -39,6 +39,7 @@ def test_workers_run_on_hosts_and_end_with_one(
     assert "waiting for 2 hosts: rollweave host --join 127.0.0.1:" in capfd.readouterr().err
 
 
+@pytest.mark.extended
 def test_ranks_on_two_hosts_meet(tmp_path: Path, agents: Agents) -> None:
     agents.start("a", "b")
     # the hosts have equally many cores: one worker each

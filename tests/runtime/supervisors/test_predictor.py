@@ -127,6 +127,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Open]:
         tasks.cancel_all()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", KINDS)
 async def test_answers_as_the_predictor_itself(start: Open, kind: str) -> None:
     """This holds before the first fit and after it."""

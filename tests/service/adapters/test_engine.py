@@ -40,6 +40,7 @@ def error(model: torch.nn.Module, result: GenerateResult) -> float:
     )
 
 
+@pytest.mark.extended
 def test_samples_from_the_weights_of_the_last_update(tmp_path: Path) -> None:
     first, second = build("qwen3", seed=0), build("qwen3", seed=1)
     with TrainedEngine(spec(save(first, tmp_path / "model"))) as engine:

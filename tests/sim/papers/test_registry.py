@@ -59,6 +59,7 @@ def test_refuses_unknown_names_in_one_line_with_close_ones(name: str, near: str)
     assert "\n" not in str(problem.value)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", quick_ones())
 def test_an_experiment_gives_rows_of_its_own(name: str) -> None:
     rows = EXPERIMENTS[name].run(True)
@@ -73,6 +74,7 @@ def test_an_experiment_gives_rows_of_its_own(name: str) -> None:
         assert not (row.own and row.published is not None), "no paper publishes our own variants"
 
 
+@pytest.mark.extended
 def test_several_processes_give_the_results_of_one() -> None:
     chosen = select(["rollart-table3", "rollart-table4"])
     together = {done.experiment.name: done.rows for done in run(chosen, quick=True, processes=2)}

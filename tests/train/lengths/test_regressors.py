@@ -174,6 +174,7 @@ def test_names_match_the_configuration() -> None:
         build_regressor("lm")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "module",
     [
