@@ -17,7 +17,7 @@ demo: .venv/ready
 
 test: .venv/ready-test lint
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly $(PARALLEL) -rs -m "not extended and not slow and not cluster and not vllm"
-	@echo "Not run: tests marked extended or slow (make test-slow), cluster (make test-cluster, as root) and vllm (make test-vllm)."
+	@echo "Not run: tests marked extended (make test-slow), slow (make test-slow), cluster (make test-cluster, as root) and vllm (make test-vllm)."
 
 # The same tests and the extended ones, in random order and with all examples of every
 # property, then the long tests one by one: many of them time whole runs.

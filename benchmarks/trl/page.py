@@ -7,7 +7,6 @@ success is interpolated; after its training has ended at the target, it stays.
 """
 
 import itertools
-import json
 import math
 import statistics
 from collections import Counter
@@ -22,6 +21,7 @@ from scipy.stats import t as student
 from benchmarks.trl.curve import Evaluation, LearningCurve
 from rollweave.io.disk import replace_file
 from rollweave.record.report.svg import Frame, escape, path
+from rollweave.runtime.preflight.machine import describe
 
 COLORS: Final = ("#3f6fc9", "#d07a1f", "#2f8f66", "#7d5bbf", "#c2504a", "#6b7280")
 """Colors of the variants, readable on white and on black."""
@@ -131,16 +131,23 @@ def page(
     learned: Mapping[str, Sequence[LearningCurve]], *, target: float, conditions: Mapping[str, Any]
 ) -> str:
     """Return the page, which shows the two figures of `FOLDER`."""
+    machine = describe()
+    where = (
+        f"{machine['cpu']} with {machine['cores']} cores and {machine['memory_gib']} GiB of "
+        f"memory, {machine['system']}, Python {machine['python']} and PyTorch {machine['torch']}"
+    )
     differences = "\n".join(f"- {text}" for text in conditions["differences"])
-    machine = json.dumps({name: conditions[name] for name in ("trl", "seeds", "variants")})
+    settings = "\n".join(
+        f"- `{name}`: {', '.join(f'`{one}`' for one in variant)}"
+        for name, variant in conditions["variants"].items()
+    )
     return f"""# Learning curves
 
-Written by `rollweave bench trl --seeds {len(conditions["seeds"])} --write
-docs/LEARNING.md` (after `make trl`). The fixed lake is learned from one warmed-up
-checkpoint for each seed, in each mode and by TRL, until a held-out evaluation at the
-sampling temperature has a success of {target}. Lines are means over the seeds and bands
-the 95 % confidence intervals of these means (none for a single seed); a seed that has
-reached the target keeps its success.
+How fast agents learn the fixed frozen lake in each mode of Rollweave, and with TRL
+{conditions["trl"]}. All start from the same warmed-up checkpoint of their seed, and train until a
+held-out evaluation at the sampling temperature has a success of {target}. Lines are
+means over the seeds, bands the 95 % confidence intervals of these means (none for a
+single seed). A seed that has reached the target keeps its success.
 
 ![success over seconds]({FOLDER}/learning-seconds.svg)
 
@@ -160,7 +167,15 @@ Differences that remain:
 
 {differences}
 
-Conditions: `{machine}`
+Settings of the variants:
+
+{settings}
+
+Measured on {where}. This page is written by `make trl` and then
+
+```
+rollweave bench trl --seeds {len(conditions["seeds"])} --write docs/LEARNING.md
+```
 """
 
 

@@ -307,13 +307,15 @@ def test_the_page_has_each_variant_in_its_table_and_its_figures(tmp_path: Path) 
         "same": "tasks",
         "differences": ["one", "two"],
         "trl": "1",
-        "variants": {},
+        "variants": {"sync": ["rollout.mode=sync"]},
     }
     write_page(
         tmp_path / "LEARNING.md", all_learned(30, None), target=TARGET, conditions=conditions
     )
     text = (tmp_path / "LEARNING.md").read_text()
     assert "| `trl` | 1 of 2 | 60 | 30 | 2.00 | - | - |" in text
+    assert "- `sync`: `rollout.mode=sync`" in text
+    assert "--seeds 2 " in text
     assert "| `sync` | 2 of 2 | 20 ± 0 | 20 ± 0 | 1.00 | - | - |" in text
     for name in ("seconds", "steps"):
         assert f"figures/learning-{name}.svg" in text
