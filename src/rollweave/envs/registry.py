@@ -39,6 +39,7 @@ BUILT_IN = {
     "swe": "rollweave.envs.handlers.swe:Swe",
     "swe_bench": "rollweave.envs.handlers.swe_bench:SweBench",
     "textworld": "rollweave.envs.textworld:TextWorld",
+    "verifiers": "rollweave.envs.handlers.verifiers:Verifiers",
 }
 
 
