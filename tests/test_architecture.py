@@ -8,8 +8,9 @@ import graphlib
 import re
 import runpy
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import grimp
 import pytest
@@ -93,41 +94,45 @@ def package(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+class Contents(NamedTuple):
+    """What the tests here look at in a file."""
+
+    functions: tuple[tuple[str, int], ...]
+    """Each function, with its number of lines."""
+    imported: tuple[str, ...]
+    """Each module that the file may import, also from a package."""
+    docstrings: tuple[tuple[int, str], ...]
+    """Each string that is a statement, also behind a value, with its line."""
+
+
 @functools.cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of the file's syntax tree."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
-
-
-def functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Each function of the file, with its number of lines."""
-    for node in nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
+def contents(path: Path) -> Contents:
+    functions, names, docstrings = list[tuple[str, int]](), list[str](), list[tuple[int, str]]()
+    folder = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                assert node.end_lineno is not None
+                functions.append((node.name, node.end_lineno - node.lineno + 1))
+            case ast.Import():
+                names += [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                above = folder[: len(folder) - node.level + 1] if node.level else ()
+                module = ".".join([*above, *([node.module] if node.module else [])])
+                names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            case ast.Expr(value=ast.Constant(value=str() as text), lineno=line) if text.strip():
+                docstrings.append((line, text))
+    return Contents(tuple(functions), tuple(names), tuple(docstrings))
 
 
 def test_functions_are_short() -> None:
     too_long = [
         f"{path.relative_to(ROOT)}: {name} has {lines} lines"
         for path in SOURCES
-        for name, lines in functions(path)
+        for name, lines in contents(path).functions
         if lines > LONGEST_FUNCTION
     ]
     assert too_long == []
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Each module of the tests that this one may import, also from a package."""
-    folder = path.relative_to(ROOT).parent.parts
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = folder[: len(folder) - node.level + 1] if node.level else ()
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def test_no_module_of_tests_is_a_library_of_another() -> None:
@@ -138,26 +143,18 @@ def test_no_module_of_tests_is_a_library_of_another() -> None:
     imports = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules
-        for name in imported(path)
+        for name in contents(path).imported
         if re.fullmatch(r"tests\..*\btest_\w+", name)
         and (ROOT / f"{name.replace('.', '/')}.py").exists()
     ]
     assert imports == []
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Each string that is a statement, also behind a value, with its line."""
-    for node in nodes(path):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str() as text), lineno=line) if text.strip():
-                yield line, text
-
-
 def test_docstrings_are_no_fragments() -> None:
     fragments = [
         f"{path.relative_to(ROOT)}:{line}: {text:.40}"
         for path in [*SOURCES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
-        for line, text in docstrings(path)
+        for line, text in contents(path).docstrings
         if FRAGMENT.match(text)
     ]
     assert fragments == []
