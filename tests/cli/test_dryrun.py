@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.architectures import build
 from rollweave.core.core import Core
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
+from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.launch import train
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
@@ -28,6 +30,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
+from tests.support.chats import TEMPLATES
 from tests.support.sglang import sglang_python
 
 CONFIG = """
@@ -295,9 +298,12 @@ def test_finds_overlong_prompts_in_the_whole_file(tmp_path: Path, deep: bool) ->
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_leaves_overlong_prompts_out_where_asked_to(tmp_path: Path, workers: int) -> None:
-    """Also if the first one that would be drawn is too long. A run that is resumed with
-    the resulting configuration leaves out the same ones.
+def test_leaves_overlong_prompts_out_where_asked_to(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the first one that would be drawn is too long. Each prompt is tokenized
+    once. A run that is resumed with the resulting configuration leaves out the same
+    ones, and so does a service.
     """
     path = tmp_path / "data.jsonl"
     words = ["x" * 60 if number % 4 else "short" for number in range(400)]
@@ -311,7 +317,17 @@ def test_leaves_overlong_prompts_out_where_asked_to(tmp_path: Path, workers: int
         "warmup.steps=0",
         f"workers.count={workers}",
     ]
+    served, (warning,) = dryrun.leave_out_overlong(config(tmp_path, *sets))
+    assert dryrun.leave_out_overlong(served) == (served, [])
+    calls, start = list[int](), ChatCodec.start
+
+    def counted(codec: ChatCodec, messages: Any, tools: Any = ()) -> Any:
+        calls.append(len(messages))
+        return start(codec, messages, tools)
+
+    monkeypatch.setattr(ChatCodec, "start", counted)
     planned = dryrun.plan(config(tmp_path, *sets))
+    assert 700 <= len(calls) < 710, "400 without their text, 300 with it, and the first prompt"
     assert failures(planned.checks) == []
     (check,) = [check for check in planned.checks if check.name == dryrun.LEFT_OUT]
     assert check.detail.startswith(
@@ -321,6 +337,7 @@ def test_leaves_overlong_prompts_out_where_asked_to(tmp_path: Path, workers: int
     assert planned.config.tasks[0].options["left_out"] == [
         f"{path}:{number + 1}" for number in range(400) if number % 4
     ]
+    assert (served, warning) == (planned.config, check)
     again = dryrun.plan(planned.config)
     assert (failures(again.checks), again.config) == ([], planned.config)
     assert dryrun.LEFT_OUT not in {check.name for check in again.checks}
@@ -640,6 +657,16 @@ class TestModelPath:
         self.edit(model / "tokenizer_config.json", chat_template=template)
         ((_, detail),) = self.examine(tmp_path, model)
         assert "cannot be extended turn by turn" in detail
+
+    def test_checks_the_arguments_of_the_chat_template(self, tmp_path: Path, model: Path) -> None:
+        given = "model.template_arguments={enable_thinking=false}"
+        ((_, detail),) = self.examine(tmp_path, model, given)
+        assert detail == (
+            "model.template_arguments must be arguments of the chat template, which reads no "
+            "arguments, got 'enable_thinking'"
+        )
+        (model / "chat_template.jinja").write_text(TEMPLATES["switched"])
+        assert self.examine(tmp_path, model, given) == []
 
     @staticmethod
     def edit(path: Path, **changes: object) -> None:

@@ -200,6 +200,18 @@ def test_shows_why_each_sequence_began(tmp_path: Path) -> None:
     assert json.loads(invoke(str(path), "g0.0/0", "--json")[1])["origins"] == [None]
 
 
+def test_shows_the_arguments_of_the_chat_template(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "made-up", steps=1).path
+    assert "template" not in invoke(str(path), "g0.0")[1]
+    text = (path / "config.toml").read_text()
+    table = "[model.template_arguments]"
+    assert text.count(table) == 1
+    (path / "config.toml").write_text(text.replace(table, f"{table}\nenable_thinking = false"))
+    assert 'template    {"enable_thinking": false}' in invoke(str(path), "g0.0")[1]
+    printed = json.loads(invoke(str(path), "g0.0", "--json")[1])
+    assert printed["template_arguments"] == {"enable_thinking": False}
+
+
 def test_shows_the_final_result(tmp_path: Path) -> None:
     path = write_run(tmp_path / "made-up", steps=1).path
     assert "result:" not in invoke(str(path), "g0.0")[1]

@@ -166,7 +166,10 @@ def evaluation_config(
         }
     )
     shape = ModelConfig(
-        path=str(subject.model), dtype=trained.model.dtype, device=trained.model.device
+        path=str(subject.model),
+        template_arguments=trained.model.template_arguments,
+        dtype=trained.model.dtype,
+        device=trained.model.device,
     )
     evaluation = EvalConfig(every=0, final_episodes=count, temperature=warmth)
     updates = {"run": section, "model": shape, "eval": evaluation, "warmup": WarmupConfig()}

@@ -9,6 +9,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.io.http.access import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
+from rollweave.runtime.preflight.dryrun import leave_out_overlong
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.model import ModelConfig
@@ -37,6 +38,9 @@ def serve(
         if path.is_file() or path.suffix == ".toml"
         else service_of_run(str(path), overrides)
     )
+    config, dropped = leave_out_overlong(config)
+    for check in dropped:
+        err.print(f"[yellow]{escape(check.name)}:[/] {escape(check.detail)}", soft_wrap=True)
     launch.serve(
         config,
         observer=_Terminal(config, access),
@@ -57,7 +61,10 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     _, checkpoint = exported_checkpoint(run, "best")
     trained = load(run.config, overrides)
     model = ModelConfig(
-        path=str(checkpoint), dtype=trained.model.dtype, device=trained.model.device
+        path=str(checkpoint),
+        template_arguments=trained.model.template_arguments,
+        dtype=trained.model.dtype,
+        device=trained.model.device,
     )
     is_renamed = trained.run.name != load(run.config).run.name
     service_name = trained.run.name if is_renamed else f"{run.path.name}{SUFFIX}"

@@ -20,6 +20,7 @@ from rollweave.record.transcript import (
     attempt_line,
     cut_turns,
     spans,
+    template_arguments,
     tokenizer_of,
     transcript,
     versions,
@@ -69,11 +70,12 @@ def trace(
         err.print(text, soft_wrap=True)
     if trajectory is not None:
         entry = _find(reader, trajectory)
-        decoder = TokenDecoder(tokenizer_of(run))
+        decoder, arguments = TokenDecoder(tokenizer_of(run)), template_arguments(run)
         if json_:
-            _print_json(transcript(entry, reader.load(entry), decoder))
+            shown = transcript(entry, reader.load(entry), decoder)
+            _print_json({**shown, "template_arguments": arguments})
         else:
-            _show(entry, reader.load(entry), decoder)
+            _show(entry, reader.load(entry), decoder, arguments)
         return
     matches = _filter(task=task, stop=stop, reward=reward, step=step)
     newest: list[tuple[StoredAttempt, Trajectory]] = []
@@ -191,8 +193,13 @@ def _find(reader: TrajectoryReader, name_text: str) -> StoredAttempt:
     return matching[-1]
 
 
-def _show(entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder) -> None:
-    _show_summary(trajectory, entry)
+def _show(
+    entry: StoredAttempt,
+    trajectory: Trajectory,
+    decoder: TokenDecoder,
+    arguments: dict[str, Any],
+) -> None:
+    _show_summary(trajectory, entry, arguments)
     for number, sequence in enumerate(trajectory.sequences, 1):
         if sequence.origin is not None and len(trajectory.sequences) > 1:
             title = f"sequence {number} of {len(trajectory.sequences)}: {sequence.origin}"
@@ -227,7 +234,7 @@ def _cut(trajectory: Trajectory, text: str) -> str:
     return text.format(cut=cut, turns=turns) if cut else ""
 
 
-def _show_summary(trajectory: Trajectory, entry: StoredAttempt) -> None:
+def _show_summary(trajectory: Trajectory, entry: StoredAttempt, arguments: dict[str, Any]) -> None:
     timing, task = trajectory.timing, trajectory.task
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -242,6 +249,8 @@ def _show_summary(trajectory: Trajectory, entry: StoredAttempt) -> None:
         f"initiated at {trajectory.initiated_version}, sampled by {_versions(trajectory)}",
     )
     table.add_row("engine", escape(trajectory.engine or "-"))
+    if arguments:
+        table.add_row("template", escape(json.dumps(arguments, ensure_ascii=False)))
     parts = [
         f"init {human_seconds(timing.init_s)}",
         f"generating {human_seconds(timing.generate_s)}",

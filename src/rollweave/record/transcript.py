@@ -117,6 +117,11 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
     return None
 
 
+def template_arguments(run: RunDir) -> dict[str, Any]:
+    """Return the arguments of the chat template in all conversations of the run."""
+    return dict(load(run.config).model.template_arguments) if run.config.exists() else {}
+
+
 def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]:
     """Return what is known of an attempt except for its tokens, as a JSON object.
 

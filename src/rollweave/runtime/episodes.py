@@ -121,7 +121,7 @@ class Episodes:
 
     @functools.cached_property
     def _codec(self) -> ChatCodec:
-        return ChatCodec.from_directory(self._model_dir)
+        return ChatCodec.from_directory(self._model_dir, self._config.model.template_arguments)
 
     @functools.cached_property
     def _listener(self) -> GatewayListener:

@@ -64,7 +64,10 @@ def backend_factory(config: RunConfig) -> BackendFactory:
             text_only=request.text_only,
             token=request.token,
         )
-        encode_text = ChatCodec.from_directory(directory).encode_turn if request.text_only else None
+        encode_text = None
+        if request.text_only:
+            arguments = config.model.template_arguments
+            encode_text = ChatCodec.from_directory(directory, arguments).encode_turn
         return HttpEngine(
             spec,
             start_s=START_S,

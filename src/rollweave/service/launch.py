@@ -128,7 +128,8 @@ def serve(
             )
     check_installed(config)
     # errors in these are reported before the directory is created
-    source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))
+    source = TaskSource(config)
+    codec = ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
         launch = _Launch(

@@ -360,6 +360,24 @@ def test_from_directory(tmp_path: Path) -> None:
     )
 
 
+def test_from_directory_with_arguments_of_the_run(tmp_path: Path) -> None:
+    directory, asked = checkpoint(tmp_path, TEMPLATES["switched"]), [message("user", "the")]
+    quiet = ChatCodec.from_directory(directory, {"enable_thinking": False})
+    plain = ChatCodec.from_directory(directory)
+    opening = encode("<think>\n\n</think>\n\n")
+    assert quiet.start(asked) == (*plain.start(asked), *opening)
+    other = quiet.with_arguments('{"enable_thinking": true}')
+    assert other.start(asked) == plain.start(asked)
+    with pytest.raises(ConfigError) as caught:
+        ChatCodec.from_directory(directory, {"thinking": False})
+    assert str(caught.value) == (
+        "model.template_arguments must be arguments of the chat template, which reads "
+        "enable_thinking, got 'thinking'"
+    )
+    with pytest.raises(ConfigError, match="cannot be extended turn by turn"):
+        ChatCodec.from_directory(checkpoint(tmp_path, COUNTING), {"numbered": True})
+
+
 def test_from_directory_with_named_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     directory = checkpoint(tmp_path, named, eos_token={"content": "<|eot|>", "lstrip": False})

@@ -18,10 +18,10 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 from tokenizers import Tokenizer
@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from rollweave.rollout.chat.template import (
     ChatError,
     ChatTemplate,
+    configured,
     read_template,
 )
 from rollweave.rollout.chat.text import TextCodec, eos_tokens, read_tokenizer
@@ -116,11 +117,14 @@ class ChatCodec(TextCodec):
         self._variants = lru_cache(VARIANTS)(self._with_arguments)
 
     @classmethod
-    def from_directory(cls, model_dir: str | Path) -> Self:
+    def from_directory(
+        cls, model_dir: str | Path, arguments: Mapping[str, Any] | None = None
+    ) -> Self:
         """Return the codec of a checkpoint directory with tokenizer.json and a chat
-        template.
+        template, which gets the `arguments` of `model.template_arguments`.
 
-        Raises ConfigError if one of them is missing.
+        Raises ConfigError if one of them is missing, or for an argument that the
+        template cannot have.
         """
         directory = Path(model_dir)
         tokenizer = read_tokenizer(directory)
@@ -128,7 +132,7 @@ class ChatCodec(TextCodec):
             raise ConfigError(f"{directory} must have a tokenizer.json, got none")
         return cls(
             tokenizer,
-            read_template(directory),
+            configured(read_template(directory), arguments or {}),
             name=str(directory),
             eos=eos_tokens(directory, tokenizer),
         )

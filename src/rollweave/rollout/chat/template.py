@@ -135,6 +135,20 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
+def configured(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemplate:
+    """Return the template with the arguments of `model.template_arguments`. Raises
+    ConfigError for one that it does not read: it would change nothing.
+    """
+    for name in arguments:
+        if name not in template.variables:
+            reads = ", ".join(sorted(template.variables)) or "no arguments"
+            raise ConfigError(
+                f"model.template_arguments must be arguments of the chat template, which reads "
+                f"{reads}, got {name!r:.80}"
+            )
+    return template.with_arguments(arguments)
+
+
 def read_template(directory: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     """Return the template of checkpoint `directory`: chat_template.jinja, otherwise
     that of tokenizer_config.json. Raises ConfigError if it has none.

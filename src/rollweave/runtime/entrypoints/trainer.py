@@ -67,7 +67,7 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
 
 def _warm_up(trainer: Trainer, config: RunConfig, model_dir: Path) -> None:
     source = TaskSource(config)
-    codec = ChatCodec.from_directory(model_dir)
+    codec = ChatCodec.from_directory(model_dir, config.model.template_arguments)
     trainer.warm_up(
         tokenize_transcript(codec, messages)
         for messages in source.transcripts(seed=config.run.seed)

@@ -8,9 +8,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from rollweave.core.membership import first_engines
 from rollweave.engine.servers.attached import check_servers
 from rollweave.engine.servers.kinds import kind_of
+from rollweave.envs.registry import resolve
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -88,9 +91,13 @@ def plan(
     and acquire resources.
     """
     rules, domains, domain_checks = _users_code(config, deep=deep)
-    config, dropped = without_overlong(config, domains)
+    config, dropped, measured = without_overlong(config, domains)
     if dropped:
         rules, domains, domain_checks = _users_code(config, deep=deep)
+    # to tokenize a data set takes minutes
+    domains = [
+        replace(domain, prompts=()) if domain.name in measured else domain for domain in domains
+    ]
     checks = [
         *_readable_directory(config, resume=resume, fresh=fresh, deep=deep),
         *_sinks(config),
@@ -115,6 +122,21 @@ def plan(
         *_without_effect(config),
     ]
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
+
+
+def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
+    """Return the configuration without the prompts that are too long, of domains that
+    are to leave these out, and a warning for each of these; no other check is made.
+    """
+    domains = list[Domain]()
+    for index, task in enumerate(config.tasks):
+        drops = getattr(resolve(task.env), "drops_overlong", None)
+        if drops is not None and drops(task.options):
+            with contextlib.chdir("."):
+                domain, _ = examine_domain(config, index, deep=False)
+            domains += [domain] if domain is not None else []
+    config, checks, _ = without_overlong(config, domains)
+    return config, checks
 
 
 def _users_code(

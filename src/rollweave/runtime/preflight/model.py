@@ -14,7 +14,7 @@ import msgspec
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.conversation import tokenize_transcript
-from rollweave.rollout.chat.template import ChatTemplate
+from rollweave.rollout.chat.template import ChatTemplate, configured
 from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, warn
 from rollweave.runtime.preflight.environments import Domain
 from rollweave.runtime.preflight.layout import (
@@ -104,23 +104,29 @@ def examine_model(
     return [*checks, *layout_checks, *_disk(config, shape, elsewhere=hosts is not None)], layout
 
 
-def without_overlong(config: RunConfig, domains: Sequence[Domain]) -> tuple[RunConfig, list[Check]]:
+def without_overlong(
+    config: RunConfig, domains: Sequence[Domain]
+) -> tuple[RunConfig, list[Check], frozenset[str]]:
     """Return the configuration without the prompts that are too long, of domains that
-    are to leave these out, and a warning for each of these domains.
+    are to leave these out, a warning for each of these domains, and the names of
+    domains whose remaining prompts were all measured and fit.
 
     A model or tokenizer that cannot be read changes nothing here: the check of the
     model says why.
     """
-    checks = list[Check]()
+    checks, measured = list[Check](), set[str]()
     codec: ChatCodec | None = None
-    for domain in domains if any(domain.drops_overlong for domain in domains) else ():
+    for domain in (domain for domain in domains if domain.drops_overlong):
         try:
             codec = codec or _codec(config, domains)
             overlong = [place for place, _ in _too_long(codec, domain)]
         except (ConfigError, ChatError, OSError, ValueError, KeyError, TypeError):
             break
-        if not domain.drops_overlong or not overlong or len(overlong) == len(domain.prompts):
+        if overlong and len(overlong) == len(domain.prompts):
             continue  # with no prompt left, all are refused
+        measured.add(domain.name)
+        if not overlong:
+            continue
         index = int(domain.name.rpartition(".")[2])
         tasks = list(config.tasks)
         options = tasks[index].options
@@ -135,7 +141,7 @@ def without_overlong(config: RunConfig, domains: Sequence[Domain]) -> tuple[RunC
                 f"{_named(overlong)}",
             )
         )
-    return config, checks
+    return config, checks, frozenset(measured)
 
 
 def check_joined(
@@ -428,11 +434,10 @@ def _named(places: Sequence[str]) -> str:
 def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
     """Return the codec of the model. Raises ConfigError, OSError or ValueError."""
     if config.model.path is not None:
-        return ChatCodec.from_directory(Path(config.model.path))
+        return ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
     words = [word for domain in domains for word in domain.words]
-    return ChatCodec(
-        build_tokenizer(words), ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch")
-    )
+    template = ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch")
+    return ChatCodec(build_tokenizer(words), configured(template, config.model.template_arguments))
 
 
 def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:

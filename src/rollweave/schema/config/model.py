@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from rollweave.schema.config.values import Positive, PositiveInt, Section, listed
 
@@ -48,6 +48,12 @@ class ModelConfig(Section):
         description="Code with which the trainer computes the model: this package's own, for "
         "Llama, Qwen2 and Qwen3, or that of transformers, for any causal language model. If "
         "unset, native where it supports the model.",
+    )
+    template_arguments: dict[str, JsonValue] = Field(
+        {},
+        description="Arguments of the checkpoint's chat template for all conversations of the "
+        "run, such as { enable_thinking = false } for Qwen 3. A client of the gateway may give "
+        "others with a request.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of weights and activations."
