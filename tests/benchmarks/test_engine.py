@@ -70,6 +70,7 @@ def test_results_do_not_depend_on_the_batch(result: Result) -> None:
     assert 0 < value(result, "batch_logprob_change_max_small") <= 1e-4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("behavior", ["crashes", pytest.param("dies", marks=pytest.mark.slow)])
 def test_a_vllm_that_fails_is_null_with_the_reason(tmp_path: Path, behavior: str) -> None:
     result = compare([small()], turns=40, python=fake_python(tmp_path, behavior), eager=True)

@@ -82,6 +82,7 @@ async def test_serves_and_ends_in_order(tmp_path: Path) -> None:
             await engine.close()
 
 
+@pytest.mark.extended
 async def test_a_server_that_is_killed_during_a_turn_is_lost(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (process, place):
         engine = HttpEngine(
@@ -136,6 +137,7 @@ async def test_openai_s_client_chats_with_it(tmp_path: Path) -> None:
                 assert text in await response.text()
 
 
+@pytest.mark.extended
 async def test_prompts_are_computed_at_another_engine_until_it_dies(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path)
 

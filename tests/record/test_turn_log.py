@@ -309,6 +309,7 @@ def sparse(directory: Path) -> tuple[list[Attempt], dict[Attempt, list[TurnRecor
     return attempts, expected
 
 
+@pytest.mark.extended
 def test_a_process_killed_at_any_call_loses_no_record(tmp_path: Path) -> None:
     """A child process is killed at the first, second, third… call of the system."""
     killed = 0

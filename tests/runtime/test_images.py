@@ -81,6 +81,7 @@ SLOW = "python3 -c 'import time; time.sleep(5.5)'; echo built >> /etc/word"
 RANDOM = "cat /proc/sys/kernel/random/uuid >> /etc/word"
 
 
+@pytest.mark.extended
 def test_a_run_builds_its_image_and_the_next_one_gets_it_from_the_mirror(
     tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_simulated_hosts_are_of_pools_that_exist(tmp_path: Path) -> None:
         pooled(tmp_path, weights={"relays": 1})
 
 
+@pytest.mark.extended
 def test_task_domains_run_on_the_engines_of_their_pools(tmp_path: Path) -> None:
     run_config = pooled(tmp_path)
     world, journal = begun(run_config)

@@ -72,6 +72,7 @@ def test_drawn_spot_instances_are_there_for_their_share_of_the_time() -> None:
     assert len(set(counts)) > 10
 
 
+@pytest.mark.extended
 def test_all_serverless_engines_end_with_their_lease_and_others_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

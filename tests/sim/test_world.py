@@ -180,6 +180,7 @@ def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
         config(Path("unused"), mode="bounded", trainer=SHARED)
 
 
+@pytest.mark.extended
 def test_a_controller_with_latency_handles_events_sequentially() -> None:
     free = simulate(config(Path("unused")))
     slow = simulate(config(Path("unused")), controller_s=0.5)

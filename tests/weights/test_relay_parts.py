@@ -154,6 +154,7 @@ async def test_a_part_that_is_gone_comes_from_the_source() -> None:
             assert answer.nbytes == len(parts.payload)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("damage", ["digest", "overlap", "gap"])
 async def test_damaged_parts_are_refused(damage: str) -> None:
     with versions(1) as (whole,), parts_of(whole, 2) as parts:

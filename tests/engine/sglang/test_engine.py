@@ -42,6 +42,7 @@ async def test_updates_are_exact_and_refused_ones_leave_the_old_weights(
     assert folder.name not in os.listdir(folder.parent)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("args", [(), pytest.param(("--stream-all",), marks=pytest.mark.slow)])
 async def test_streamed_tokens_are_of_the_weights_that_they_name(
     weights: Weights, tmp_path: Path, args: tuple[str, ...]

@@ -186,6 +186,7 @@ async def test_scoring_finds_only_the_submission_and_runs_none_of_its_code(
     assert handler.final_result()["score"].splitlines() == [*seen, *seen]
 
 
+@pytest.mark.extended
 async def test_a_command_scores_without_isolation_too() -> None:
     sandboxes = Sandboxes("plain")
     check = (

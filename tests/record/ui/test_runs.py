@@ -241,6 +241,7 @@ def test_without_a_tokenizer_tokens_are_numbers(run: RunDir) -> None:
     assert read["attempt"]["sequences"][0][1]["pieces"] is None
 
 
+@pytest.mark.extended
 def test_16000_trajectories_are_answered_within_a_second(tmp_path: Path) -> None:
     """The time is that of this thread's processor, so that other work on the machine
     does not count.
