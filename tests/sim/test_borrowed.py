@@ -18,6 +18,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.lender import ACTIVATION_S
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.serving import ServingCluster
 from rollweave.sim.world import World
 from tests.support.borrowing import Watch, config
 
@@ -34,6 +35,20 @@ def test_borrowed_engines_make_rollouts_faster_within_the_limits_of_users() -> N
     assert lent.serving is not None
     assert lent.serving.late_first == lent.serving.late_tokens == 0.0
     assert lent.serving.lent_share > 0.05
+
+
+def test_users_are_spread_over_engines_that_are_equally_idle() -> None:
+    metrics = SimMetrics()
+    world = World(config(most=0, serving={"rate": 1.0}), observer=metrics)
+    metrics.watch(world)
+    world.start()
+    while world.over is None:
+        world.step()
+    assert isinstance(world.lending, ServingCluster)
+    lenders = world.lending.lenders.values()
+    busy = [one.serving_s for one in lenders if one.phase == "decode"]
+    assert len(busy) == 3
+    assert max(busy) < 1.5 * min(busy)
 
 
 def test_without_admission_users_wait_longer() -> None:

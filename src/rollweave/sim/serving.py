@@ -5,6 +5,7 @@ Requests go to the engine with the fewest tokens among those that compute prompt
 from there to the one with the fewest among those that sample; the KV moves in between.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,8 @@ class ServingCluster(Lending):
         self._uses: dict[str, deque[float]] = {
             name: deque(maxlen=USE_REPORTS) for name in self.lenders
         }
+        self._choices, self._chosen = itertools.count(1), dict.fromkeys(self.lenders, 0)
+        """Number of requests that were placed until the latest one of each engine."""
         self._lent: dict[str, LentEngine] = {}
         self._tickets: dict[str, int] = {}
         self._arrivals: Iterator[Arrival] = iter(_requests(serving, seed=config.run.seed))
@@ -131,11 +134,14 @@ class ServingCluster(Lending):
 
     def _engine_for(self, request: Served, engines: list[Lender], *, prompt: bool) -> Lender:
         """Return the engine that takes the prompt or the answer of a request: the one
-        with the fewest tokens, or, where engines hold one model at a time, the first
-        that has room. If none has, one more loads the serving model.
+        with the fewest tokens, of several the one that has waited longest; or, where
+        engines hold one model at a time, the first that has room. If none has, one more
+        loads the serving model.
         """
         if not self._reloads:
-            return min(engines, key=lambda one: one.load)
+            engine = min(engines, key=lambda one: (one.load, self._chosen[one.name]))
+            self._chosen[engine.name] = next(self._choices)
+            return engine
         for engine in engines:
             if engine.has_room(request, prompt=prompt):
                 return engine
