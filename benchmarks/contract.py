@@ -24,6 +24,7 @@ PROMISES = (
     "trained_twice",
     "mixed_versions",
     "leftovers",
+    "silently_ignored",
 )
 """Figures that must be 0: otherwise the bench has failed."""
 

@@ -47,6 +47,7 @@ BENCHES = {
     "workers": "workers.bench:bench_workers",
     "elastic": "workers.elastic:bench_elastic",
     "coserve": "coserve.bench:bench_coserve",
+    "agents": "agents.bench:bench_agents",
     "dapo": "dapo.bench:bench_dapo",
     "tools": "tools:bench_tools",
     "sandbox": "sandbox.bench:bench_sandbox",

@@ -418,9 +418,13 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     )
     fields = _field_names(kind)
     path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
+    if problem["type"] == "extra_forbidden":
+        name = ".".join((*path, str(problem["loc"][-1])))
+        return bad(name, "must not be given: no field of that name is known", problem["input"])
     name = ".".join(path) or "body"
+    rule = problem["msg"].partition(", got ")[0]
     value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"
-    return RequestError(400, f"{name}: {problem['msg']}{value}", param=name if path else None)
+    return RequestError(400, f"{name}: {rule}{value}", param=name if path else None)
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Bench `agents`: features of the gateway, and programs that use them."""

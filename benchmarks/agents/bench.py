@@ -1,0 +1,113 @@
+"""Bench `agents`: clients × features of the gateway: what works, what is refused with
+the name of its field, and what is ignored in silence, which must be nothing.
+
+The four APIs are asked over the wire. The programs of `clients.py` run as they are;
+those whose package is not installed are named. `--quick` leaves out the frameworks,
+whose imports take a minute.
+"""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from benchmarks.agents.clients import PROGRAMS, Program
+from benchmarks.agents.features import FEATURES, Cell, Outcome, try_feature
+from benchmarks.agents.programs import try_program
+from benchmarks.agents.wire import PATHS
+from benchmarks.contract import Figure, Result
+
+PROGRAM_S: Final = 600.0
+"""Maximum seconds of one program, the import of its package included."""
+
+NOT_RUN: Final = "not run: --quick leaves out frameworks"
+QUICK: Final = ("openai", "anthropic")
+"""Packages of the programs that `--quick` runs."""
+
+Columns = dict[str, dict[str, Cell]]
+
+
+def bench_agents(*, quick: bool = False, progress: Callable[[str], None] = print) -> Result:
+    """Ask for each feature through each API, and run each program."""
+    columns, missing = asyncio.run(_measure(quick=quick, progress=progress))
+    cells = [cell for column in columns.values() for cell in column.values()]
+    counts = Counter(cell.outcome for cell in cells)
+    figures: dict[str, Figure] = {
+        "works": counts[Outcome.WORKS],
+        "refused": counts[Outcome.REFUSED],
+        "silently_ignored": counts[Outcome.IGNORED],
+        "failed": counts[Outcome.FAILED],
+        "apis": len(PATHS),
+        "programs": len(columns) - len(PATHS),
+        "programs_not_run": len(missing),
+    }
+    conditions: dict[str, Any] = {name: _line(columns, name) for name in _features(columns)}
+    conditions |= {f"{program} was not run": why for program, why in missing.items()}
+    conditions["cells"] = {
+        column: {name: [cell.outcome.value, cell.detail] for name, cell in row.items()}
+        for column, row in columns.items()
+    }
+    return Result(bench="agents", figures=figures, conditions=conditions)
+
+
+async def ask_apis() -> Columns:
+    """Ask for each feature through each API that has it."""
+    return {
+        api: {
+            feature.name: await try_feature(feature, api)
+            for feature in FEATURES
+            if api in feature.asks
+        }
+        for api in PATHS
+    }
+
+
+async def _measure(
+    *, quick: bool, progress: Callable[[str], None]
+) -> tuple[Columns, dict[str, str]]:
+    """Return the cells of each API and program, and why programs were not run."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # LiteLLM asks no server
+    columns = await ask_apis()
+    missing = dict[str, str]()
+    for program in PROGRAMS:
+        if why := _why_not(program, quick=quick):
+            missing[program.name] = why
+            continue
+        progress(f"{program.name} …")
+        async with asyncio.timeout(PROGRAM_S):
+            columns[program.name] = await try_program(program)
+    return columns, missing
+
+
+def _why_not(program: Program, *, quick: bool) -> str:
+    if quick and program.package not in QUICK:
+        return NOT_RUN
+    return "" if program.installed else f"{program.package} is not installed"
+
+
+def _features(columns: Columns) -> list[str]:
+    """Return the names of all features in order."""
+    named = dict.fromkeys(feature.name for feature in FEATURES)
+    return [*dict.fromkeys([*named, *(name for row in columns.values() for name in row)])]
+
+
+def _line(columns: Columns, feature: str) -> str:
+    """Return what came of a feature, client by client."""
+    having = {column: row[feature] for column, row in columns.items() if feature in row}
+    by_outcome = {
+        outcome: [column for column, cell in having.items() if cell.outcome is outcome]
+        for outcome in Outcome
+    }
+    parts = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items() if names]
+    return "; ".join(parts)
+
+
+def table(columns: Columns) -> str:
+    """Return the outcomes of the APIs as a table of `docs/GATEWAY.md`."""
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for feature in FEATURES:
+        row = [columns[api].get(feature.name) for api in columns]
+        words = ["–" if cell is None else cell.outcome.value for cell in row]
+        lines.append(f"| {feature.name} | {' | '.join(words)} |")
+    return "\n".join(lines)

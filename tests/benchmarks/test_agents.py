@@ -1,0 +1,102 @@
+"""Bench `agents`: what each API of the gateway honors and refuses, as the table of
+`docs/GATEWAY.md` says; and agent programs of the field, unchanged, token-exact.
+
+The programs of frameworks are slow and need the extra `agents` (`pip install
+-e .[test,agents]`).
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.agents import bench
+from benchmarks.agents.clients import PROGRAMS, Adder, Program
+from benchmarks.agents.features import FEATURES, Feature, Outcome, never, try_feature
+from benchmarks.agents.programs import try_program
+from benchmarks.agents.scripted import CALL, scripted
+from rollweave.schema.work import SequenceCause
+
+PAGE = Path(__file__).parents[2] / "docs" / "GATEWAY.md"
+
+
+async def test_the_page_says_what_works_through_each_api() -> None:
+    columns = await bench.ask_apis()
+    cells = {(api, name): cell for api, column in columns.items() for name, cell in column.items()}
+    wrong = {
+        place: cell
+        for place, cell in cells.items()
+        if cell.outcome in (Outcome.IGNORED, Outcome.FAILED)
+    }
+    assert not wrong
+    assert bench.table(columns) in PAGE.read_text()
+
+
+async def test_a_field_that_is_ignored_would_be_seen() -> None:
+    """Metadata is ignored by design: a feature that asked for more would be found."""
+    ignored = Feature(name="x", asks={"chat": {"metadata": {"a": "b"}}}, check=never)
+    assert (await try_feature(ignored, "chat")).outcome is Outcome.IGNORED
+    unnamed = Feature(name="x", asks={"chat": {"n": 2}}, check=never, named="surprise")
+    assert (await try_feature(unnamed, "chat")).outcome is Outcome.FAILED
+
+
+def own(program: Program) -> Any:
+    mark = () if program.package in ("openai", "anthropic") else pytest.mark.slow
+    return pytest.param(program, marks=mark, id=program.name)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("program", [own(program) for program in PROGRAMS])
+async def test_a_program_runs_unchanged_and_token_exact(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not program.installed:
+        pytest.skip(f"{program.package} is not installed")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    cells = await try_program(program)
+    outcomes = {name: cell.outcome for name, cell in cells.items()}
+    refused = {name for name in ("images", "n of 2") if name in cells}
+    assert outcomes == {
+        name: Outcome.REFUSED if name in refused else Outcome.WORKS for name in cells
+    }, cells
+
+
+async def test_a_program_that_rewrites_begins_a_sequence() -> None:
+    """The other way round, a program is found that should append and does not."""
+    (program,) = (each for each in PROGRAMS if each.name == "openai (chat)")
+
+    async def rewrites(gateway: Any, tool: Adder, streamed: bool) -> str:
+        answer = await program.run(gateway, tool, streamed)
+        from openai import AsyncOpenAI
+
+        history: list[Any] = [
+            {"role": "user", "content": "What is 2 + 3?"},
+            {"role": "assistant", "content": "I forgot."},
+            {"role": "user", "content": "And?"},
+        ]
+        key = gateway.access.token
+        async with AsyncOpenAI(base_url=gateway.base_url, api_key=key) as client:
+            await client.chat.completions.create(model="any", messages=history, tools=[])
+        return answer
+
+    async with scripted(CALL, "It is 5.") as gateway:
+        await rewrites(gateway, Adder(), False)
+        first, second = gateway.sequences()
+    assert len(first.turns) == 2
+    assert second.origin is not None
+    assert second.origin.cause is SequenceCause.HISTORY_EDITED
+    cells = await try_program(Program("x", "openai", rewrites))
+    assert cells["tools"].outcome is Outcome.FAILED
+    assert "history_edited" in cells["tools"].detail
+
+
+def test_the_quick_bench_names_what_it_leaves_out() -> None:
+    result = bench.bench_agents(quick=True, progress=lambda _: None)
+    assert result.figures["silently_ignored"] == result.figures["failed"] == 0
+    assert not result.broken
+    assert result.figures["programs_not_run"] == len(
+        [each for each in PROGRAMS if each.package not in ("openai", "anthropic")]
+    )
+    assert {feature.name for feature in FEATURES} <= result.conditions.keys()
+    assert asyncio.run(bench.ask_apis()).keys() == {"chat", "completions", "responses", "messages"}
