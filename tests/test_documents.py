@@ -253,6 +253,21 @@ def test_modules_that_are_named_exist(path: Path) -> None:
         assert attribute is None or re.search(rf"\b{attribute}\b", module.read_text()), span
 
 
+def test_defaults_that_are_shown_are_those_of_the_schema() -> None:
+    section = (ROOT / "docs/MIGRATING.md").read_text().split("## Defaults that differ\n")[1]
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \|", section.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 20
+    config = validated(RunConfig, completed({}), "MIGRATING.md")
+    loss = config.algorithm.loss_values
+    for key, shown in rows:
+        name, field = key.split(".")
+        section_of = config.tasks[0] if name == "tasks" else getattr(config, name)
+        value = getattr(section_of, field)
+        value = getattr(loss, field) if value is None else value
+        text = shown.partition(":")[0]
+        assert (float(text) if text[0].isdigit() else text) == value, key
+
+
 NO_SETTINGS = ("run.checkpoint_s", "sandbox.ended")
 """Inline code that looks like a setting: one of an earlier version, and an
 attribute.
