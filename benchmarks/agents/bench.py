@@ -42,7 +42,9 @@ def bench_agents(*, quick: bool = False, progress: Callable[[str], None] = print
         "programs": len(columns) - len(PATHS),
         "programs_not_run": len(missing),
     }
-    conditions: dict[str, Any] = {name: _line(columns, name) for name in _features(columns)}
+    conditions: dict[str, Any] = {
+        feature.name: _line(columns, feature.name) for feature in FEATURES
+    }
     conditions |= {f"{program} was not run": why for program, why in missing.items()}
     conditions["cells"] = {
         column: {name: [cell.outcome.value, cell.detail] for name, cell in row.items()}
@@ -84,12 +86,6 @@ def _why_not(program: Program, *, quick: bool) -> str:
     if quick and program.package not in QUICK:
         return NOT_RUN
     return "" if program.installed else f"{program.package} is not installed"
-
-
-def _features(columns: Columns) -> list[str]:
-    """Return the names of all features in order."""
-    named = dict.fromkeys(feature.name for feature in FEATURES)
-    return [*dict.fromkeys([*named, *(name for row in columns.values() for name in row)])]
 
 
 def _line(columns: Columns, feature: str) -> str:

@@ -9,6 +9,7 @@ Otherwise it was ignored in silence, which must never be.
 
 import enum
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -277,7 +278,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=lambda seen: not seen.answer.calls and seen.answer.text == CALL,
         says=(CALL,),
     ),
-    Feature(name="results of tools", asks=RESULTS, check=_one_sequence),
+    Feature(name="tool results", asks=RESULTS, check=_one_sequence),
     Feature(
         name="temperature, top_p",
         asks=_in_all({"temperature": 0.5, "top_p": 0.75}),
@@ -290,7 +291,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     ),
     Feature(name="seed", asks=_in_all({"seed": 7}), check=_sampled_with(seed=7)),
     Feature(
-        name="limit of tokens",
+        name="token limit",
         asks={
             **_in_all({"max_tokens": 3}, "chat", "completions", "messages"),
             "responses": {"max_output_tokens": 3},
@@ -316,17 +317,16 @@ FEATURES: Final[tuple[Feature, ...]] = (
         named="top_logprobs",
     ),
     Feature(
-        name="log-probs of five candidates",
+        name="top-5 log-probs",
         asks={
-            "chat": {"logprobs": True, "top_logprobs": 5},
+            "chat": {"top_logprobs": 5, "logprobs": True},
             "completions": {"logprobs": 5},
             "responses": {"top_logprobs": 5},
         },
         check=never,
-        named="logprobs",
     ),
     Feature(
-        name="JSON of a schema",
+        name="JSON schema",
         asks={
             **_in_all(
                 {
@@ -346,7 +346,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=_constrained("json"),
     ),
     Feature(
-        name="a schema that cannot be constrained",
+        name="JSON schema that cannot be constrained",
         asks={
             "chat": {
                 "response_format": {
@@ -374,14 +374,14 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=never,
     ),
     Feature(
-        name="arguments of the template",
+        name="template arguments",
         asks=_in_all(
             {"chat_template_kwargs": {"enable_thinking": False}}, "chat", "responses", "messages"
         ),
         check=lambda seen: seen.prompt.endswith("<think>\n\n</think>\n\n"),
     ),
     Feature(
-        name="effort of reasoning (not in the template)",
+        name="reasoning effort (not in the template)",
         asks={
             "chat": {"reasoning_effort": "high"},
             "responses": {"reasoning": {"effort": "high"}},
@@ -391,7 +391,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         named="reasoning_effort",
     ),
     Feature(
-        name="budget of reasoning",
+        name="reasoning budget",
         asks={
             "chat": {"thinking_token_budget": 1024},
             "messages": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
@@ -399,7 +399,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=never,
     ),
     Feature(
-        name="summary of reasoning",
+        name="reasoning summary",
         asks={"responses": {"reasoning": {"summary": "auto"}}},
         check=never,
     ),
@@ -410,13 +410,11 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=never,
     ),
     Feature(name="n of 2", asks=_in_all({"n": 2}), check=never),
-    Feature(name="best_of, echo", asks={"completions": {"best_of": 2, "echo": True}}, check=never),
+    Feature(name="best_of", asks={"completions": {"best_of": 2}}, check=never),
+    Feature(name="echo", asks={"completions": {"echo": True}}, check=never),
     Feature(name="suffix", asks={"completions": {"suffix": "."}}, check=never),
-    Feature(
-        name="bias and penalties",
-        asks=_in_all({"logit_bias": {"1": 5}, "frequency_penalty": 1}),
-        check=never,
-    ),
+    Feature(name="logit bias", asks=_in_all({"logit_bias": {"1": 5}}), check=never),
+    Feature(name="penalties", asks=_in_all({"frequency_penalty": 1}), check=never),
     Feature(name="min_p", asks=_in_all({"min_p": 0.1}), check=never),
     Feature(
         name="allowed tokens",
@@ -424,7 +422,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=_sampled_with(allowed=(1, 2)),
     ),
     Feature(
-        name="tools of the server",
+        name="server-side tools",
         asks={
             "chat": {"web_search_options": {}},
             "responses": {"tools": [{"type": "web_search"}]},
@@ -433,13 +431,13 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=never,
     ),
     Feature(
-        name="a conversation that is stored",
+        name="stored conversation",
         asks={"responses": {"previous_response_id": "resp_1"}},
         check=never,
     ),
-    Feature(name="work in the background", asks={"responses": {"background": True}}, check=never),
+    Feature(name="background mode", asks={"responses": {"background": True}}, check=never),
     Feature(
-        name="truncation of the prompt",
+        name="prompt truncation",
         asks={
             "chat": {"truncate_prompt_tokens": 10},
             "completions": {"truncate_prompt_tokens": 10},
@@ -459,7 +457,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=never,
     ),
     Feature(
-        name="an unknown field of a tool's result",
+        name="an unknown nested field",
         asks={
             "chat": {
                 "messages": [
@@ -498,11 +496,16 @@ async def try_feature(feature: Feature, api: str) -> Cell:
             )
             return Cell(outcome=Outcome.WORKS if feature.check(seen) else Outcome.IGNORED)
     error = answer.error
-    named = feature.named or _leaf(feature.asks[api])
-    is_named = answer.status == 400 and "\n" not in error and named in error
+    named = feature.named or _first_field(feature.asks[api])
+    is_named = answer.status == 400 and "\n" not in error and names(named, error)
     return Cell(outcome=Outcome.REFUSED if is_named else Outcome.FAILED, detail=error)
 
 
-def _leaf(asked: Json) -> str:
+def names(field: str, error: str) -> bool:
+    """Return whether an error has a field's name as a word."""
+    return re.search(rf"(?<![\w-]){re.escape(field)}(?![\w-])", error) is not None
+
+
+def _first_field(asked: Json) -> str:
     """Return the name of the first field that is asked for."""
     return next(iter(asked), "")

@@ -23,7 +23,7 @@ async def try_program(program: Program) -> dict[str, Cell]:
         cells["parallel calls"] = await _episode(program, streamed=False, says=CALLS)
     if program.form is not None:
         async with scripted('{"sum": 5}') as gateway:
-            cells["JSON of a schema"] = await _asked(
+            cells["JSON schema"] = await _asked(
                 program.form(gateway), lambda answer: _is_constrained(gateway, answer)
             )
     if program.image is not None:
@@ -83,7 +83,9 @@ async def _asked(asking: Awaitable[Any], honored: Any) -> Cell:
 
 
 def _refusal(error: BaseException) -> Cell:
-    """Return how a program was refused: with an error that names field and value."""
+    """Return the cell of a program that raised: it was refused if the error has the
+    form of a refusal.
+    """
     text = f"{type(error).__name__}: {error}"
     named = ", got " in text or "must be" in text
     return Cell(outcome=Outcome.REFUSED if named else Outcome.FAILED, detail=text[:LONGEST])

@@ -1,7 +1,7 @@
 """`rollweave engine --lend` as the bench starts it: with pages in proportion to its
 models and, as the baseline of ROSE's Table 2, with a fixed half of the memory for each
-of the two models, which never changes hands. As an engine's process, it is that of the
-engine.
+of the two models, which never changes hands. Started as the child process of an engine,
+it runs the engine.
 """
 
 import os

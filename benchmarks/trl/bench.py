@@ -82,9 +82,9 @@ FIGURES = tuple(
 
 DIFFERENCES = (
     "TRL generates, then trains, in one process; ours has a trainer, an engine and a controller, "
-    "which work at the same time in mode bounded",
-    "in mode bounded a batch may be one step older than the weights, and the ratio is that to the "
-    "engine's log-probs; TRL and mode sync are on policy",
+    "and in every mode but sync engine and trainer work at the same time",
+    "TRL and mode sync are on policy; in the other modes a batch may be older than the weights, "
+    "and the ratio is that to the engine's log-probs",
     "TRL generates a turn of all running episodes at once by transformers, which computes their "
     "contexts anew in every turn; our engine batches continuously and keeps their KV",
     "a group's standard deviation is that of a sample in TRL, and that of the population in ours",

@@ -109,7 +109,12 @@ def chart(
 
 def table(learned: Mapping[str, Sequence[LearningCurve]]) -> Iterable[str]:
     """Yield the lines of the table, one for each variant."""
-    columns = ("seeds at the target", "seconds to it", "steps to it", "seconds a step")
+    columns = (
+        "seeds at the target",
+        "seconds to the target",
+        "steps to the target",
+        "seconds per step",
+    )
     yield f"| | {' | '.join((*columns, 'staleness', 'inherent staleness'))} |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for name, runs in learned.items():
@@ -143,11 +148,11 @@ def page(
     )
     return f"""# Learning curves
 
-How fast agents learn the fixed frozen lake in each mode of Rollweave, and with TRL
-{conditions["trl"]}. All start from the same warmed-up checkpoint of their seed, and train until a
-held-out evaluation at the sampling temperature has a success of {target}. Lines are
-means over the seeds, bands the 95 % confidence intervals of these means (none for a
-single seed). A seed that has reached the target keeps its success.
+This page shows how fast agents learn the fixed frozen lake in each mode of Rollweave,
+and with TRL {conditions["trl"]}. All start from the same warmed-up checkpoint of their
+seed, and train until a held-out evaluation at the sampling temperature has a success of
+{target}. Lines are means over the seeds, bands the 95 % confidence intervals of these means
+(none for a single seed). A seed that has reached the target keeps its success.
 
 ![success over seconds]({FOLDER}/learning-seconds.svg)
 
@@ -156,7 +161,7 @@ single seed). A seed that has reached the target keeps its success.
 {chr(10).join(table(learned))}
 
 Seconds and steps to the target are means over the seeds that reached it, ± half the
-95 % interval. Seconds a step are the median over all steps. *Staleness* is the mean
+95 % interval. Seconds per step are the median over all steps. *Staleness* is the mean
 number of steps between the weights that started a trajectory and the step that trained
 on it; *inherent staleness* the mean number of versions that were published during a
 trajectory's rollout. TRL is on policy.
@@ -171,7 +176,8 @@ Settings of the variants:
 
 {settings}
 
-Measured on {where}. This page is written by `make trl` and then
+Measured on {where}.
+To write this page, run `make trl` once, and then:
 
 ```
 rollweave bench trl --seeds {len(conditions["seeds"])} --write docs/LEARNING.md

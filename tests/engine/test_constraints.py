@@ -123,11 +123,11 @@ def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
         (Constraint(kind="json", text="{"), "."),
         (
             Constraint(kind="json", text='{"type": "integer", "multipleOf": 99991}'),
-            "multipleOf must be at most 10000.*, got 99991",
+            "least common multiple of all multipleOf.* at most 10000, got 99991",
         ),
         (
             Constraint(kind="json", text='{"anyOf": [{"multipleOf": 97}, {"multipleOf": 10.7}]}'),
-            "multipleOf must be at most 10000.*common multiple.*, got ",
+            "least common multiple of all multipleOf.* at most 10000, got ",
         ),
         (
             Constraint(kind="json", text=json.dumps(nested(12)), call_start="<tool_call>"),

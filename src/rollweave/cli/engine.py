@@ -107,7 +107,7 @@ def phase_of(prefill_at: str | None, *, prefill_only: bool) -> Phase:
 @dataclass(frozen=True, kw_only=True)
 class Lending:
     """The run that borrows the engine's slack, and what the engine's own clients are
-    promised; None where that is nothing.
+    promised. `tpot_ms` is None on an engine that computes prompts only.
     """
 
     joining: Joining
@@ -177,7 +177,8 @@ def engine(
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
     token_given = access.check()
-    # an agent changes the working directory, and KV moves between equal paths
+    # an agent changes the working directory, and engines exchange KV only if their
+    # checkpoints have the same path
     spec = msgspec.structs.replace(spec, model=str(Path(spec.model).absolute()))
     file = access.token_file or _state_directory() / TOKEN_FILE
     token = None if access.no_token else token_given or kept_token(file)

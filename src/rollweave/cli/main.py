@@ -99,8 +99,8 @@ PrefillOnly = Annotated[
     bool,
     typer.Option(
         "--prefill-only",
-        help="Compute prompts for engines with --prefill-at, and scores; with --lend, nothing is "
-        "promised per output token.",
+        help="Only compute prompts, for engines started with --prefill-at, and score texts; with "
+        "--lend, there is no limit per output token.",
     ),
 ]
 TokenEnv = Annotated[

@@ -182,8 +182,8 @@ def _check_multiples(schema: object) -> None:
         common = math.lcm(common, int("".join(map(str, Decimal(step).as_tuple().digits))))
         if common > MOST_MULTIPLE:
             raise ValueError(
-                f"multipleOf must be at most {MOST_MULTIPLE} without the decimal point, or in "
-                f"several places the least common multiple of all, got {step}"
+                f"the least common multiple of all multipleOf, without decimal points, must be at "
+                f"most {MOST_MULTIPLE}, got {common} with {step}"
             )
 
 

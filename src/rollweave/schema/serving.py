@@ -643,8 +643,8 @@ engine process borrows that engine instead of starting one.
 
 class LendSpec(Struct, frozen=True, kw_only=True):
     """The slack that a serving engine lends to a run: whose engine process connects to
-    `socket`, what its own requests are promised, infinite where that is nothing, and
-    the size of a page of KV.
+    `socket`, the limits of its own requests (infinite if there is none), and the size
+    of a page of KV.
     """
 
     socket: str

@@ -229,7 +229,7 @@ class SequenceCause(enum.StrEnum):
     """Why a sequence of an agent program began, instead of another one growing."""
 
     FIRST = "first"
-    NEW_CONVERSATION = "new_conversation"  # no message of the agent is an earlier one's
+    NEW_CONVERSATION = "new_conversation"  # it shares neither user messages nor answers
     BRANCH = "branch"  # an earlier turn is sampled again, or continued beside its continuation
     HISTORY_EDITED = "history_edited"
     HISTORY_SHORTENED = "history_shortened"  # messages are left out or summarized
@@ -239,7 +239,7 @@ class SequenceCause(enum.StrEnum):
 
 class Origin(Struct, frozen=True, kw_only=True):
     """The beginning of an agent program's sequence: its cause, and the number of the
-    earlier sequence from which it departs, or -1.
+    earlier sequence from which it departs, counted from 0, or -1.
 
     `message` is the first message that differs from that sequence's, counted from 0, or
     -1, and `role` is its role.

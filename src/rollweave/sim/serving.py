@@ -73,7 +73,7 @@ class ServingCluster(Lending):
             name: deque(maxlen=USE_REPORTS) for name in self.lenders
         }
         self._choices, self._chosen = itertools.count(1), dict.fromkeys(self.lenders, 0)
-        """Number of requests that were placed until the latest one of each engine."""
+        """A counter of placements, and the number of each engine's latest one."""
         self._lent: dict[str, LentEngine] = {}
         self._tickets: dict[str, int] = {}
         self._arrivals: Iterator[Arrival] = iter(_requests(serving, seed=config.run.seed))

@@ -10,10 +10,10 @@ The smallest slack decides. Each request has the equation of the phase that it i
 a prefill deployment is held to the first one, a decode deployment to the second, and a
 collocated one to both.
 
-The paper's deployments have one phase each. Where both are computed in one step, the
-slack of a token also covers the prompts that the next step computes beside it, and the
-slack of a prompt the tokens. And the TPOT of a request is the mean over its tokens: one
-that prompts of others have delayed has less slack until it has caught up, never more
+The paper's deployments have one phase each. If both are computed in one step, the slack
+of a decoding request also covers the prompts in that step, and the slack of a prompt
+covers the decoding requests. The TPOT of a request is a mean over its tokens: a request
+that other prompts have delayed has less slack until it has caught up, and never more
 than equation 2 gives it.
 
 The paper profiles T once. Here a profile is corrected online: each measured step gives
@@ -65,8 +65,8 @@ class StepKind(enum.StrEnum):
 
 
 class Slo(Struct, frozen=True, kw_only=True):
-    """Maximum seconds until the first token, and from each token to the next. It is
-    infinite where nothing is promised.
+    """Maximum seconds until the first token, and from each token to the next. A limit
+    is infinite if nothing is promised.
     """
 
     ttft_s: float
@@ -141,8 +141,8 @@ class QueuedPrefill(Struct, frozen=True, kw_only=True):
 
 
 class Decoding(Struct, frozen=True, kw_only=True):
-    """A serving request of which `tokens` are sampled, at least one: when the first and
-    the newest one were.
+    """A serving request that decodes: the times of its first and newest token, and the
+    number of its tokens so far, at least 1.
     """
 
     first: float
@@ -301,7 +301,7 @@ class Admission:
 
 
 def stalled(progressed: float, now: float) -> bool:
-    """Return whether a rollout turn that last progressed at `progressed` is handed
-    back.
+    """Return whether what last progressed at `progressed` has waited too long: a
+    rollout turn is handed back, and a step that measures is left out.
     """
     return now - progressed >= STALL_S

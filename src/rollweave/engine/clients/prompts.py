@@ -69,20 +69,18 @@ class PromptSource:
         token: str | None,
         engine: EngineBackend,
         report: Callable[[str], None] = lambda text: None,
-        prompt_s: float = PROMPT_S,
     ) -> None:
         self._url, self._engine, self._report = url.rstrip("/"), engine, report
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._prompt_s = prompt_s
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
         self._releases: set[asyncio.Task[None]] = set()
         self._fails, self._rests_until = False, 0.0
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=self._prompt_s)
+        timeout = aiohttp.ClientTimeout(total=PROMPT_S)
         self._session = aiohttp.ClientSession(
             self._url, connector=connector, timeout=timeout, headers=self._headers
         )
@@ -104,7 +102,7 @@ class PromptSource:
         if time.monotonic() < self._rests_until:
             return
         try:
-            async with asyncio.timeout(self._prompt_s):
+            async with asyncio.timeout(PROMPT_S):
                 await self._bring(tokens, request.rank)
         except (aiohttp.ClientError, OSError, EngineError, KvError, ValueError) as error:
             self._failed(str(error) or type(error).__name__)

@@ -258,7 +258,7 @@ class EngineServer:
             if self._prompts is not None:
                 await self._prompts.bring(request)
                 brought_s = time.monotonic() - started
-            result = _later(
+            result = _with_prompt_seconds(
                 await self._engine.generate(request, on_tokens, report_s=report_s), brought_s
             )
         finally:
@@ -320,7 +320,7 @@ def _json(
     )
 
 
-def _later(result: GenerateResult, seconds: float) -> GenerateResult:
+def _with_prompt_seconds(result: GenerateResult, seconds: float) -> GenerateResult:
     """Return the result with the seconds that its prompt took elsewhere."""
     return msgspec.structs.replace(
         result,

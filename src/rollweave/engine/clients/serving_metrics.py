@@ -2,8 +2,9 @@
 
 `rollweave_serving_ttft_seconds` is the time from a request's arrival at the engine to
 its first token, `_tpot_seconds` the mean time per further token, `_queue_seconds` the
-time without a slot, and `_request_seconds` the whole turn. All are histograms, so their
-percentiles over any window are `histogram_quantile` of their rates.
+time without a slot and, with `--prefill-at`, until the prompt's KV has arrived, and
+`_request_seconds` the whole turn. All are histograms, so their percentiles over any
+window are `histogram_quantile` of their rates.
 """
 
 import bisect

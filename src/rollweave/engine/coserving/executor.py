@@ -399,7 +399,8 @@ class CoServing:
 
     def _measure(self) -> bool:
         """Compute a step of the borrower's profile if serving can wait for it. A size
-        that has waited too long for that is left out.
+        that has waited too long for that is left out; the smallest one is measured
+        then in any case.
         """
         measuring, now = self._measuring, self._clock()
         assert measuring is not None

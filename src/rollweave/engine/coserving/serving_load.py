@@ -17,10 +17,11 @@ at most.
 RECENT_PROMPTS = 64
 """Number of serving prompts whose longest is expected next."""
 
-BURST_S, BURST_PROMPTS = 0.25, 2
-"""Number of prompts within so many seconds after which another one is expected, for
-which the tokens of other requests will have to wait.
-"""
+BURST_S = 0.25
+"""Seconds within which prompts count as a burst."""
+
+BURST_PROMPTS = 2
+"""Number of prompts in a burst after which admission expects another one."""
 
 FIRST_PROMPT = 64
 """Tokens of the prompt that is expected before there was any."""

@@ -1,5 +1,5 @@
-"""Why a sequence of a session began: why the call that opened it continued none that
-was there. Pure.
+"""Explain why a call of a session began a new sequence instead of continuing an earlier
+one. Pure.
 
 A call is compared with the newest call of each sequence by messages, tools and template
 arguments. Tokens decide whether a call continues a sequence (`recorder.py`); this only

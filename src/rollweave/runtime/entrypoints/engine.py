@@ -18,8 +18,8 @@ from rollweave.schema.serving import LENT_SOCKET, EngineCommand, EngineReply, En
 RECEIVE_BYTES = 1 << 18
 
 SWITCH_S = 0.0005
-"""Seconds after which a thread of an engine that lends gives Python up to another one:
-the thread that computes waits no longer for those that read the weights of a run.
+"""Python's switch interval, in seconds, in an engine that lends: the longest time for
+which its computing thread waits for one that reads the weights of a run.
 """
 
 

@@ -125,14 +125,14 @@ def plan(
 
 
 def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
-    """Return the configuration without the prompts that are too long, of domains that
-    are to leave these out, and a warning for each of these; no other check is made.
+    """Drop overlong prompts of domains whose `overlong` is "drop". Return the
+    configuration, and a warning for each of them. Make no other check.
     """
     domains = list[Domain]()
     for index, task in enumerate(config.tasks):
         drops = getattr(resolve(task.env), "drops_overlong", None)
         if drops is not None and drops(task.options):
-            with contextlib.chdir("."):
+            with contextlib.chdir("."):  # the user's code may change the directory
                 domain, _ = examine_domain(config, index, deep=False)
             domains += [domain] if domain is not None else []
     config, checks, _ = without_overlong(config, domains)
