@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.soak.run_under_test import die_with_us, source_path
+from rollweave.engine.clients.protocol import GENERATE_PATH
 from rollweave.schema.base import Struct
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
@@ -189,7 +190,7 @@ async def _request(
     due = started + arrival.at
     late_s = time.monotonic() - due
     try:
-        async with session.post("/rollweave/v1/generate", data=as_json(body)) as response:
+        async with session.post(GENERATE_PATH, data=as_json(body)) as response:
             response.raise_for_status()
             result = msgspec.json.decode(await response.read(), type=GenerateResult)
     except (aiohttp.ClientError, TimeoutError) as error:

@@ -20,7 +20,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.host import Joining, agent_for
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
-from rollweave.engine.clients.prompts import PromptSource
+from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
@@ -351,7 +351,7 @@ def _codec(spec: EngineSpec) -> TextCodec:
 @contextlib.asynccontextmanager
 async def _prompts(
     phase: Phase, backend: EngineClient, token: str | None
-) -> AsyncIterator[PromptSource | None]:
+) -> AsyncIterator[RemotePrefill | None]:
     """Yield what brings the KV of prompts, if another engine computes them."""
     if phase.prefill_at is None:
         yield None
@@ -360,7 +360,7 @@ async def _prompts(
     def report(text: str) -> None:
         err.print(text, markup=False, soft_wrap=True)
 
-    async with PromptSource(
+    async with RemotePrefill(
         phase.prefill_at, token=token, engine=backend, report=report
     ) as prompts:
         yield prompts

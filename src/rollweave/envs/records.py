@@ -47,7 +47,7 @@ def draw_record(
             "records, or set held_out"
         )
     epoch, place = divmod(index, len(rows))
-    return file, _order(rows, mix(seed, split, epoch))[place]
+    return file, shuffled(rows, mix(seed, split, epoch))[place]
 
 
 @functools.lru_cache(16)
@@ -133,5 +133,6 @@ def _rows(
 
 
 @functools.lru_cache(16)
-def _order(rows: tuple[int, ...], seed: int) -> tuple[int, ...]:
+def shuffled(rows: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """Return the rows in an order that the seed draws."""
     return tuple(random.Random(seed).sample(rows, len(rows)))

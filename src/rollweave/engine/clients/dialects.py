@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from rollweave.engine.clients.protocol import ABORT_PATH, GENERATE_PATH, READY_PATH, STATS_PATH
 from rollweave.engine.clients.responses import (
     CompletionResponse,
     ProrlResponse,
@@ -102,11 +103,7 @@ class Rollweave:
     themselves, as JSON.
     """
 
-    generate_path, ready_path, stats_path = (
-        "/rollweave/v1/generate",
-        "/rollweave/v1/ready",
-        "/rollweave/v1/stats",
-    )
+    generate_path, ready_path, stats_path = GENERATE_PATH, READY_PATH, STATS_PATH
     keeps_time = resumes = True
 
     def encode(self, request: GenerateRequest) -> bytes:
@@ -124,7 +121,7 @@ class Rollweave:
         return msgspec.structs.replace(result, versions=spans)
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        return "/rollweave/v1/abort", as_json({"id": request_id})
+        return ABORT_PATH, as_json({"id": request_id})
 
 
 class Vllm:

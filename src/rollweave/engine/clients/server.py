@@ -17,14 +17,17 @@ import msgspec
 from aiohttp import web
 
 from rollweave.engine.clients.base import EngineBackend, OnTokens
-from rollweave.engine.clients.prompts import (
+from rollweave.engine.clients.protocol import (
+    ABORT_PATH,
     EXPORT_PATH,
     GENERATE_PATH,
+    READY_PATH,
     RELEASE_PATH,
+    STATS_PATH,
     KvExport,
     KvRelease,
-    PromptSource,
 )
+from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.exposition import exposition
@@ -96,7 +99,7 @@ class EngineServer:
         model: str,
         read_s: float = BODY_S,
         max_requests: int = MAX_REQUESTS,
-        prompts: PromptSource | None = None,
+        prompts: RemotePrefill | None = None,
         prompts_only: bool = False,
     ) -> None:
         self._engine, self._model = engine, model
@@ -118,10 +121,10 @@ class EngineServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._report),
                 web.get("/v1/models", self._models),
-                web.get("/rollweave/v1/ready", self._ready),
-                web.get("/rollweave/v1/stats", self._stats),
+                web.get(READY_PATH, self._ready),
+                web.get(STATS_PATH, self._stats),
                 web.post(GENERATE_PATH, self._rollweave),
-                web.post("/rollweave/v1/abort", self._abort),
+                web.post(ABORT_PATH, self._abort),
                 web.post(EXPORT_PATH, self._export),
                 web.post(RELEASE_PATH, self._release),
                 web.post("/generate", self._prorl_generate),

@@ -20,7 +20,6 @@ import importlib.metadata
 import inspect
 import json
 import os
-import random
 import signal
 import threading
 import types
@@ -30,6 +29,7 @@ from typing import Any, TypeVar
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of, split_of
 from rollweave.envs.foreign import text_of, type_name
 from rollweave.envs.handlers.base import Agent, Job
+from rollweave.envs.records import shuffled
 from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, EnvError, RewardError
 from rollweave.schema.work import Task
@@ -121,7 +121,7 @@ class Verifiers:
         name, arguments = options["id"], json.dumps(options.get("arguments") or {}, sort_keys=True)
         rows = _rows(name, arguments, split)
         epoch, place = divmod(index, len(rows))
-        order = _order(len(rows), mix(seed, split, epoch))
+        order = shuffled(tuple(range(len(rows))), mix(seed, split, epoch))
         return new_task(seed=mix(seed, split, index), row=json.loads(rows[order[place]]))
 
 
@@ -260,11 +260,6 @@ def _json(name: str, place: int, row: dict[str, Any]) -> str:
         raise ConfigError(
             f"options.id {name!r} must have rows of JSON values: row {place}: {error}"
         ) from error
-
-
-@functools.lru_cache(16)
-def _order(count: int, seed: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).sample(range(count), count))
 
 
 def _described(error: BaseException) -> str:

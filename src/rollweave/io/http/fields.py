@@ -13,6 +13,9 @@ from collections.abc import Collection, Mapping
 SHOWN = 100
 """Maximum number of characters of a field's name in an error."""
 
+UNKNOWN_FIELD = "must not be given: no field of that name is known"
+"""The rule that a field breaks which is in no table."""
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI.
     "audio": (),
@@ -159,7 +162,7 @@ def refused_field(
         if value is None or name in without_effect:
             continue
         if name not in neutral:
-            return name, "must not be given: no field of that name is known"
+            return name, UNKNOWN_FIELD
         if not any(_same(value, each) for each in neutral[name]):
             allowed = " or ".join(json.dumps(each) for each in (*neutral[name], None))
             return name, f"must be {allowed}: it is not supported"

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from rollweave.io.http.fields import shown
+from rollweave.io.http.fields import UNKNOWN_FIELD, shown
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -30,7 +30,7 @@ def struct_error(error: msgspec.DecodeError, value: object) -> tuple[str | None,
         return name, f"{shown(name)} must be given, got none"
     if (unknown := _UNKNOWN.match(text)) is not None:
         name = _joined(path, unknown["name"])
-        rule = "must not be given: no field of that name is known"
+        rule = UNKNOWN_FIELD
         return name, f"{shown(name)} {rule}{_got(value, name)}"
     if (expected := _EXPECTED.match(text)) is not None:
         rule = expected["rule"].replace("`", "")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from rollweave.io.http.fields import refused_field
+from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field
 from rollweave.rollout.gateway.formats import Formats
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
@@ -420,7 +420,7 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
     if problem["type"] == "extra_forbidden":
         name = ".".join((*path, str(problem["loc"][-1])))
-        return bad(name, "must not be given: no field of that name is known", problem["input"])
+        return bad(name, UNKNOWN_FIELD, problem["input"])
     name = ".".join(path) or "body"
     rule = problem["msg"].partition(", got ")[0]
     value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"

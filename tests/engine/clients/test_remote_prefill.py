@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.prompts import PromptSource
+from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
@@ -41,7 +41,7 @@ class Pair:
 
     @asynccontextmanager
     async def decoding(self, *, url: str = "", token: str = TOKEN) -> AsyncIterator[EngineServer]:
-        async with PromptSource(
+        async with RemotePrefill(
             url or self.url, token=token, engine=self.engine, report=self.said.append
         ) as prompts:
             yield EngineServer(self.engine, model="tiny", prompts=prompts)

@@ -22,15 +22,18 @@ import msgspec
 
 from rollweave.core.policy.disaggregation import LEAST_TOKENS
 from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.protocol import (
+    EXPORT_PATH,
+    GENERATE_PATH,
+    RELEASE_PATH,
+    KvExport,
+    KvRelease,
+)
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.schema.address import host_of
-from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, KvError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, KvManifest, KvPort, Sampling
-
-GENERATE_PATH = "/rollweave/v1/generate"
-EXPORT_PATH, RELEASE_PATH = "/rollweave/v1/kv/export", "/rollweave/v1/kv/release"
 
 PROMPT_S = 30.0
 """Maximum seconds until the KV of a prompt is here."""
@@ -45,19 +48,7 @@ ANSWER_BYTES = 16 << 20
 """Maximum number of bytes in an answer: a manifest has 8 bytes per 4 MiB of KV."""
 
 
-class KvExport(Struct, frozen=True, kw_only=True):
-    """Ask for the KV of the longest cached prefix of `tokens`."""
-
-    tokens: tuple[int, ...]
-
-
-class KvRelease(Struct, frozen=True, kw_only=True):
-    """Free an export. Unknown ids are ignored."""
-
-    id: str
-
-
-class PromptSource:
+class RemotePrefill:
     """The server at `url` that computes prompts for `engine`. It is an asynchronous
     context manager. `report` is called when it begins to fail, and when it works again.
     """
