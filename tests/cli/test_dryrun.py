@@ -595,7 +595,56 @@ class TestModelPath:
     def test_refuses_a_missing_checkpoint(self, tmp_path: Path) -> None:
         ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")
         assert name == "model"
-        assert "model.path must be a checkpoint directory, got" in detail
+        assert detail == f"model.path must be a checkpoint directory, got '{tmp_path}/nowhere'"
+
+    def test_says_how_to_get_a_model_of_the_hub(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        ((_, detail),) = self.examine(tmp_path, Path("Qwen/Qwen3-0.6B"))
+        assert detail == (
+            "model.path must be a checkpoint directory, got 'Qwen/Qwen3-0.6B'; for a model of the "
+            "hub: hf download Qwen/Qwen3-0.6B --local-dir DIR"
+        )
+        (tmp_path / "Qwen").mkdir()
+        ((_, detail),) = self.examine(tmp_path, Path("Qwen/Qwen3-0.6B"))
+        assert detail == "model.path must be a checkpoint directory, got 'Qwen/Qwen3-0.6B'"
+
+    def test_names_the_model_of_a_run_or_of_a_checkpoint(self, tmp_path: Path) -> None:
+        run = tmp_path / "way"
+        rule = "model.path must be a folder with config.json, got"
+        for step in (17, 25):
+            (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        first, second = sorted((run / "checkpoints").iterdir())
+        for path, text in (
+            (tmp_path, ""),
+            (run, ", a run: none of its checkpoints has one"),
+            (
+                second,
+                ", a checkpoint of a run, which has no model; those of the run that have one: none",
+            ),
+        ):
+            assert self.examine(tmp_path, path) == [("model", f"{rule} {path}{text}")]
+        (first / "hf").mkdir()
+        (first / "hf" / "config.json").write_text("{}")
+        assert self.examine(tmp_path, second) == [
+            (
+                "model",
+                f"{rule} {second}, a checkpoint of a run, which has no model; those of the run "
+                f"that have one: {first}/hf",
+            )
+        ]
+        assert self.examine(tmp_path, run) == [
+            ("model", f"{rule} {run}, a run: its model is {first}/hf")
+        ]
+        best = run / "best"
+        best.symlink_to("checkpoints/step-000017")
+        assert self.examine(tmp_path, best) == [
+            ("model", f"{rule} {best}, a checkpoint of a run: its model is {best}/hf")
+        ]
+        assert self.examine(tmp_path, run) == [
+            ("model", f"{rule} {run}, a run: its model is {best}/hf")
+        ]
 
     def test_refuses_a_checkpoint_without_weights(self, tmp_path: Path, model: Path) -> None:
         (model / "model.safetensors").unlink()

@@ -223,6 +223,8 @@ def test_trains_evaluates_and_reports(tmp_path: Path) -> None:
     assert f"{account['started']} started = {account['trained']} trained" in text
     assert summary["steps"] == 2
     assert "held-out episodes" in text
+    (model,) = re.findall(r"^model +(runs/small/\S+/hf) *$", text, re.MULTILINE)
+    assert (tmp_path / model / "config.json").exists()
 
     assert invoke("train", "small.toml", "--inproc")[0] == 2  # it does not write over a run
 
@@ -235,6 +237,9 @@ def test_trains_evaluates_and_reports(tmp_path: Path) -> None:
     assert "small at step 2" in text
     assert "evaluating" in errors
     assert "training" not in errors
+    assert any(line.startswith("evaluation of small at step 2: ") for line in errors), errors
+    for text in ("saving the last checkpoint", "ending", "final evaluation"):
+        assert not any(line.startswith(text) for line in errors), errors
     assert any(line.endswith("finished: evaluated episodes: 5 of fine") for line in errors), errors
     evaluated = json.loads(
         (tmp_path / "runs/small/evaluations/step-2-t0-n5/summary.json").read_text()

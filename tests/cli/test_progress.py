@@ -68,7 +68,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def plain(text: io.StringIO, clock: Clock) -> Plain:
-    return Plain(Console(file=text, width=200), steps=10, clock=clock)
+    return Plain(Console(file=text, width=200), name="lake", steps=10, clock=clock)
 
 
 def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> None:
@@ -100,6 +100,17 @@ def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
         "evaluation at step 4: success 0.75 over 64 held-out episodes",
         "final evaluation at step 4: success 0.75 over 64 held-out episodes, 2 episodes failed",
     ]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_run_that_only_evaluates_names_its_subject(is_terminal: bool) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=110, force_terminal=is_terminal, color_system=None)
+    with display(console, name="lake at step 25", steps=0) as shown:
+        shown.line({**evaluation(final=True), "step": 0})
+    expected = "evaluation of lake at step 25: success 0.75 over 64 held-out episodes\n"
+    assert expected in text.getvalue()
+    assert "step 0" not in text.getvalue()
 
 
 def test_prints_every_named_wait(plain: Plain, text: io.StringIO) -> None:

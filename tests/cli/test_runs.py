@@ -1,5 +1,6 @@
 """Runs are found by name, and only run directories are deleted."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,31 @@ class TestCheckpoints:
     def test_last_is_the_newest_with_an_export(self, run: RunDir) -> None:
         assert exported_checkpoint(run, "last") == (10, run.checkpoints / "step-000010" / "hf")
 
-    def test_best_follows_the_link_and_is_last_without_one(self, run: RunDir) -> None:
-        assert exported_checkpoint(run, "best")[0] == 10
+    def test_without_a_choice_it_is_best_or_else_last(self, run: RunDir) -> None:
+        assert exported_checkpoint(run, None)[0] == 10
         (run.path / "best").symlink_to("checkpoints/step-000005")
+        assert exported_checkpoint(run, None)[0] == 5
         assert exported_checkpoint(run, "best")[0] == 5
+
+    @pytest.mark.parametrize(
+        ("every", "why"),
+        [
+            ("0", ", because eval.every is 0"),
+            ("5", ", because no evaluation has chosen one"),
+            ('"five"', ""),
+        ],
+    )
+    def test_refuses_a_best_that_no_evaluation_chose(
+        self, run: RunDir, every: str, why: str
+    ) -> None:
+        config = run.config.read_text()
+        assert config.count("\nevery = ") == 1
+        run.config.write_text(re.sub(r"\nevery = .*", f"\nevery = {every}", config))
+        with pytest.raises(ConfigError) as refusal:
+            exported_checkpoint(run, "best")
+        assert str(refusal.value) == (
+            f"--checkpoint best: run has none{why}; its checkpoints are 5, 10"
+        )
 
     def test_refuses_a_best_that_is_not_a_link(self, run: RunDir) -> None:
         (run.path / "best").touch()

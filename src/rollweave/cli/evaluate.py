@@ -51,7 +51,7 @@ def evaluate(
     overrides: Sequence[str],
     episodes: int | None,
     temperature: float | None,
-    checkpoint: str,
+    checkpoint: str | None,
     inproc: bool,
 ) -> None:
     """Evaluate and print the success rate by task, or the mean reward if the
@@ -77,7 +77,7 @@ def evaluate(
 
 
 def subject_of(
-    target: str, *, env: str | None, overrides: Sequence[str], checkpoint: str
+    target: str, *, env: str | None, overrides: Sequence[str], checkpoint: str | None
 ) -> Subject:
     """Return what `target` names: a configuration file, a checkpoint if `env` names an
     environment for it, or else a run. Raises ConfigError.

@@ -204,8 +204,12 @@ def evaluate(
         ),
     ] = None,
     checkpoint: Annotated[
-        str, typer.Option(help="With RUN: best, last, or the number of a step.")
-    ] = "best",
+        str | None,
+        typer.Option(
+            help="With RUN: best, last, or the number of a step; by default best, or last if no "
+            "evaluation chose one."
+        ),
+    ] = None,
     inproc: InProcess = False,
 ) -> None:
     """Evaluate a model on held-out tasks, without training."""

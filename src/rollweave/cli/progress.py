@@ -68,11 +68,15 @@ class Display(Protocol):
 
 
 def display(console: Console, *, name: str, steps: int) -> Display:
-    """Return the display that suits the console."""
+    """Return the display that suits the console.
+
+    `name` is that of the run; if `steps` is 0, the run only evaluates, and `name` is
+    what it evaluates.
+    """
     return (
         Terminal(console, name=name, steps=steps)
         if console.is_terminal
-        else Plain(console, steps=steps)
+        else Plain(console, name=name, steps=steps)
     )
 
 
@@ -80,9 +84,15 @@ class Plain:
     """Prints plain lines, for logs and pipes."""
 
     def __init__(
-        self, console: Console, *, steps: int, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        *,
+        name: str,
+        steps: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._steps, self._clock = console, steps, clock
+        self._subject = None if steps else name
         self._printed_at = float("-inf")
         self._warnings: Counter[str] = Counter()
 
@@ -100,7 +110,7 @@ class Plain:
                     self._printed_at = now
                     self._print(step_text(line, self._steps))
             case "evaluation":
-                self._print(evaluation_text(line))
+                self._print(evaluation_text(line, self._subject))
             case "warning":
                 self._warn(line)
             case "waiting":
@@ -130,6 +140,7 @@ class Terminal:
 
     def __init__(self, console: Console, *, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
+        self._subject = None if steps else name
         self._phase = "starting"
         self._began = time.monotonic()
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=AVERAGED_STEPS)
@@ -169,7 +180,7 @@ class Terminal:
             case "evaluation":
                 self._evaluation = line
                 self._live.console.print(
-                    f"[cyan]{escape(evaluation_text(line))}[/]", soft_wrap=True
+                    f"[cyan]{escape(evaluation_text(line, self._subject))}[/]", soft_wrap=True
                 )
             case "warning":
                 self._warnings.append(f"{line['component']}: {line['message']}")
@@ -199,6 +210,9 @@ class Terminal:
         )
 
     def _header(self) -> RenderableType:
+        passed = f"{human_seconds(time.monotonic() - self._began)}  [dim]{escape(self._phase)}[/]"
+        if not self._steps:
+            return Text.from_markup(passed)
         done = int(self._recent[-1]["step"]) + 1 if self._recent else 0
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
@@ -207,7 +221,7 @@ class Terminal:
         grid.add_row(
             f"step [bold]{done}[/]/{self._steps}",
             ProgressBar(total=max(1, self._steps), completed=done, width=28),
-            f"{human_seconds(time.monotonic() - self._began)}  [dim]{escape(self._phase)}[/]",
+            passed,
         )
         return grid
 
@@ -271,16 +285,19 @@ def step_text(line: Mapping[str, Any], steps: int) -> str:
     return " | ".join(parts)
 
 
-def evaluation_text(line: Mapping[str, Any]) -> str:
-    """Return an evaluation as one line."""
+def evaluation_text(line: Mapping[str, Any], subject: str | None = None) -> str:
+    """Return an evaluation as one line: of `subject` if it is given, else of a step of
+    the run.
+    """
     kind = "final evaluation" if line["final"] else "evaluation"
+    title = f"{kind} at step {line['step']}" if subject is None else f"evaluation of {subject}"
     failed = sum(line["failed"].values())
     more = f", {failed} episodes failed" if failed else ""
     episodes = sum(line["episodes"].values())
     if line.get("target_reached"):
         more += "; eval.stop_at is reached, training ends here"
     measured = f"{_measured(line)} over " if line["reward"] else ""
-    return f"{kind} at step {line['step']}: {measured}{episodes} held-out episodes{more}"
+    return f"{title}: {measured}{episodes} held-out episodes{more}"
 
 
 def sparkline(values: list[float]) -> str:

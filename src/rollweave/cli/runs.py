@@ -7,14 +7,12 @@ from pathlib import Path
 
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 RUNS = Path("runs")
 """Directory in which runs are looked up by name."""
-
-EXPORT = "hf"
-"""Subdirectory of a checkpoint with its export in Hugging Face format."""
 
 
 def find_run(name: str) -> RunDir:
@@ -58,24 +56,27 @@ def clear(config: RunConfig) -> None:
                 entry.unlink()
 
 
-def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
+def exported_checkpoint(run: RunDir, which: str | None) -> tuple[int, Path]:
     """Return the step and the export directory of a checkpoint: `best`, `last` or the
-    number of a step.
+    number of a step; if None, that of `best`, or `last` if no checkpoint is the best.
 
     Raises ConfigError.
     """
     checkpoints = Checkpoints(run.checkpoints)
-    steps = [
-        step
-        for step in checkpoints.steps()
-        if (checkpoints.path(step) / EXPORT / "config.json").exists()
-    ]
+    steps = checkpoints.exported()
     if not steps:
         raise ConfigError(
             f"--checkpoint: {run.path} must hold a finished checkpoint with an export, got none yet"
         )
     best = run.path / "best"
-    if which == "last" or (which == "best" and not best.exists()):
+    if which is None:
+        which = "best" if os.path.lexists(best) else "last"
+    if which == "best" and not os.path.lexists(best):
+        raise ConfigError(
+            f"--checkpoint best: {run.path.name} has none{_why_no_best(run)}; its checkpoints are "
+            f"{', '.join(map(str, steps))}"
+        )
+    if which == "last":
         step = steps[-1]
     elif which == "best" and (name := best.resolve().name.removeprefix("step-")).isdecimal():
         step = int(name)
@@ -92,4 +93,13 @@ def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
         raise ConfigError(
             f"--checkpoint must be one of {', '.join(map(str, steps))} in {run.path}, got {step}"
         )
-    return step, checkpoints.path(step) / EXPORT
+    return step, checkpoints.export(step)
+
+
+def _why_no_best(run: RunDir) -> str:
+    """Return the reason why no checkpoint is the best, if the configuration says it."""
+    try:
+        every = load(run.config, ()).eval.every
+    except ConfigError:  # an incomplete or outdated file explains nothing
+        return ""
+    return ", because eval.every is 0" if every == 0 else ", because no evaluation has chosen one"

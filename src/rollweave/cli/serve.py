@@ -52,13 +52,14 @@ def serve(
 
 
 def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration that serves the best checkpoint of a trained run,
-    without its pairwise judges: a service compares nothing.
+    """Return the configuration that serves the best checkpoint of a trained run, or
+    the last if no evaluation chose one, without its pairwise judges: a service compares
+    nothing.
     """
     run = find_run(name)
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
-    _, checkpoint = exported_checkpoint(run, "best")
+    _, checkpoint = exported_checkpoint(run, None)
     trained = load(run.config, overrides)
     model = ModelConfig(
         path=str(checkpoint),

@@ -25,6 +25,7 @@ from rollweave.record.summary import (
     workers_line,
 )
 from rollweave.runtime import launch
+from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
 from rollweave.runtime.preflight.environments import Declared
@@ -115,6 +116,8 @@ def print_summary(summary: Summary, directory: Path) -> None:
         table.add_row(
             "best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}"
         )
+    if (model := Checkpoints(RunDir(directory).checkpoints).model()) is not None:
+        table.add_row("model", escape(str(model)))
     table.add_row("trajectories", account_line(summary.account))
     if any(summary.engines.values()):
         table.add_row("engines", _counts(summary.engines))

@@ -10,6 +10,7 @@ from, and the journal records it.
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,18 @@ STAGED = ".partial-epoch-"
 
 PRUNED = ".partial-pruned"
 """Suffix of a checkpoint that is being removed."""
+
+
+EXPORT = "hf"
+"""Subdirectory of a checkpoint with its export in Hugging Face format
+(`train/checkpoint.py`).
+"""
+
+
+def is_model(path: Path) -> bool:
+    """True if the path is a directory with a model in Hugging Face format."""
+    # unlike os.path.isfile, Path.is_file raises for invalid names
+    return os.path.isfile(path / "config.json")
 
 
 class Checkpoints:
@@ -68,6 +81,24 @@ class Checkpoints:
         names = [path.name.removeprefix("step-") for path in paths]
         steps = {int(name) for name in names if name.isdecimal()}
         return sorted(step for step in steps if self.path(step) in paths)
+
+    def export(self, step: int) -> Path:
+        """Return the directory of a checkpoint's export, which need not exist."""
+        return self.path(step) / EXPORT
+
+    def exported(self) -> list[int]:
+        """Return the steps with a complete checkpoint that has an export, ascending."""
+        return [step for step in self.steps() if is_model(self.export(step))]
+
+    def model(self) -> Path | None:
+        """Return the export that users want first: that of `best`, else that of the
+        last checkpoint with one. None if there is none.
+        """
+        best = self.directory.parent / "best" / EXPORT
+        if is_model(best):
+            return best
+        steps = self.exported()
+        return self.export(steps[-1]) if steps else None
 
     def prune(self, newest: int, keep: Iterable[int]) -> None:
         """Remove the complete checkpoints before `newest`, except those in `keep`.

@@ -381,7 +381,6 @@ class _Start:
         """Record the digests of the run's first model, once a trainer is ready and the
         model therefore exists.
         """
-        self._progress.phase("training" if self._config.run.steps else "evaluating")
         if identity.model is None and self._digesting is None:
             self._digesting = asyncio.create_task(asyncio.to_thread(self._digest, identity))
 

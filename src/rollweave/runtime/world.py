@@ -85,7 +85,7 @@ class World:
         self._status = StatusFile(status, self._now)
         self.ended_at = 0.0
         """Run time at which the core issued `Finish`."""
-        self._phase = Phase.RUNNING
+        self._phase, self._has_begun = Phase.RUNNING, False
         self._rollouts = RolloutRuntime(
             wiring,
             execute=self._execute,
@@ -198,9 +198,14 @@ class World:
     # Commands.
 
     def _execute(self, command: c.Command) -> None:
-        if self._core.state.phase is not self._phase:
-            self._phase = self._core.state.phase
-            self._progress.phase(PHASES[self._phase])
+        phase = self._core.state.phase
+        begins = not self._has_begun and isinstance(command, c.StartTurn)
+        if self._wiring.config.run.steps:
+            if phase is not self._phase or (begins and phase is Phase.RUNNING):
+                self._progress.phase(PHASES[phase])
+        elif begins:  # such a run also drains, saves and ends, but has nothing to save
+            self._progress.phase("evaluating")
+        self._phase, self._has_begun = phase, self._has_begun or begins
         self._effects.execute(command)
 
     def _handlers(self, draw: Callable[[c.DrawTask], None]) -> Handlers:

@@ -5,6 +5,8 @@ model from scratch on the CPU.
 """
 
 import contextlib
+import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from rollweave.io.extras import how_to_install, missing_from
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate, configured
+from rollweave.runtime.checkpoints import EXPORT, Checkpoints, is_model
 from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, warn
 from rollweave.runtime.preflight.environments import Domain
 from rollweave.runtime.preflight.layout import (
@@ -49,6 +52,9 @@ from rollweave.weights.adapters import (
     targeted_layers,
 )
 from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""Form of the names of models on the hub, which relative paths may have too."""
 
 LEFT_OUT = "left out"
 """Name of the checks that say which prompts are left out."""
@@ -208,9 +214,7 @@ def _model(
             *_teacher(config, codec, elsewhere=elsewhere),
         ]
     assert config.model.path is not None, "the configuration has one of path and scratch"
-    directory = Path(config.model.path)
-    if not directory.is_dir():
-        raise ConfigError(f"model.path must be a checkpoint directory, got {config.model.path!r}")
+    directory = _model_directory(config.model.path)
     shape = _shape_of(config)
     checks = [
         ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}")
@@ -261,6 +265,40 @@ def _teacher(config: RunConfig, codec: ChatCodec, *, elsewhere: bool) -> Iterato
         yield fail("teacher", str(error))
     else:
         yield ok("teacher", f"{url}: has the model's vocabulary, by {compared} of its tokens")
+
+
+def _model_directory(path: str) -> Path:
+    """Return the directory of a model in Hugging Face format, at `path`.
+
+    Raises ConfigError, which names the model where `path` is a run or a checkpoint of
+    one.
+    """
+    directory = Path(path)
+    if not os.path.isdir(directory):
+        hub = (
+            f"; for a model of the hub: hf download {path} --local-dir DIR"
+            if HUB_NAME.fullmatch(path) and not os.path.exists(directory.parent)
+            else ""
+        )
+        raise ConfigError(f"model.path must be a checkpoint directory, got {path!r}{hub}")
+    if is_model(directory):
+        return directory
+    rule = f"model.path must be a folder with config.json, got {path}"
+    if is_model(directory / EXPORT):
+        raise ConfigError(f"{rule}, a checkpoint of a run: its model is {directory / EXPORT}")
+    run = Checkpoints(directory / "checkpoints")
+    if run.steps():
+        model = run.model()
+        its = f"its model is {model}" if model is not None else "none of its checkpoints has one"
+        raise ConfigError(f"{rule}, a run: {its}")
+    siblings = Checkpoints(directory.parent)
+    if directory in map(siblings.path, siblings.steps()):
+        models = ", ".join(str(siblings.export(step)) for step in siblings.exported()) or "none"
+        raise ConfigError(
+            f"{rule}, a checkpoint of a run, which has no model; those of the run that have one: "
+            f"{models}"
+        )
+    raise ConfigError(rule)
 
 
 def _shape_of(config: RunConfig) -> ModelShape:
