@@ -1,17 +1,32 @@
-"""The handler in the documentation works as described."""
+"""docs/HANDLERS.md: its handler and its agent program work as described, and its
+tables are those of the code.
+"""
 
+import dataclasses
+import inspect
+import json
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollweave.envs.base import Split, payload_of
-from rollweave.envs.handlers.base import Endpoint, Job, Tool
-from rollweave.envs.handlers.sandboxes import Sandboxes
-from rollweave.schema.chat import Message, ToolCall
-from tests.support.sandboxes import needs
+import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "HANDLERS.md"
+from rollweave.envs.base import Score, Split, payload_of
+from rollweave.envs.handlers.base import Endpoint, Job, Tool
+from rollweave.envs.handlers.program import FOLDER_BYTES, FOLDER_FILES, SCORE_S, Outcome, Program
+from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.sandbox.base import Limits
+from rollweave.schema.chat import Message, ToolCall
+from tests.support.pages import table_rows
+from tests.support.programs import job, lived, scripted
+from tests.support.sandboxes import needs
+from tests.support.scripted_gateway import Script
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "HANDLERS.md"
+AGENT = ROOT / "examples" / "agent"
 
 
 class Adder:
@@ -52,5 +67,84 @@ async def test_the_documented_handler_works() -> None:
         await handler.close()
         assert (await handler.eval()).success
         assert handler.final_result()["answer"].strip() == str(sum(payload_of(task)["numbers"]))
+    finally:
+        await sandboxes.close()
+
+
+TYPES: dict[object, str] = {
+    bool: "true or false",
+    float: "number",
+    str: "text",
+    str | Sequence[str]: "text or list of text",
+    Sequence[str]: "list of text",
+    Mapping[str, str] | None: "table of text",
+    Mapping[str, Any] | None: "table",
+}
+
+
+def rows_after(heading: str) -> list[list[str]]:
+    """Return the cells of the rows of the table that follows a heading."""
+    section = PAGE.read_text().partition(f"\n#### {heading}\n")[2].partition("\n####")[0]
+    return table_rows(section)
+
+
+def test_the_options_of_program_are_those_of_the_code() -> None:
+    parameters = list(inspect.signature(Program.__init__).parameters.values())[1:]
+
+    def default(value: object) -> str:
+        if value is inspect.Parameter.empty:
+            return "must be set"
+        return f"`{json.dumps({} if value is None else value)}`"
+
+    expected = [[f"`{p.name}`", TYPES[p.annotation], default(p.default)] for p in parameters]
+    rows = rows_after("All options of `program`")
+    assert [row[:3] for row in rows] == expected
+    (limits,) = (row[3] for row in rows if row[0] == "`limits`")
+    assert re.findall(r"`(\w+)`", limits) == list(Limits.__struct_fields__)
+    assert f"{FOLDER_FILES:,} files and {FOLDER_BYTES >> 20} MiB" in PAGE.read_text()
+    assert f"`step_s` or {SCORE_S:.0f} s" in PAGE.read_text()
+
+
+def test_the_fields_of_an_outcome_are_those_of_the_code() -> None:
+    named = [re.findall(r"`(\w+)`", row[0]) for row in rows_after("The score")]
+    assert [name for names in named for name in names] == [
+        field.name for field in dataclasses.fields(Outcome)
+    ]
+
+
+def test_the_page_shows_the_files_of_the_agent() -> None:
+    page = PAGE.read_text()
+    for name in ("program/agent.py", "grading.py", "agent.toml"):
+        assert f"\n{(AGENT / name).read_text()}```\n" in page
+
+
+def agent_and_task() -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of the example's handler, and its first task."""
+    (domain,) = tomllib.loads((AGENT / "agent.toml").read_text())["tasks"]
+    names = ("command", "folder", "hidden", "score")
+    task = json.loads((AGENT / "tasks.jsonl").read_text().splitlines()[0])
+    return {name: domain["options"][name] for name in names}, task
+
+
+@pytest.mark.parametrize(
+    ("answers", "score"),
+    [
+        (["5"], Score(reward=1.0, success=True)),
+        (["five", "It is 5."], Score(reward=1.0, success=True)),
+        (["4"], Score(reward=0.1, success=False)),
+        (["four", "four"], Score(reward=0.0, success=False)),
+    ],
+)
+async def test_the_agent_of_the_page_runs(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], score: Score
+) -> None:
+    needs("zygote")
+    monkeypatch.chdir(AGENT)
+    monkeypatch.syspath_prepend(AGENT)
+    options, task = agent_and_task()
+    sandboxes = Sandboxes("zygote")
+    try:
+        async with scripted(Script(answers)) as (_, agent):
+            assert await lived(Program(**options), job(sandboxes, **task), agent) == score
     finally:
         await sandboxes.close()
