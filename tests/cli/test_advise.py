@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from rollweave.cli.advise import SearchProgress, numbers
 from rollweave.cli.main import app
 from rollweave.schema.config.loading import loads
 from rollweave.sim.run import simulate
@@ -71,6 +72,7 @@ def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
         engines = sum(group["count"] * group["degree"] for group in one["engines"])
         assert engines == (8 if one["colocated"] else 8 - one["trainer_gpus"])
         assert sum(one["engines_time"].values()) == pytest.approx(1)
+        assert one["tokens_per_s"] * one["step_s"] == pytest.approx(one["step_tokens"])
     assert set(advice["saved_if_halved"]) == {"engines", "trainer", "environment", "weights"}
     assert advice["left_out"][0].startswith("engines of degree 8 on h100: tp must divide the 28")
     assert advice["left_out"][1].startswith("training on h100: ")
@@ -79,6 +81,8 @@ def test_the_answer_can_be_simulated_and_is_explained(tmp_path: Path) -> None:
     assert lines[shown].startswith("Question: 8 h100, qwen2.5-7b, dapo-math, 2 groups of 2")
     assert lines[shown + 1].startswith("Fastest: mode ")
     assert "cost" in lines[0]
+    assert "x GPUs" in lines[1]
+    assert "If one part were twice as fast, a step would be shorter by: " in result.stdout
     settings = "\n".join(advice["config"])
     assert settings in result.stdout
     limits = CONFIG[CONFIG.index("[[tasks]]") : CONFIG.index("[rollout]")]
@@ -151,3 +155,34 @@ def test_a_run_takes_no_other_options(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["advise", str(tmp_path), "--gpus", "8"])
     assert result.exit_code == 2
     assert "--json must be the only option beside RUN" in result.stderr
+
+
+def test_progress_has_a_share_and_the_time_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 0.0, 4.0, 20.0, 25.0, 30.0])
+    show = SearchProgress(lambda: next(times))
+    show(0.0, "40 candidates, 12 of them are simulated")
+    show(0.1, "")  # soon after the line before
+    show(0.2, "")
+    show(0.5, "8 of them for 3 more steps")
+    show(1.0, "the last")
+    assert capsys.readouterr().err.splitlines() == [
+        "40 candidates, 12 of them are simulated",
+        "20% done, about 1 min 20 s left",
+        "8 of them for 3 more steps; 50% done, about 25.0 s left",
+        "the last",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([2], "number 2"),
+        ([2, 3], "numbers 2 and 3"),
+        ([2, 3, 4, 5], "numbers 2 to 5"),
+        ([2, 4], "numbers 2 and 4"),
+        ([2, 4, 5], "numbers 2, 4 and 5"),
+        ([1, 3, 4, 5], "numbers 1 and 3 to 5"),
+    ],
+)
+def test_rows_are_named_in_words(rows: list[int], text: str) -> None:
+    assert numbers(rows) == text

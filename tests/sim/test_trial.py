@@ -1,7 +1,11 @@
 """Trials show the pace that a run keeps, not that of its beginning."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from rollweave.core.policy.ratio import Prediction
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.trial import Length, ahead, try_out
@@ -48,3 +52,41 @@ def test_a_wave_is_what_runs_at_once() -> None:
     assert waves == {"sync": 0, "one_step": 1, "bounded": 1, "decoupled": 1 + 64 // 4}
     limited = loads(CONFIG.format(mode="decoupled") + "[buffer]\ngroups = 5\n")
     assert ahead(limited) == 3
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded", "decoupled"])
+def test_tokens_per_second_are_the_tokens_of_a_step_over_its_seconds(
+    mode: str, tmp_path: Path
+) -> None:
+    """Every trajectory has 200 tokens, and a step trains four."""
+    prediction = traced(tmp_path, mode, [[[50, 20, 0.1], [30, 0, 0.1]]])
+    assert prediction.step_tokens == 4 * 200
+    assert prediction.tokens_per_s * prediction.step_s == pytest.approx(4 * 200)
+
+
+def test_long_trajectories_that_are_thrown_away_are_not_counted(tmp_path: Path) -> None:
+    """Of four tasks one takes many steps: it is trained on without a bound alone."""
+    turns = [[[50, 0, 0.1]], [[50, 0, 0.1]], [[50, 0, 0.1]], [[6000, 0, 0.1]]]
+    all_of_them = traced(tmp_path, "decoupled", turns, steps=40)
+    bounded = traced(tmp_path, "bounded", turns, steps=40)
+    mean = 4 * (100 + (3 * 50 + 6000) / 4)
+    assert all_of_them.dropped == 0
+    assert all_of_them.step_tokens == pytest.approx(mean, rel=0.25)  # 40 steps of two groups
+    assert bounded.dropped > 0.1
+    assert bounded.step_tokens < 0.5 * mean
+    assert bounded.tokens_per_s * bounded.step_s == pytest.approx(bounded.step_tokens)
+
+
+def traced(
+    tmp_path: Path, mode: str, turns: list[list[list[float]]], *, steps: int = 3
+) -> Prediction:
+    """Try out a trace of tasks with these turns, two groups of two a step."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"prompt_tokens": 100, "init_s": 0.0, "turns": each, "reward_s": 0.0, "reward": 1.0}
+        for each in turns
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = CONFIG.format(mode=mode).replace('"gem-game"', json.dumps(str(trace)))
+    sets = ["trainer.minibatches=2", "tasks.0.max_turns=2", "rollout.max_running=16"]
+    return try_out(loads(text, sets), Length(warm=1, steps=steps))[0]

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,12 @@ model = "qwen3-8b"
 §3.1 has for software engineering, and room for the trajectories of three steps.
 """
 
+QUIET_S = 10.0
+"""Seconds without a line of progress, from which the next trial prints one."""
+
+FEWER = 0.9
+"""Share of the most tokens a step below which an answer is said to train on fewer."""
+
 LONGEST_TURN = 16_384
 """Maximum tokens of a turn in such a question."""
 
@@ -116,11 +122,32 @@ def advise(target: str | None, overrides: Sequence[str], asked: Asked, *, as_jso
         rank_bytes=rank_bytes,
     )
     with trials_in(cores(), question.work) as run:
-        advice = search(question, run, lambda line: err.print(f"[dim]{line}[/]", soft_wrap=True))
+        advice = search(question, run, SearchProgress(time.monotonic))
     show(question, advice)
     err.print(f"[dim]answered in {human_seconds(time.monotonic() - began)}[/]")
     if as_json:
         sys.stdout.write(json.dumps(figures(question, advice)) + "\n")
+
+
+class SearchProgress:
+    """Prints each round of a search, and between rounds from time to time the share
+    that is done and about how long the rest takes.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = self._printed = clock()
+
+    def __call__(self, share: float, text: str) -> None:
+        now = self._clock()
+        if not text and now - self._printed < QUIET_S:
+            return
+        self._printed = now
+        parts = [text] if text else []
+        if 0 < share < 1:
+            left_s = (now - self._began) * (1 - share) / share
+            parts.append(f"{share:.0%} done, about {human_seconds(left_s)} left")
+        err.print(f"[dim]{'; '.join(parts)}[/]", soft_wrap=True)
 
 
 # The question.
@@ -300,6 +327,7 @@ def _row(question: Question, advice: Advice, one: Candidate) -> dict[str, Any]:
         "engines": _engines(one),
         "step_s": prediction.step_s,
         "step_s_range": [prediction.fastest_s, prediction.slowest_s],
+        "step_tokens": prediction.step_tokens,
         "tokens_per_s": prediction.tokens_per_s,
         "cost": cost_per_step(question, one, prediction.step_s),
         "staleness": {"mean": prediction.staleness, "max": prediction.stalest},
@@ -330,13 +358,15 @@ def show(question: Question, advice: Advice) -> None:
     heads = (
         "",
         "mode",
-        "engines",
+        "engines\nx GPUs",
         "trains",
         "s/step",
+        "tokens\n/step",
         "tokens/s",
+        "thrown\naway",
         "staleness",
-        "idle engines",
-        "trainer",
+        "idle\nengines",
+        "idle\ntrainer",
     )
     for head in (*heads, *(["cost"] if priced else []), "limited by"):
         table.add_column(head, no_wrap=head != "limited by", overflow="fold")
@@ -349,7 +379,9 @@ def show(question: Question, advice: Advice) -> None:
             " + ".join(map(_engines_text, one.split.engines)),
             f"{one.split.trainer} {one.split.pool}".strip(),
             f"{prediction.step_s:,.0f}" if prediction.step_s >= 10 else f"{prediction.step_s:.2f}",
+            f"{prediction.step_tokens:,.0f}",
             f"{prediction.tokens_per_s:,.0f}",
+            f"{prediction.dropped:.0%}",
             f"{prediction.staleness:.2f} (max {prediction.stalest})",
             f"{1 - prediction.engines.get('busy', 0.0):.0%}",
             f"{1 - prediction.trainer.get('busy', 0.0):.0%}",
@@ -413,6 +445,7 @@ def explanation(question: Question, advice: Advice) -> list[str]:
         *_gains(advice),
         f"It trains on trajectories that are {top.staleness:.2f} steps old on average (at most "
         f"{top.stalest}); {top.dropped:.0%} of those started are not trained on.",
+        *_fewer_tokens(advice),
         *_alternatives(advice),
         *_apart(advice),
         _certainty(advice),
@@ -432,7 +465,49 @@ def _range(prediction: Prediction) -> str:
 def _gains(advice: Advice) -> list[str]:
     order = sorted(advice.gains, key=lambda part: -advice.gains[part])
     text = ", ".join(f"{PARTS[part]} {max(0.0, advice.gains[part]):.0%}" for part in order)
-    return [f"A step would be shorter if a part took {FASTER:.0%} of its time: {text}."]
+    times = "twice" if FASTER == 0.5 else f"{1 / FASTER:g} times"
+    return [f"If one part were {times} as fast, a step would be shorter by: {text}."]
+
+
+def _fewer_tokens(advice: Advice) -> list[str]:
+    """Say which of the best train on clearly fewer tokens a step than another one,
+    since they throw trajectories away.
+    """
+    most = max(advice.predictions[one].step_tokens for one in advice.best)
+    shares = {
+        number: advice.predictions[one].step_tokens / most
+        for number, one in enumerate(advice.best, start=1)
+        if advice.predictions[one].step_tokens < FEWER * most
+        and advice.predictions[one].dropped >= 1 - FEWER
+    }
+    if not shares:
+        return []
+    low, high = min(shares.values()), max(shares.values())
+    share = f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+    several = len(shares) > 1
+    return [
+        f"A step of {numbers(list(shares))} trains {share} of the most tokens in the table: "
+        f"trajectories that exceed {'their bounds' if several else 'its bound'} are thrown away, "
+        "mostly long ones, and shorter ones take their places. Compare by tokens/s, too, which "
+        "counts trained tokens."
+    ]
+
+
+def numbers(rows: Sequence[int]) -> str:
+    """Return ascending numbers of rows in words, such as `numbers 2 to 4 and 6`."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and row == runs[-1][-1] + 1:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    parts = [
+        part
+        for run in runs
+        for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
+    ]
+    text = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return f"number{'s' * (len(rows) > 1)} {text}"
 
 
 def _alternatives(advice: Advice) -> list[str]:
@@ -479,7 +554,7 @@ def _certainty(advice: Advice) -> str:
         if advice.predictions[one].fastest_s <= top.slowest_s
     ]
     sure = (
-        f"by the spread of seeds, number {' and '.join(map(str, near))} may be as fast"
+        f"by the spread of seeds, {numbers(near)} may be as fast as number 1"
         if near
         else "it is faster than the others by more than the spread of seeds"
     )
@@ -494,9 +569,8 @@ def lines(question: Question, one: Candidate) -> list[str]:
     split, pools = one.split, question.pools
     text = ["[rollout]", f'mode = "{one.pacing.mode.value}"']
     text += [f"alpha = {one.pacing.alpha}"] if one.pacing.alpha else []
-    several = len(split.engines) > 1
     for group in split.engines:
-        text += ["", "[[engines]]" if several else "[engines]"]
+        text += ["", "[[engines]]"]
         text += [f"count = {group.count}", f"degree = {group.degree}"]
         text += [f'phase = "{group.phase}"'] if group.phase != "both" else []
         text += [f'pool = "{group.pool}"'] if group.pool else []

@@ -80,7 +80,17 @@ def _table(
     predictions: dict[Candidate, Prediction], shown: list[Candidate], own: Candidate
 ) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("", "mode", "engines", "s/step", "tokens/s", "staleness", "limited by"):
+    for head in (
+        "",
+        "mode",
+        "engines",
+        "s/step",
+        "tokens\n/step",
+        "tokens/s",
+        "thrown\naway",
+        "staleness",
+        "limited by",
+    ):
         table.add_column(head, no_wrap=head != "limited by", overflow="fold")
     for number, one in enumerate(shown, start=1):
         figures = predictions[one]
@@ -89,7 +99,9 @@ def _table(
             mode_text(one),
             str(one.split.engines[0].count),
             f"{figures.step_s:,.2f}",
+            f"{figures.step_tokens:,.0f}",
             f"{figures.tokens_per_s:,.0f}",
+            f"{figures.dropped:.0%}",
             f"{figures.staleness:.2f} (max {figures.stalest})",
             limit_text(figures),
         )
@@ -139,7 +151,9 @@ def _figures(
                 "engines": one.split.engines[0].count,
                 "this_run": one == itself(recording),
                 "step_s": predictions[one].step_s,
+                "step_tokens": predictions[one].step_tokens,
                 "tokens_per_s": predictions[one].tokens_per_s,
+                "dropped": predictions[one].dropped,
                 "staleness": predictions[one].staleness,
                 "limit": limit(predictions[one]),
             }

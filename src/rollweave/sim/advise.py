@@ -7,13 +7,14 @@ questions have equal answers, however long a simulation takes.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from rollweave.core.policy.ratio import (
     DEGREES,
+    PREFILL_SHARES,
     Candidate,
     Pacing,
     Prediction,
@@ -36,10 +37,11 @@ from rollweave.schema.config.simulation import SimPoolConfig
 from rollweave.schema.config.training import EvalConfig, WeightsConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import EngineCost, TrainerCost
+from rollweave.sim.effort import Effort
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
 from rollweave.sim.scaled import Factors
-from rollweave.sim.trial import Length, together
+from rollweave.sim.trial import Length, ahead, together
 from rollweave.sim.trials import Result, Trial
 from rollweave.sim.workload import Plan, Workload
 from rollweave.sim.world import ONLY_SERVE, costs_of, section
@@ -134,38 +136,48 @@ def pacings_of(base: RunConfig) -> list[Pacing]:
     return [*(Pacing(mode=mode) for mode in modes), partial, *bounded]
 
 
-def advise(
-    question: Question,
-    run: Callable[[Sequence[Trial]], list[Result]],
-    progress: Callable[[str], None],
-) -> Advice:
-    """Search, with `run` for the trials of a round. Raises ConfigError where nothing
-    fits.
-    """
+Run = Callable[[Sequence[Trial]], Iterable[Result]]
+"""Runs the trials of a round."""
+
+Progress = Callable[[float, str], None]
+"""Is told the share of the search that is done, about, and what the next round is; ""
+after a trial.
+"""
+
+GAINS, APART = len(PARTS), len(PREFILL_SHARES)
+SEEDED = LISTED * (SEEDS - 1)
+"""Numbers of trials of the last rounds, at most."""
+
+
+def advise(question: Question, run: Run, progress: Progress) -> Advice:
+    """Search. Raises ConfigError where nothing fits."""
     everything, left_out = considered(question)
     rollout = question.base.rollout
     batch = rollout.groups_per_step * rollout.group_size
     most = min(MOST, max(FEWEST, BUDGET // (batch * BRIEF.batches(1))))
     estimates = {one: estimate(question, one) for one in everything}
     first = screened(estimates, most)
-    rounds = _Rounds(question, run)
-    progress(f"{len(everything)} candidates, {len(first)} of them simulated")
-    brief = rounds.simulate(first, BRIEF)
+    rounds = _Rounds(question, run, progress)
+    rounds.announce(f"{len(everything)} candidates, {len(first)} of them are simulated")
+    brief = rounds.simulate(first, BRIEF, later=FINALISTS + SEEDED + APART + GAINS)
     if not brief:
         raise ConfigError(f"no candidate can be simulated: {next(iter(rounds.failed.values()))}")
-    longer = rounds.simulate(survivors(brief, FINALISTS), LONG)
-    progress(f"{len(longer)} of them for {LONG.steps} more steps")
+    chosen = survivors(brief, FINALISTS)
+    rounds.announce(f"{len(chosen)} of them for {LONG.steps} more steps")
+    longer = rounds.simulate(chosen, LONG, later=SEEDED + APART + GAINS)
     finalists = listed(longer, LISTED)
-    seeds = rounds.simulate_seeds(finalists, longer)
-    progress(f"{len(finalists)} of them with {SEEDS} seeds")
+    rounds.announce(f"{len(finalists)} of them with {SEEDS} seeds")
+    seeds = rounds.simulate_seeds(finalists, longer, later=APART + GAINS)
     best = fastest_first(seeds)
     whole = best[0]
+    if divided(whole.split):
+        rounds.announce("the fastest with prefill and decode apart")
     apart = rounds.apart(whole)
     faster = [one for one in fastest_first(apart) if apart[one].step_s < longer[whole].step_s]
     if faster:
-        progress(f"{len(faster)} of them faster with prefill and decode apart")
-        seeds |= rounds.simulate_seeds(faster[:1], apart)
+        seeds |= rounds.simulate_seeds(faster[:1], apart, later=GAINS)
         best = listed(seeds, LISTED)
+    rounds.announce("the fastest with each part twice as fast")
     return Advice(
         best=best,
         predictions=seeds,
@@ -183,13 +195,33 @@ def advise(
 class _Rounds:
     """The rounds of a search, and the candidates that could not be simulated."""
 
-    def __init__(self, question: Question, run: Callable[[Sequence[Trial]], list[Result]]) -> None:
-        self._question, self._run = question, run
+    def __init__(self, question: Question, run: Run, progress: Progress) -> None:
+        self._question, self._runs, self._progress = question, run, progress
+        self._effort = Effort()
         self.failed: dict[Candidate, str] = {}
 
-    def simulate(self, chosen: Sequence[Candidate], length: Length) -> dict[Candidate, Prediction]:
+    def announce(self, text: str) -> None:
+        """Say what is simulated next."""
+        self._progress(self._effort.share, text)
+
+    def _run(self, trials: Sequence[Trial], *, later: int) -> list[Result]:
+        """Run a round, after which about `later` trials follow."""
+        waves = [ahead(trial.config) for trial in trials]
+        steps = [trial.length.trained(wave) for trial, wave in zip(trials, waves, strict=True)]
+        long = statistics.fmean(map(LONG.trained, waves)) if waves else 0.0
+        self._effort.round(sum(steps), later=round(later * long))
+        results = []
+        for count, result in zip(steps, self._runs(trials), strict=True):
+            results.append(result)
+            self._effort.trial(count)
+            self._progress(self._effort.share, "")
+        return results
+
+    def simulate(
+        self, chosen: Sequence[Candidate], length: Length, *, later: int
+    ) -> dict[Candidate, Prediction]:
         """Return the predictions of those that can be simulated."""
-        results = self._run([self._trial(one, length) for one in chosen])
+        results = self._run([self._trial(one, length) for one in chosen], later=later)
         predictions = {}
         for one, result in zip(chosen, results, strict=True):
             if isinstance(result, str):
@@ -199,11 +231,13 @@ class _Rounds:
         return predictions
 
     def simulate_seeds(
-        self, chosen: Sequence[Candidate], known: Mapping[Candidate, Prediction]
+        self, chosen: Sequence[Candidate], known: Mapping[Candidate, Prediction], *, later: int
     ) -> dict[Candidate, Prediction]:
         """Add the other seeds to the predictions under the first one."""
         others = [(one, seed) for one in chosen for seed in range(1, SEEDS)]
-        results = self._run([self._trial(one, LONG, seed=seed) for one, seed in others])
+        results = self._run(
+            [self._trial(one, LONG, seed=seed) for one, seed in others], later=later
+        )
         predictions_of = {one: [known[one]] for one in chosen}
         for (one, _), result in zip(others, results, strict=True):
             if not isinstance(result, str):
@@ -215,14 +249,17 @@ class _Rounds:
         for the others, by how many do.
         """
         splits = divided(best.split)
-        return self.simulate([structs.replace(best, split=split) for split in splits], LONG)
+        chosen = [structs.replace(best, split=split) for split in splits]
+        return self.simulate(chosen, LONG, later=GAINS)
 
     def gains(self, best: Candidate, before: Prediction) -> dict[str, float]:
         """Return the share of a step that is saved if a part takes half its time, from
         `before`, the prediction under the first seed.
         """
         changes = [Factors(**{part: FASTER}) for part in PARTS]
-        results = self._run([self._trial(best, LONG, factors=change) for change in changes])
+        results = self._run(
+            [self._trial(best, LONG, factors=change) for change in changes], later=0
+        )
         return {
             part: 1 - result.step_s / before.step_s
             for part, result in zip(PARTS, results, strict=True)

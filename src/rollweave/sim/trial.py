@@ -38,6 +38,10 @@ class Length(Struct, frozen=True, kw_only=True):
         """
         return self.warm + self.steps + 1 + 2 * ahead
 
+    def trained(self, ahead: int) -> int:
+        """Return the number of training steps of a trial, those left out included."""
+        return self.warm + ahead + max(self.steps, ahead + 1) + 1
+
 
 def ahead(config: RunConfig) -> int:
     """Return the number of steps by which rollouts may be ahead of training.
@@ -76,7 +80,7 @@ def try_out(
     """
     wave = ahead(config)
     warm = length.warm + wave
-    wanted = warm + max(length.steps, wave + 1) + 1
+    wanted = length.trained(wave)
     run = config.run.model_copy(update={"steps": wanted + MORE_STEPS + wave})
     evaluation = config.eval.model_copy(update={"every": 0, "final_episodes": 0})
     config = config.model_copy(update={"run": run, "eval": evaluation})
@@ -125,7 +129,7 @@ def prediction_of(lines: Sequence[Mapping[str, Any]]) -> Prediction:
     mean = statistics.fmean(seconds)
     return Prediction(
         step_s=mean,
-        tokens_per_s=sum(line["batch_tokens"] for line in lines) / max(1e-9, sum(seconds)),
+        step_tokens=statistics.fmean(line["batch_tokens"] for line in lines),
         staleness=sum(age * count for age, count in ages.items()) / max(1, ages.total()),
         stalest=max(ages, default=0),
         engines=_shares([line["idle"]["engines"] for line in lines]),
@@ -148,8 +152,8 @@ def _shares(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def together(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the mean of one candidate's predictions under several seeds, and the range
-    of its seconds a step.
+    """Return the mean of one candidate's predictions under several seeds, each over
+    equally many steps, and the range of its seconds a step.
     """
     mean = statistics.fmean
 
@@ -160,7 +164,7 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
 
     return Prediction(
         step_s=mean(one.step_s for one in predictions),
-        tokens_per_s=mean(one.tokens_per_s for one in predictions),
+        step_tokens=mean(one.step_tokens for one in predictions),
         staleness=mean(one.staleness for one in predictions),
         stalest=max(one.stalest for one in predictions),
         engines=shares("engines"),

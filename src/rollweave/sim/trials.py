@@ -7,7 +7,7 @@ outlives the pool, or the process that started it.
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -44,12 +44,13 @@ _work: dict[str, Workload] = {}
 @contextlib.contextmanager
 def trials_in(
     processes: int, work: Mapping[str, Workload]
-) -> Iterator[Callable[[Sequence[Trial]], list[Result]]]:
-    """Yield what returns the result of each trial, with one workload for each task
-    domain. Of one process, this one runs the trials.
+) -> Iterator[Callable[[Sequence[Trial]], Iterable[Result]]]:
+    """Yield what returns the result of each trial as soon as it and those before it
+    have one, with one workload for each task domain. Of one process, this one runs the
+    trials.
     """
     if processes == 1:
-        yield lambda trials: [run_trial(trial, work) for trial in trials]
+        yield lambda trials: (run_trial(trial, work) for trial in trials)
         return
     pool = ProcessPoolExecutor(
         processes,
@@ -58,7 +59,7 @@ def trials_in(
         initargs=(os.getpid(), dict(work)),
     )
     try:
-        yield lambda trials: list(pool.map(_run, trials))
+        yield lambda trials: pool.map(_run, trials)
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -41,7 +41,7 @@ PACINGS = [
 def prediction(step_s: float, **fields: object) -> Prediction:
     made = Prediction(
         step_s=step_s,
-        tokens_per_s=1.0,
+        step_tokens=1.0,
         staleness=0.0,
         stalest=0,
         engines={},

@@ -100,7 +100,9 @@ class Candidate(Struct, frozen=True, kw_only=True, order=True):
 class Prediction(Struct, frozen=True, kw_only=True):
     """A simulation's figures in its steady state.
 
-    `engines` and `trainer` are shares of their time by what they did or waited for,
+    A step takes `step_s` seconds and trains `step_tokens` tokens, prompts and
+    observations included, both as means over the same steps. `engines` and `trainer`
+    are shares of their time by what they did or waited for,
     `staleness` the mean number of steps between launch and training, `dropped` the
     share of the started trajectories that were not trained on, `kv_used` the share of
     KV caches in use. Of several seeds, `step_s` is the mean, and `fastest_s` to
@@ -108,7 +110,7 @@ class Prediction(Struct, frozen=True, kw_only=True):
     """
 
     step_s: float
-    tokens_per_s: float
+    step_tokens: float
     staleness: float
     stalest: int
     engines: dict[str, float]
@@ -117,6 +119,11 @@ class Prediction(Struct, frozen=True, kw_only=True):
     dropped: float
     fastest_s: float
     slowest_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second: those of a step over its seconds."""
+        return self.step_tokens / max(1e-9, self.step_s)
 
 
 Predictions = Mapping[Candidate, Prediction]
