@@ -317,6 +317,8 @@ def test_leaves_overlong_prompts_out_where_asked_to(
         "warmup.steps=0",
         f"workers.count={workers}",
     ]
+    with pytest.raises(ConfigError, match=r"tasks.0.max_tokens: .* 400 of 400 are not shorter"):
+        dryrun.leave_out_overlong(config(tmp_path, *sets, "tasks.0.max_tokens=8"))
     served, (warning,) = dryrun.leave_out_overlong(config(tmp_path, *sets))
     assert dryrun.leave_out_overlong(served) == (served, [])
     calls, start = list[int](), ChatCodec.start

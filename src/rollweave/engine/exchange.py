@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +38,7 @@ from rollweave.schema.serving import (
     KvPort,
     KvRefused,
 )
-from rollweave.weights.checkpoint import ModelShape
+from rollweave.weights.checkpoint import ModelShape, fingerprint
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class KvExchange:
             shape.layers * pool.block_tokens * pool.width * pool.data.element_size()
         )
         self._chunk_blocks = max(1, CHUNK_BYTES // self._block_nbytes)
+        self._checkpoint = fingerprint(Path(spec.model))
         self._side = SideThread(f"kv-{spec.id}")
         # The following belong to the side thread.
         self._server = Server(spec.kv_host)
@@ -272,8 +274,8 @@ class KvExchange:
 
     def _compatibility(self, publication_id: int) -> dict[str, Any]:
         """Return the properties in which the KV of two engines must agree."""
-        # Without published weights, the directory of the checkpoint identifies them.
-        source = self._spec.model if publication_id < 0 else ""
+        # published weights are known by their id, and others by their checkpoint
+        source = self._checkpoint if publication_id < 0 else ""
         return {
             "publication_id": publication_id,
             "model": xxhash.xxh3_128_hexdigest(f"{self._shape!r} {source}".encode()),

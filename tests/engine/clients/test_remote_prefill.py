@@ -2,12 +2,16 @@
 that has other weights, costs a request nothing but time.
 """
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from safetensors.torch import load_file, save_file
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.remote_prefill import RemotePrefill
@@ -33,10 +37,14 @@ def asks(name: str, *, first: int = 0, tokens: int = 6, **fields: Any) -> Genera
 
 
 class Pair:
-    """A server that computes prompts at `url`, one that decodes, and their engines."""
+    """A server that computes prompts at `url`, one that decodes, and their engines.
+    `spec` is that of the engine that decodes.
+    """
 
-    def __init__(self, source: EngineClient, engine: EngineClient, url: str) -> None:
-        self.source, self.engine, self.url = source, engine, url
+    def __init__(
+        self, source: EngineClient, engine: EngineClient, url: str, spec: EngineSpec
+    ) -> None:
+        self.source, self.engine, self.url, self.spec = source, engine, url, spec
         self.said: list[str] = []
 
     @asynccontextmanager
@@ -64,7 +72,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         url = await stack.enter_async_context(
             listening(app, "127.0.0.1", 0, guard=guard, shutdown_s=1.0)
         )
-        yield Pair(source, engine, url)
+        yield Pair(source, engine, url, specs[1])
 
 
 async def test_the_kv_of_prompts_arrives_and_answers_are_the_same(pair: Pair) -> None:
@@ -100,6 +108,97 @@ async def test_a_prompt_is_computed_here_if_the_server_fails(pair: Pair, trouble
     (line,) = pair.said
     assert line.startswith("prompts are computed here, not at http://127.0.0.1:")
     assert {"gone": "Cannot connect", "token": "status 401"}[trouble] in line
+
+
+async def test_other_weights_of_the_same_path_are_refused(pair: Pair) -> None:
+    model = Path(pair.spec.model)
+    tensors = load_file(model / "model.safetensors")
+    tensors = {name: tensor + 0.1 for name, tensor in tensors.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    later = engine_in_thread(pair.spec, reply_s=20.0)
+    await later.ready()
+    other = Pair(pair.source, later, pair.url, pair.spec)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(later.close)
+        server = await stack.enter_async_context(other.decoding())
+        answer = await server.generate(asks("a"))
+        expected = await later.generate(asks("b"))
+    assert answer.cached_tokens == 0
+    assert answer.tokens == expected.tokens
+    (line,) = other.said
+    assert "model of the KV must be this engine's" in line
+
+
+async def test_a_prompt_that_is_refused_costs_no_other_one(pair: Pair) -> None:
+    """A token that no vocabulary has is refused by both servers."""
+    async with pair.decoding() as server:
+        with pytest.raises(EngineError, match="must be"):
+            await server.generate(
+                GenerateRequest(id="x", tokens=(9999,) * PROMPT, sampling=Sampling(max_tokens=2))
+            )
+        assert (await server.generate(asks("a"))).cached_tokens == PROMPT // BLOCK * BLOCK
+    (line,) = pair.said
+    assert "a prompt is computed here, not at" in line
+    assert "status 400" in line
+
+
+async def test_a_server_that_is_its_own_source_computes_a_prompt_once(pair: Pair) -> None:
+    """A request for a prompt is never passed on, so that a circle cannot grow."""
+    async with AsyncExitStack() as stack:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        server = await stack.enter_async_context(pair.decoding(url=f"http://127.0.0.1:{port}"))
+        guard = Guard(token=TOKEN, hosts=("127.0.0.1",))
+        await stack.enter_async_context(
+            listening(server.application(), "127.0.0.1", port, guard=guard, shutdown_s=1.0)
+        )
+        assert len((await server.generate(asks("a"))).tokens) == 6
+    assert (await pair.engine.stats()).prompt_tokens <= 2 * PROMPT
+    assert not pair.said
+
+
+async def test_no_prompt_waits_for_a_server_that_hangs_once_one_has_failed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    tried = asyncio.Event()
+
+    async def hangs(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        tried.set()
+        if len(asked) == 3:
+            return web.Response(status=500, text="no luck")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    app = web.Application()
+    app.router.add_post("/{any:.*}", hangs)
+    async with AsyncExitStack() as stack:
+        guard = Guard(token=TOKEN, hosts=("127.0.0.1",))
+        url = await stack.enter_async_context(
+            listening(app, "127.0.0.1", 0, guard=guard, shutdown_s=0.1)
+        )
+        server = await stack.enter_async_context(pair.decoding(url=url))
+        async with asyncio.timeout(20):  # less than a prompt may take
+            answers = await asyncio.gather(
+                *(server.generate(asks(str(first), first=first)) for first in range(8))
+            )
+            assert [len(answer.tokens) for answer in answers] == [6] * 8
+            monkeypatch.setattr("rollweave.engine.clients.remote_prefill.RETRY_S", 0.0)
+            assert server._prompts is not None
+            server._prompts._rests_until = 0.0
+            before = len(asked)
+            tried.clear()
+            trying = asyncio.create_task(server.generate(asks("t", first=50)))
+            await tried.wait()
+            assert len((await server.generate(asks("u", first=60))).tokens) == 6
+            trying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await trying
+        assert len(asked) == before + 1
+    (line,) = pair.said
+    assert "no luck" in line
 
 
 async def test_an_engine_of_prompts_samples_no_second_token(pair: Pair) -> None:

@@ -10,17 +10,20 @@ GENERATE_PATH: Final = "/rollweave/v1/generate"
 ABORT_PATH: Final = "/rollweave/v1/abort"
 READY_PATH: Final = "/rollweave/v1/ready"
 STATS_PATH: Final = "/rollweave/v1/stats"
-EXPORT_PATH: Final = "/rollweave/v1/kv/export"
+PREFILL_PATH: Final = "/rollweave/v1/prefill"
 RELEASE_PATH: Final = "/rollweave/v1/kv/release"
 
 
-class KvExport(Struct, frozen=True, kw_only=True):
-    """Ask for the KV of the longest cached prefix of `tokens`."""
+class Prefill(Struct, frozen=True, kw_only=True):
+    """Compute the prompt `tokens` and offer the KV of its whole blocks, with the `rank`
+    of the request that it belongs to. The answer is a KvManifest.
+    """
 
     tokens: tuple[int, ...]
+    rank: float = 0.0
 
 
 class KvRelease(Struct, frozen=True, kw_only=True):
-    """Free an export. Unknown ids are ignored."""
+    """Free the KV that a manifest offers. Unknown ids are ignored."""
 
     id: str

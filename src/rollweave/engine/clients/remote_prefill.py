@@ -2,20 +2,20 @@
 them, so that this server's engine only decodes (ROSE §4, prefill-decode
 disaggregation).
 
-The other server computes the prompt as a request of one token, which is discarded, and
-exports its KV; the engine here imports it into its prefix cache. The last block of a
-prompt never moves, so the engine samples every token itself. Invariants: KV whose
-tokens, weights or bytes differ is refused (`engine/exchange`); a prompt that cannot be
-brought within `PROMPT_S` is computed here, and a server that failed is left alone for
-`RETRY_S`; an export is released even if its request is cancelled.
+The other server computes the prompt and offers its KV; the engine here imports it into
+its prefix cache. The last block of a prompt never moves, so the engine samples every
+token itself. Invariants: KV whose tokens, weights or bytes differ is refused
+(`engine/exchange`); a prompt that is refused, or cannot be brought within `PROMPT_S`,
+is computed here; a server that failed is left alone for `RETRY_S`, no prompt waits for
+it any longer, and a single one tries it again; KV is released even if its request is
+cancelled.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
-from uuid import uuid4
+from typing import Any, Final, Self
 
 import aiohttp
 import msgspec
@@ -23,17 +23,16 @@ import msgspec
 from rollweave.core.policy.disaggregation import LEAST_TOKENS
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.engine.clients.protocol import (
-    EXPORT_PATH,
-    GENERATE_PATH,
+    PREFILL_PATH,
     RELEASE_PATH,
-    KvExport,
     KvRelease,
+    Prefill,
 )
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.schema.address import host_of
 from rollweave.schema.errors import EngineError, KvError
 from rollweave.schema.packing import as_json
-from rollweave.schema.serving import GenerateRequest, KvManifest, KvPort, Sampling
+from rollweave.schema.serving import GenerateRequest, KvManifest, KvPort
 
 PROMPT_S = 30.0
 """Maximum seconds until the KV of a prompt is here."""
@@ -42,10 +41,19 @@ RETRY_S = 5.0
 """Seconds for which a server that failed computes no further prompts."""
 
 MAX_TRANSFERS = 4
-"""Maximum number of prompts whose KV moves at once: as many as an engine imports."""
+"""Maximum number of prompts that are computed and brought at once: as many as an engine
+imports.
+"""
 
 ANSWER_BYTES = 16 << 20
 """Maximum number of bytes in an answer: a manifest has 8 bytes per 4 MiB of KV."""
+
+REFUSED: Final = frozenset({400, 409, 413, 422, 429})
+"""Statuses by which a server refuses one prompt, and still computes others."""
+
+
+class _RefusedError(EngineError):
+    """The server refuses this prompt."""
 
 
 class RemotePrefill:
@@ -67,7 +75,9 @@ class RemotePrefill:
             self._headers["Authorization"] = f"Bearer {token}"
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
         self._releases: set[asyncio.Task[None]] = set()
-        self._fails, self._rests_until = False, 0.0
+        self._under_way: set[asyncio.Future[None]] = set()
+        self._fails = self._refuses = False
+        self._rests_until = 0.0
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)
@@ -90,25 +100,34 @@ class RemotePrefill:
         # a scored prompt is computed where its log-probs are read
         if len(tokens) < LEAST_TOKENS or request.prompt_logprobs:
             return
-        if time.monotonic() < self._rests_until:
+        # after a failure, a single prompt tries again
+        if time.monotonic() < self._rests_until or (self._fails and self._under_way):
             return
+        work = asyncio.ensure_future(self._bring(tokens, request.rank))
+        self._under_way.add(work)
         try:
             async with asyncio.timeout(PROMPT_S):
-                await self._bring(tokens, request.rank)
+                await work
+        except _RefusedError as error:
+            self._refused(str(error))
         except (aiohttp.ClientError, OSError, EngineError, KvError, ValueError) as error:
             self._failed(str(error) or type(error).__name__)
+        except asyncio.CancelledError:
+            # the failure of another prompt ends this transfer, but not its request
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
         else:
+            self._refuses = False
             if self._fails:
                 self._fails = False
                 self._report(f"prompts are computed at {self._url} again")
+        finally:
+            self._under_way.discard(work)
 
     async def _bring(self, tokens: Sequence[int], rank: float) -> None:
-        prompt = GenerateRequest(
-            id=uuid4().hex, tokens=tuple(tokens), sampling=Sampling(max_tokens=1), rank=rank
-        )
-        await self._post(GENERATE_PATH, prompt)
         async with self._transfers:
-            answer = await self._post(EXPORT_PATH, KvExport(tokens=tuple(tokens)))
+            answer = await self._post(PREFILL_PATH, Prefill(tokens=tuple(tokens), rank=rank))
             manifest = msgspec.json.decode(answer, type=KvManifest)
             try:
                 await self._engine.import_kv(tokens, self._reachable(manifest))
@@ -131,16 +150,26 @@ class RemotePrefill:
             await self._post(RELEASE_PATH, KvRelease(id=id))  # otherwise it expires
 
     async def _post(self, path: str, body: Any) -> bytes:
-        """Return the answer. Raises EngineError for a refusal."""
+        """Return the answer. Raises _RefusedError where this request alone is refused,
+        and EngineError for any other error of the server.
+        """
         async with self._session.post(path, data=as_json(body), allow_redirects=False) as response:
             answer = await read_bounded(response, ANSWER_BYTES)
-            if response.status != 200:
-                detail = answer[:300].decode(errors="replace")
-                raise EngineError(f"it answered {path} with status {response.status}: {detail}")
-            return answer
+            if response.status == 200:
+                return answer
+            detail = answer[:300].decode(errors="replace")
+            text = f"it answered {path} with status {response.status}: {detail}"
+            raise (_RefusedError if response.status in REFUSED else EngineError)(text)
+
+    def _refused(self, reason: str) -> None:
+        if not self._refuses:
+            self._refuses = True
+            self._report(f"a prompt is computed here, not at {self._url}: {reason}")
 
     def _failed(self, reason: str) -> None:
         self._rests_until = time.monotonic() + RETRY_S
+        for work in self._under_way:
+            work.cancel()
         if not self._fails:
             self._fails = True
             self._report(f"prompts are computed here, not at {self._url}: {reason}")

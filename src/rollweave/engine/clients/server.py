@@ -8,6 +8,7 @@ behind; the number of requests in flight is bounded (429). The guard in front of
 server decides which requests are admitted.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -19,13 +20,13 @@ from aiohttp import web
 from rollweave.engine.clients.base import EngineBackend, OnTokens
 from rollweave.engine.clients.protocol import (
     ABORT_PATH,
-    EXPORT_PATH,
     GENERATE_PATH,
+    PREFILL_PATH,
     READY_PATH,
     RELEASE_PATH,
     STATS_PATH,
-    KvExport,
     KvRelease,
+    Prefill,
 )
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.serving_metrics import ServingMetrics
@@ -33,13 +34,14 @@ from rollweave.io.http.bodies import BODY_S, body_of
 from rollweave.io.http.exposition import exposition
 from rollweave.io.http.fields import openai_error, refused_field, shown
 from rollweave.io.http.struct_errors import struct_error
-from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
     STREAM_S,
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    KvManifest,
     Sampling,
 )
 
@@ -125,7 +127,7 @@ class EngineServer:
                 web.get(STATS_PATH, self._stats),
                 web.post(GENERATE_PATH, self._rollweave),
                 web.post(ABORT_PATH, self._abort),
-                web.post(EXPORT_PATH, self._export),
+                web.post(PREFILL_PATH, self._prefill),
                 web.post(RELEASE_PATH, self._release),
                 web.post("/generate", self._prorl_generate),
             ]
@@ -166,9 +168,31 @@ class EngineServer:
         self._engine.abort((await self._read(request, _Abort)).id)
         return _json({})
 
-    async def _export(self, request: web.Request) -> web.Response:
-        tokens = (await self._read(request, KvExport)).tokens
-        return _json(await self._engine.export_kv(tokens, "tcp"))
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, self._prefilled)
+
+    async def _prefilled(self, request: web.Request) -> web.Response:
+        """Compute a prompt here, whatever `prompts` is, and export its KV."""
+        asked = await self._read(request, Prefill)
+        await self._generate(
+            GenerateRequest(
+                id=_new_id(),
+                tokens=asked.tokens,
+                sampling=Sampling(max_tokens=1),
+                rank=asked.rank,
+            )
+        )
+        export = asyncio.ensure_future(self._engine.export_kv(asked.tokens, "tcp"))
+        try:
+            return _json(await asyncio.shield(export))
+        except asyncio.CancelledError:
+            export.add_done_callback(self._release_unread)
+            raise
+
+    def _release_unread(self, export: asyncio.Future[KvManifest]) -> None:
+        """Free an export of whose id the client, which has left, knows nothing."""
+        if not export.cancelled() and export.exception() is None:
+            self._engine.release_kv(export.result().id)
 
     async def _release(self, request: web.Request) -> web.Response:
         self._engine.release_kv((await self._read(request, KvRelease)).id)
@@ -252,14 +276,25 @@ class EngineServer:
                 "max_tokens must be 1 on an engine that computes prompts only, got "
                 f"{request.sampling.max_tokens}"
             )
+        return await self._generate(request, on_tokens, report_s=report_s, prompts=self._prompts)
+
+    async def _generate(
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        report_s: float = STREAM_S,
+        prompts: RemotePrefill | None = None,
+    ) -> GenerateResult:
+        """Generate a result, once `prompts` has brought the KV of the prompt."""
         if self.is_full:
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
         self._in_flight += 1
         started = time.monotonic()
         try:
             brought_s = 0.0
-            if self._prompts is not None:
-                await self._prompts.bring(request)
+            if prompts is not None:
+                await prompts.bring(request)
                 brought_s = time.monotonic() - started
             result = _with_prompt_seconds(
                 await self._engine.generate(request, on_tokens, report_s=report_s), brought_s
@@ -283,6 +318,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(str(error), 503)
     except _FieldError as error:
         return _error(str(error), 400, param=error.param)
+    except KvError as error:
+        return _error(str(error), 409)
     except (EngineError, ValueError) as error:
         return _error(str(error), 400)
     except web.HTTPException as error:

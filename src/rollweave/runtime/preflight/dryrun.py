@@ -24,7 +24,7 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.preflight import examiner
-from rollweave.runtime.preflight.checks import Check, fail, ok, warn
+from rollweave.runtime.preflight.checks import Check, fail, must_pass, ok, warn
 from rollweave.runtime.preflight.environments import (
     Declared,
     Domain,
@@ -33,7 +33,12 @@ from rollweave.runtime.preflight.environments import (
 )
 from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
-from rollweave.runtime.preflight.model import LEFT_OUT, examine_model, without_overlong
+from rollweave.runtime.preflight.model import (
+    LEFT_OUT,
+    check_prompts,
+    examine_model,
+    without_overlong,
+)
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.sinks import missing_sinks
@@ -127,6 +132,9 @@ def plan(
 def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
     """Drop overlong prompts of domains whose `overlong` is "drop". Return the
     configuration, and a warning for each of them. Make no other check.
+
+    Raises ConfigError for a domain of which no prompt would be left, and for a model
+    whose tokenizer cannot be read.
     """
     domains = list[Domain]()
     for index, task in enumerate(config.tasks):
@@ -135,7 +143,8 @@ def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
             with contextlib.chdir("."):  # the user's code may change the directory
                 domain, _ = examine_domain(config, index, deep=False)
             domains += [domain] if domain is not None else []
-    config, checks, _ = without_overlong(config, domains)
+    config, checks, measured = without_overlong(config, domains)
+    must_pass(check_prompts(config, [one for one in domains if one.name not in measured]))
     return config, checks
 
 

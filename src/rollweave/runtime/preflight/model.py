@@ -422,6 +422,18 @@ def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
             yield ok(f"{domain.name} prompt", f"{count} of {limit} tokens")
 
 
+def check_prompts(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
+    """Check that every prompt of these domains leaves room for the agent."""
+    if not domains:
+        return []
+    try:
+        return failures(list(_overlong(_codec(config, domains), domains)))
+    except ConfigError as error:
+        return [fail("model", str(error))]
+    except (ChatError, OSError, ValueError, KeyError, TypeError) as error:
+        return [fail("model", _text(error))]
+
+
 def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
     """Check that every prompt that can be listed leaves room for the agent.
 
