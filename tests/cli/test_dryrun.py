@@ -16,12 +16,14 @@ import torch
 
 from benchmarks.architectures import build
 from rollweave.core.core import Core
+from rollweave.envs.base import Split, split_of
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.launch import train
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
+from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.model import ScratchModel
@@ -771,3 +773,24 @@ def test_a_dry_run_of_a_resumed_run_reports_its_step_and_losses(tmp_path: Path) 
         details.setdefault(check.name, check.detail)
     assert details["run.name"] == f"resumes in {run.path} at step 0; nothing is lost"
     assert details["--resume"] == "changed since: trainer.lr: 1e-05 → 0.5"
+
+
+@pytest.mark.parametrize("episodes", [1, 40])
+def test_an_evaluation_that_repeats_its_records_is_named(tmp_path: Path, episodes: int) -> None:
+    path = tmp_path / "records.jsonl"
+    prompts = [f"{number} + 1" for number in range(40)]
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    overrides = [
+        "tasks.0.env=jsonl",
+        f"tasks.0.options={{path='{path}', reward='math:sqrt'}}",
+        "warmup.steps=0",
+        "eval.every=1",
+        f"eval.episodes={episodes}",
+        "eval.final_episodes=1",
+    ]
+    domain, checks = examine_domain(config(tmp_path, *overrides), 0, deep=False)
+    assert domain is not None
+    records = sum(split_of(json.dumps(prompt)) is Split.VALIDATION for prompt in prompts)
+    rule = f"eval.episodes 40 exceeds the {records} distinct tasks of the validation split of fine"
+    found = [check.detail.partition(":")[0] for check in checks if check.status is Status.WARN]
+    assert found == ([rule] if episodes == 40 else [])

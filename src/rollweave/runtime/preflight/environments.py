@@ -25,7 +25,7 @@ from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
 from rollweave.rollout.reward_sources import reference_in, reward_function
 from rollweave.runtime.images import Images
-from rollweave.runtime.preflight.checks import Check, fail, failures, ok
+from rollweave.runtime.preflight.checks import Check, fail, failures, ok, warn
 from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
@@ -42,6 +42,14 @@ PATIENCE_S = 30.0
 once, before the run.
 """
 
+
+REPEATED = "repeated evaluation tasks"
+"""Name of the checks that say which evaluations have too few tasks."""
+
+COUNTED, COUNTING_S = 1000, 1.0
+"""Maximum number of tasks that are drawn to count those of an evaluation, and maximum
+duration in seconds.
+"""
 
 TRANSCRIPTS = 64
 """Number of transcripts that are checked.
@@ -106,7 +114,8 @@ def examine_domain(
         if config.warmup.steps:
             transcripts, check = _transcripts(kind, task, where)
             checks.append(check)
-        drawn = _draw(config, task)
+        drawn, repeated = _draw(config, task)
+        checks += repeated
         _check_references(config, drawn)
         prompts = _prompts(kind, task)
         drops = getattr(kind, "drops_overlong", None)
@@ -236,23 +245,49 @@ def _transcripts(
     )
 
 
-def _draw(config: RunConfig, task: TaskConfig) -> Task:
-    """Draw the first task of each kind of evaluation, and return the first training
-    task.
+def _draw(config: RunConfig, task: TaskConfig) -> tuple[Task, list[Check]]:
+    """Draw tasks of each kind of evaluation, and return the first training task, with a
+    warning for each evaluation that would repeat its tasks.
     """
-    source = TaskSource(_only(config, task))
+    source, checks = TaskSource(_only(config, task)), list[Check]()
     evaluations = [
-        (FINAL_TASKS_FROM, config.eval.final_episodes),
-        (0, config.eval.every and config.eval.episodes),
+        ("final_episodes", "test", FINAL_TASKS_FROM, config.eval.final_episodes),
+        ("episodes", "validation", 0, config.eval.every and config.eval.episodes),
     ]
 
     def draw() -> Task:
-        for index, count in evaluations:
-            if count:
-                source.draw(task.name, index, Purpose.EVAL)
+        for setting, split, first, count in evaluations:
+            distinct = _exhausted(source, task.name, first, count)
+            if distinct is not None:
+                checks.append(
+                    warn(
+                        REPEATED,
+                        f"eval.{setting} {count} exceeds the {distinct} distinct tasks of the "
+                        f"{split} split of {task.name}: they are repeated, and the result is no "
+                        f"surer than that of {distinct} episodes",
+                    )
+                )
         return source.draw(task.name, 0, Purpose.TRAIN)
 
-    return _guarded(draw, PATIENCE_S, "a task must be drawn")
+    return _guarded(draw, PATIENCE_S, "a task must be drawn"), checks
+
+
+def _exhausted(source: TaskSource, name: str, first: int, count: int) -> int | None:
+    """Return the number of tasks of an evaluation's split, if `count` draws repeat
+    them: all others then came before the first repeated one. Otherwise None, also if
+    drawing takes too long. The first task is drawn in any case.
+    """
+    seen, repeated, deadline = set[tuple[int, str]](), False, time.monotonic() + COUNTING_S
+    for index in range(first, first + min(count, COUNTED)):
+        if index > first and time.monotonic() > deadline:
+            return None
+        drawn = source.draw(name, index, Purpose.EVAL)
+        key = (drawn.seed, drawn.payload)
+        if key not in seen and repeated:
+            return None
+        repeated = repeated or key in seen
+        seen.add(key)
+    return len(seen) if repeated else None
 
 
 def _check_references(config: RunConfig, drawn: Task) -> None:
