@@ -118,7 +118,7 @@ def test_a_line_without_a_prompt_is_named(folder: Path) -> None:
     (folder / "broken.toml").write_text(config.replace('path = "sums', 'path = "broken'))
     result = CliRunner().invoke(app, ["train", "broken.toml", "--dry-run"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert "broken.jsonl:5: must be a JSON object with 'prompt'" in result.output
+    assert "broken.jsonl:5 has no field 'prompt' (its fields: question)" in result.output
 
 
 def test_every_page_and_public_name_is_in_the_site() -> None:

@@ -130,7 +130,12 @@ def test_sections_and_settings_are_shown() -> None:
 
 
 def test_an_unknown_key_is_one_line() -> None:
-    for key, hint in (("alpha", "did you mean rollout.alpha or lora.alpha"), ("no", "lists them")):
+    for key, hint in (
+        ("alpha", r"did you mean rollout\.alpha or lora\.alpha\?"),
+        ("rollout.aplha", r"did you mean rollout\.alpha\?"),
+        ("rolout", r"did you mean rollout\?"),
+        ("no", "lists them"),
+    ):
         with pytest.raises(ConfigError, match=hint):
             part_or_setting(key)
         assert run(key)[0] == 2

@@ -175,9 +175,10 @@ def test_a_setting_without_effect_is_refused_with_a_line() -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_resumes_a_run_directory_without_an_option(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["runs/small", "small"])
+def test_resumes_a_run_directory_without_an_option(tmp_path: Path, named: str) -> None:
     assert invoke("train", "small.toml", "--inproc")[0] == 0
-    code, _, errors = invoke("train", "runs/small", "--inproc", "--set", "run.steps=3")
+    code, _, errors = invoke("train", named, "--inproc", "--set", "run.steps=3")
     assert code == 0, errors
     assert errors[0] == "resuming at step 2 if its checkpoint is intact; nothing is lost"
     assert json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())["steps"] == 3

@@ -96,9 +96,12 @@ def test_shows_a_step_every_few_seconds_and_the_last_one_always(
 def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
     plain.line(evaluation())
     plain.line(evaluation(final=True, failed={"lake": 2}))
+    plain.line(evaluation(failed={"lake": 1}, last_failure="env_error: reset failed:\nno map"))
     assert text.getvalue().splitlines() == [
         "evaluation at step 4: success 0.75 over 64 held-out episodes",
         "final evaluation at step 4: success 0.75 over 64 held-out episodes, 2 episodes failed",
+        "evaluation at step 4: success 0.75 over 64 held-out episodes, 1 episodes failed (last: "
+        "env_error: reset failed: no map)",
     ]
 
 

@@ -27,6 +27,20 @@ def test_the_printed_address_shows_the_run(shell: Shell, tmp_path: Path) -> None
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]])
+def test_signals_end_it_with_0(shell: Shell, tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    """Two signals that it receives before its loop runs again end it at once."""
+    process = shell("ui", str(tmp_path), "--port", "0")
+    assert process.stdout is not None
+    assert "/?token=" in process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    for number in numbers:
+        process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -430,8 +430,11 @@ def test_episodes_are_counted_by_their_domain() -> None:
             started=True,
         )
         evaluation.member_scored(run, group, scored)
+    evaluation.abandon_episode(run, groups[5], "its task was not drawn")
+    assert run.state.evaluations.current is not None
+    assert run.state.evaluations.current.last_failure == "its task was not drawn"
+    run.state.last_failure = "env_error: no map"
     evaluation.member_ended(run, groups[4], scored, StopReason.ENV_ERROR)
-    evaluation.abandon_episode(run, groups[5])
     assert run.state.groups == {}
     counters = run.state.counters
     assert (counters.eval_scored, counters.eval_dropped) == (4, 1)
@@ -441,6 +444,7 @@ def test_episodes_are_counted_by_their_domain() -> None:
     assert record.success == {"a": 0.5}
     assert record.reward == {"a": 0.75, "b": 0.5}
     assert record.failed == {"a": 1, "b": 1}
+    assert record.last_failure == "env_error: no map"
     assert (record.final, record.version) == (True, 4)
     assert run.state.evaluations.final_done
     evaluation.reopen(run)

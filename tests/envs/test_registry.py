@@ -41,6 +41,7 @@ def test_resolves_by_name_and_by_module() -> None:
         ("zzz", "got 'zzz'$"),
         ("nowhere.at.all:X", "cannot import nowhere.at.all: ModuleNotFoundError"),
         (f"{HERE}Ech", r"has no Ech \(did you mean Echo\?\)"),
+        ("tests.envs.nothing_else:qqq", r"nothing_else has no qqq \(it has first, Second\)$"),
         (f"{HERE}NoStep", "must have reset and step, .*; NoStep has no step"),
         (f"{HERE}config", "must be a class, got function"),
         (":X", "must be package.module:name"),

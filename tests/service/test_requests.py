@@ -60,6 +60,11 @@ GAME: dict[str, Any] = {"handler": "game", "index": 1}
         (b'{"rollouts": [{"handler": "game", "index": 1}], "more": 1}', "another form"),
         (b'{"rollouts": [' + b"[" * 100_000, "must be JSON"),
         (b'{"rollouts": [NaN]}', r"rollouts\[0\]"),
+        (
+            b'{"handler": "game"}',
+            "^the body: a rollout must have either index or payload, got neither$",
+        ),
+        (b'{"handler": "game", "index": 1, "payload": {}}', "either index or payload, got both$"),
         (b"\xff", "UTF-8"),
         (b"", "the body must be JSON"),
     ],

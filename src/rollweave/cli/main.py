@@ -119,7 +119,11 @@ NoToken = Annotated[
 @app.command()
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A TOML file, or a run directory to resume.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A TOML file, or a run directory, or its name under runs/, to resume.",
+        ),
     ],
     overrides: Overrides = None,
     mode: Annotated[

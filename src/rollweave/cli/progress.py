@@ -24,6 +24,7 @@ from rich.text import Text
 
 from rollweave.record.summary import cut_turns_line, headline_figures, scheduling_line
 from rollweave.runtime.preflight.checks import human_seconds
+from rollweave.schema.text import shortened
 
 REFRESH_PER_S = 4
 """Maximum number of redraws of the panel in a second."""
@@ -33,6 +34,9 @@ PLAIN_EVERY_S = 5.0
 
 WARNINGS_SHOWN = 3
 """Maximum number of warnings in the panel, and of one component in plain output."""
+
+FAILURE_CHARS = 300
+"""Maximum length of a failure's description in the line of an evaluation."""
 
 SPARK = "▁▂▃▄▅▆▇█"
 """Blocks of a sparkline, from the lowest to the highest value."""
@@ -293,6 +297,8 @@ def evaluation_text(line: Mapping[str, Any], subject: str | None = None) -> str:
     title = f"{kind} at step {line['step']}" if subject is None else f"evaluation of {subject}"
     failed = sum(line["failed"].values())
     more = f", {failed} episodes failed" if failed else ""
+    if failure := " ".join(line.get("last_failure", "").split()):
+        more += f" (last: {shortened(failure, FAILURE_CHARS)})"
     episodes = sum(line["episodes"].values())
     if line.get("target_reached"):
         more += "; eval.stop_at is reached, training ends here"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollweave.cli.runs import clear
+from rollweave.cli.runs import RUNS, clear
 from rollweave.io.process_setup import import_from_working_directory
 from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
@@ -30,7 +30,8 @@ def resolve(
 ) -> tuple[RunConfig, bool]:
     """Return the configuration that `source` refers to, and whether its run is resumed.
 
-    A run directory refers to its configuration, and its run is resumed unless `fresh`.
+    A run directory, or its name under `runs/`, refers to its configuration, and its run
+    is resumed unless `fresh`.
     Raises ConfigError.
     """
     if resume and fresh:
@@ -45,7 +46,7 @@ def resolve(
             )
         config, named = source, "CONFIG"
     else:
-        path = Path(source)
+        path = _path_of(source)
         resume = resume or (path.is_dir() and not fresh)
         config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
         named = str(path)
@@ -88,6 +89,13 @@ def train_quietly(
     if summary.interrupted:
         raise KeyboardInterrupt
     return summary
+
+
+def _path_of(source: str | os.PathLike[str]) -> Path:
+    """Return the path that `source` names: itself, or a run's under `runs/`."""
+    path = Path(source)
+    named = RUNS / path
+    return named if not os.path.exists(path) and RunDir(named).config.is_file() else path
 
 
 def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:

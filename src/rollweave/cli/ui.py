@@ -1,6 +1,7 @@
 """`rollweave ui`: a live page over a directory of runs."""
 
 import asyncio
+import contextlib
 import secrets
 from pathlib import Path
 
@@ -22,7 +23,9 @@ def ui(directory: Path | None, *, port: int, token_env: str | None) -> None:
         raise ConfigError(f"DIR must be a directory of runs or one run, got {str(path)!r}")
     given = given_token(token_env, no_token=False, host=HOST, named="--token-env")
     token = given or secrets.token_urlsafe(TOKEN_BYTES)
-    run_to_the_end(_serve(Runs(path.absolute()), token, port=port, shown=given is None))
+    # only signals end it, so several of them end it in order, too
+    with contextlib.suppress(KeyboardInterrupt):
+        run_to_the_end(_serve(Runs(path.absolute()), token, port=port, shown=given is None))
 
 
 async def _serve(runs: Runs, token: str, *, port: int, shown: bool) -> None:

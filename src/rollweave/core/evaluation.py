@@ -177,16 +177,18 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
 def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
     """Count the episode as failed."""
     run.state.counters.eval_dropped += trajectory.started
-    abandon_episode(run, group)
+    failure = run.state.last_failure
+    abandon_episode(run, group, failure if failure.startswith(f"{reason}:") else reason)
 
 
-def abandon_episode(run: Run, group: Group) -> None:
+def abandon_episode(run: Run, group: Group, failure: str) -> None:
     """Do without the episode: it is reported as failed, and counts neither as a success
     nor as a miss of the agent.
     """
     evaluation = _take_pending(run, group)
     if evaluation is not None:
         evaluation.failed[group.name] = evaluation.failed.get(group.name, 0) + 1
+        evaluation.last_failure = failure
     groups.forget(run, group)
 
 
@@ -222,6 +224,7 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
             reward=reward,
             episodes=counts,
             failed=dict(evaluation.failed),
+            last_failure=evaluation.last_failure,
             target_reached=reached,
         )
     )

@@ -482,6 +482,7 @@ class Evaluation(msgspec.Struct):
     rewards: dict[str, list[float]] = {}
     successes: dict[str, int] = {}
     failed: dict[str, int] = {}
+    last_failure: str = ""  # stop reason of the last failed episode, and its description
     started: bool = False  # engines serve `version`
     checkpointed: bool = False  # a checkpoint holds `version`
 

@@ -194,7 +194,7 @@ def _check_draws(run: Run) -> None:
                 count="draw_hang",
             )
             if group.purpose is Purpose.EVAL:
-                evaluation.abandon_episode(run, group)
+                evaluation.abandon_episode(run, group, "its task was not drawn")
             else:
                 groups.abandon_draw(run, group)
 

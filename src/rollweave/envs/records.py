@@ -19,6 +19,9 @@ from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 
+FIELDS_SHOWN = 12
+"""Maximum number of a record's fields that an error names."""
+
 
 def draw_record(
     path: str,
@@ -66,8 +69,10 @@ def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any]
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                parsed.append(_record(line, field))
-            except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+                parsed.append(_record(line, field, f"{path}:{number}"))
+            except ConfigError:
+                raise
+            except (ValueError, TypeError, msgspec.ValidationError) as error:
                 form = f" with {field!r}, text or messages" if field else ""
                 text = (
                     f"{path}:{number}: must be a JSON object{form}: {type(error).__name__}: {error}"
@@ -101,13 +106,24 @@ def messages_of(prompt: Any) -> tuple[Message, ...]:
     return messages
 
 
-def _record(line: str, field: str) -> dict[str, Any]:
+def _record(line: str, field: str, place: str) -> dict[str, Any]:
     record = json.loads(line)
     if not isinstance(record, dict):
         raise TypeError(f"got {line[:40]}")
     if field:
+        must_have_field(record, field, place)
         messages_of(record[field])
     return record
+
+
+def must_have_field(record: dict[str, Any], field: str, place: str) -> None:
+    """Raise ConfigError unless the record, which is at `place`, has the field."""
+    if field not in record:
+        names = [*record][:FIELDS_SHOWN]
+        more = ", …" if len(record) > len(names) else ""
+        raise ConfigError(
+            f"{place} has no field {field!r} (its fields: {', '.join(names) or 'none'}{more})"
+        )
 
 
 @functools.lru_cache(16)

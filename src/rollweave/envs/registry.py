@@ -24,6 +24,9 @@ ENTRY_POINTS = ("rollweave.envs", "rollweave.envs.handlers")
 METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 """The methods that make a class an environment or a handler."""
 
+NAMES_SHOWN = 8
+"""Maximum number of a module's functions and classes that an error names."""
+
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
     "code": "rollweave.envs.handlers.code:Code",
@@ -142,9 +145,8 @@ def load(reference: str, *, what: str) -> Any:
         ) from error
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise ConfigError(
-                f"{what}: {module} has no {attribute}{did_you_mean(part, dir(target))}"
-            )
+            hint = did_you_mean(part, dir(target)) or _contents(target)
+            raise ConfigError(f"{what}: {module} has no {attribute}{hint}")
         target = getattr(target, part)
     return target
 
@@ -174,3 +176,19 @@ def _announced() -> dict[str, str]:
     return {
         entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)
     }
+
+
+def _contents(target: Any) -> str:
+    """Return the end of an error that names the functions and classes that a module, or
+    a class, defines itself.
+    """
+    module = getattr(target, "__module__", None) or getattr(target, "__name__", None)
+    names = [
+        name
+        for name, value in vars(target).items()
+        if not name.startswith("_")
+        and callable(value)
+        and getattr(value, "__module__", None) == module
+    ]
+    more = ", …" if len(names) > NAMES_SHOWN else ""
+    return f" (it has {', '.join(names[:NAMES_SHOWN])}{more})" if names else ""

@@ -146,6 +146,7 @@ class Metrics:
             "reward": command.reward,
             "episodes": command.episodes,
             "failed": command.failed,
+            **({"last_failure": command.last_failure} if command.last_failure else {}),
             "target_reached": command.target_reached,
         }
         self.last_evaluation = line

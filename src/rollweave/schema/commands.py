@@ -455,7 +455,8 @@ class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
     domain, over `episodes` scored episodes each.
 
     `success` has the domains whose environment defines success. With `target_reached`,
-    the evaluation reached `eval.stop_at` and training ends. No answer is owed.
+    the evaluation reached `eval.stop_at` and training ends. `last_failure` has the stop
+    reason of the last of the `failed` episodes. No answer is owed.
     """
 
     version: int
@@ -464,6 +465,7 @@ class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
     reward: dict[str, float]
     episodes: dict[str, int]
     failed: dict[str, int]
+    last_failure: str = ""
     target_reached: bool = False
 
 

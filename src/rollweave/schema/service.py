@@ -64,7 +64,8 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
         if (self.index is None) == (self.payload is None):
-            raise ValueError("exactly one of index and payload must be given")
+            given = "neither" if self.index is None else "both"
+            raise ValueError(f"a rollout must have either index or payload, got {given}")
 
 
 class Batch(Struct, frozen=True, kw_only=True):

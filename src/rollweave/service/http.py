@@ -12,7 +12,6 @@ plain text.
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from rollweave.io.http.bodies import body_of
@@ -22,7 +21,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.packing import as_json
 from rollweave.schema.service import EngineRequest
-from rollweave.schema.text import decimal, decoding_failure
+from rollweave.schema.text import decimal
 from rollweave.service.engine_access import check_engine_host
 from rollweave.service.errors import (
     ClosedError,
@@ -34,7 +33,7 @@ from rollweave.service.errors import (
     UnknownError,
 )
 from rollweave.service.openapi import document
-from rollweave.service.requests import decode_requests
+from rollweave.service.requests import decode_json, decode_requests
 from rollweave.service.service import Service
 
 T = TypeVar("T")
@@ -327,10 +326,7 @@ def decode_body(
     """Decode a body as one of `kind`. Raises ConfigError if it is not one; the message
     says that it must be `rule`.
     """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the body must be {rule}: {decoding_failure(body, error)}") from error
+    return decode_json(body, kind, what="the body", rule=rule)
 
 
 def _number(

@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.text import decoding_failure
 from rollweave.service.errors import TooLargeError
+
+T = TypeVar("T")
 
 MAX_VALUES: Final = 1_000_000
 """Approximate maximum number of JSON values in one body. Decoding that many takes some
@@ -49,12 +51,14 @@ async def decode_requests(body: bytes, *, max_requests: int) -> tuple[list[Rollo
         raise ConfigError(f"the body must be UTF-8: {error}") from error
     start = _BATCH_START.match(text)
     if start is None:
-        return [_decode(body, "the body")], False
+        return [decode_json(body, RolloutRequest, what="the body")], False
     requests: list[RolloutRequest] = []
     async for element in _elements(text, start.end()):
         if len(requests) == max_requests:
             raise TooLargeError(f"rollouts must be at most {max_requests} requests, got more")
-        requests.append(_decode(element.encode(), f"rollouts[{len(requests)}]"))
+        requests.append(
+            decode_json(element.encode(), RolloutRequest, what=f"rollouts[{len(requests)}]")
+        )
         if len(requests) % REQUESTS_AT_ONCE == 0:
             await asyncio.sleep(0)
     if not requests:
@@ -99,10 +103,15 @@ async def _elements(text: str, position: int) -> AsyncIterator[str]:
         position = separator.end()
 
 
-def _decode(element: bytes, name: str) -> RolloutRequest:
+def decode_json(
+    body: bytes, kind: type[T], *, what: str, rule: str = "JSON as described in /openapi.json"
+) -> T:
+    """Decode one of `kind`. Raises ConfigError if it is not one: the message has the
+    broken rule of its values, or says that `what` must be `rule`.
+    """
     try:
-        return msgspec.json.decode(element, type=RolloutRequest)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{name} must be JSON as described in /openapi.json: {decoding_failure(element, error)}"
-        ) from error
+        if isinstance(error.__cause__, ValueError):  # a rule of ours, which names the field
+            raise ConfigError(f"{what}: {error}") from error
+        raise ConfigError(f"{what} must be {rule}: {decoding_failure(body, error)}") from error

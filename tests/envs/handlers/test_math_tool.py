@@ -230,7 +230,11 @@ def test_problems_from_a_users_file(tmp_path: Path) -> None:
             {"question": "?", "answer": "1" * 1001},
             r"'answer' must have at most 1000 characters, got 1001",
         ),
-        ({"problem": "?", "answer": 1}, r"a\.jsonl:1: must be a JSON object with 'question'"),
+        (
+            {"problem": "?", "answer": 1},
+            r"a\.jsonl:1 has no field 'question' \(its "
+            r"fields: problem, answer\)$",
+        ),
     ],
 )
 def test_refuses_an_invalid_record(tmp_path: Path, record: dict[str, Any], problem: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rollweave.envs.records import must_have_field
 from rollweave.io.extras import from_extra
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
@@ -123,10 +124,12 @@ def documents(path: str) -> tuple[Document, ...]:
 def _record(path: str, number: int, line: str) -> Document:
     try:
         record = json.loads(line)
-        return Document(
-            title=str(record.get("title", f"line {number}")), text=_text(record["text"])
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        title = str(record.get("title", f"line {number}"))
+        must_have_field(record, "text", f"{path}:{number}")
+        return Document(title=title, text=_text(record["text"]))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path}:{number}: must be a JSON object with 'text': {type(error).__name__}: {error}"
         ) from error

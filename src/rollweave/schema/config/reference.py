@@ -2,6 +2,7 @@
 sentence, and where a setting has an effect.
 """
 
+import difflib
 import functools
 import json
 from collections.abc import Iterator, Mapping
@@ -90,7 +91,9 @@ def part_or_setting(key: str) -> tuple[Part, ...] | Setting:
     if key in settings:
         return settings[key]
     named = [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    hint = f"did you mean {' or '.join(named)}?" if named else "`rollweave config` lists them"
+    known = [*settings, *(part.key for part in everything)]
+    near = named or difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`rollweave config` lists them"
     raise ConfigError(f"KEY must be a section or a setting ({hint}), got {key!r}")
 
 
