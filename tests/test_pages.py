@@ -1,5 +1,5 @@
-"""The examples of docs/ENVIRONMENTS.md and docs/DATASETS.md work as printed: their
-files are written, and their commands and programs run.
+"""The examples of docs/ENVIRONMENTS.md, docs/DATASETS.md and docs/SERVICE.md work as
+printed: their files are written, and their commands and programs run.
 """
 
 import re
@@ -18,6 +18,8 @@ from rollweave.cli.main import app
 from rollweave.envs.base import Episode, Score
 from rollweave.envs.jsonl import Jsonl
 from rollweave.schema.chat import Message
+from rollweave.schema.config.loading import load
+from rollweave.schema.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,6 +121,21 @@ def test_a_line_without_a_prompt_is_named(folder: Path) -> None:
     result = CliRunner().invoke(app, ["train", "broken.toml", "--dry-run"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "broken.jsonl:5 has no field 'prompt' (its fields: question)" in result.output
+
+
+def test_the_configuration_of_a_service_is_complete(folder: Path) -> None:
+    assert write_files("SERVICE.md", folder) == ["service.toml"]
+    (task,) = load(folder / "service.toml", []).tasks
+    assert task.name == "lake"
+    needed = {"run": 'name = "service"', "model": 'path = "model"', "[tasks]": 'env = "frozenlake"'}
+    short = folder / "short.toml"
+    short.write_text("\n".join(f"[{name}]\n{line}" for name, line in needed.items()))
+    assert load(short, []).tasks[0].name == "frozenlake"
+    for left_out in needed:
+        kept = {name: line for name, line in needed.items() if name != left_out}
+        short.write_text("\n".join(f"[{name}]\n{line}" for name, line in kept.items()))
+        with pytest.raises(ConfigError, match=left_out.strip("[]")):
+            load(short, [])
 
 
 def test_every_page_and_public_name_is_in_the_site() -> None:

@@ -237,7 +237,8 @@ def serve(
         Path,
         typer.Argument(
             metavar="CONFIG|RUN",
-            help="A TOML file with model.path, or a trained run, whose best checkpoint is served.",
+            help="A TOML file with run.name, model.path and tasks (docs/SERVICE.md has a complete "
+            "one), or a trained run, whose best checkpoint is served.",
         ),
     ],
     overrides: Overrides = None,
@@ -257,7 +258,9 @@ def serve(
     ] = False,
     inproc: InProcess = False,
 ) -> None:
-    """Serve rollouts of CONFIG's tasks over HTTP."""
+    """Serve rollouts of CONFIG's tasks over HTTP. The handler in a request is a task's
+    tag, or its env if it has no tag.
+    """
     with errors_reported():
         from rollweave.cli.serve import serve as work
         from rollweave.io.http.access import Access

@@ -270,7 +270,7 @@ class LendingStats(Struct, frozen=True, kw_only=True):
     """The loans of a serving engine (`LendSpec`), and their totals since it started.
 
     `lent` is true while a run's model computes here. `cuts` of the budget returned
-    pages to serving. `aborted` rollouts were handed back, among them all that were live
+    pages to serving. `aborted` rollouts were returned, among them all that were live
     at each of the `stalls`. Rollout steps took `rollout_busy_s`, and the latest one
     ended `rollout_age_s` ago. `activation_s` is the time from the latest run's request
     until its model was ready.

@@ -26,7 +26,7 @@ class StopReason(enum.StrEnum):
     TEACHER_ERROR = "teacher_error"  # the teacher gave no log-probs
     ENGINE_FAILURE = "engine_failure"  # a turn failed more often than the retry policy allows
     STALE = "stale"  # aborted by the staleness bound
-    SURPLUS = "surplus"  # a redundant member or group that is no longer needed
+    SURPLUS = "surplus"  # a spare member or group that is no longer needed
     WORLD_LOST = "world_lost"  # the controller restarted, and the trajectory could not continue
     WORKER_LOST = "worker_lost"  # the process that ran the attempt was lost
     IMAGE_ERROR = "image_error"  # the image of a sandbox could not be obtained

@@ -34,7 +34,7 @@ CHUNK_TOKENS = 512
 """Maximum number of prompt tokens in a rollout step (ROSE §4.1)."""
 
 STALL_S = 2.0
-"""Seconds without progress after which a rollout turn is handed back (ROSE §4.1)."""
+"""Seconds without progress after which a rollout turn is returned (ROSE §4.1)."""
 
 WINDOW = 256
 """Number of measured steps of a kind that correct its estimates."""
@@ -302,6 +302,6 @@ class Admission:
 
 def stalled(progressed: float, now: float) -> bool:
     """Return whether what last progressed at `progressed` has waited too long: a
-    rollout turn is handed back, and a step that measures is left out.
+    rollout turn is returned, and a step that measures is left out.
     """
     return now - progressed >= STALL_S

@@ -530,7 +530,7 @@ class CoServing:
         self._admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)
 
     def _abort(self, id: str) -> None:
-        """Hand a rollout back with its tokens."""
+        """Return a rollout with its tokens."""
         assert self._borrowed is not None
         self._aborted += 1
         self._borrowed.loop.abort(id, FinishReason.RETURNED)
