@@ -176,7 +176,10 @@ def test_a_dry_run_without_hosts_names_what_is_unknown() -> None:
         ),
         (["--set", "cluster.hosts=3"], "cluster.hosts: must be at most the number of hosts"),
         (["--hosts", "nowhere.toml"], "nowhere.toml: config must be a readable text file"),
-        (["--set", "model.path=examples"], "model: examples/config.json must be readable JSON"),
+        (
+            ["--set", "model.path=examples"],
+            "model: model.path must be a folder with config.json, got examples",
+        ),
     ],
 )
 def test_wrong_input_prints_one_line_and_exits_with_2(arguments: list[str], error: str) -> None:
