@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rollweave.core.policy.admission import (
     CHUNK_TOKENS,
     FIRST_MARGIN,
+    PROVEN,
     STALL_S,
     WINDOW,
     Admission,
@@ -71,13 +72,23 @@ def test_a_curve_is_linear_between_its_points(
     assert Curve(points).seconds(0) == 0
 
 
-@given(PROFILES, PREFILLS, DECODES, TIMES, st.integers(0, 512))
+@given(
+    PROFILES,
+    PREFILLS,
+    DECODES,
+    TIMES,
+    st.integers(0, 512),
+    st.one_of(st.just(0.0), st.floats(0.001, 1)),
+    st.floats(0, 1),
+)
 def test_the_slack_is_the_smallest_of_both_equations(
     profile: Profile,
     prefills: list[QueuedPrefill],
     decodes: list[Decoding],
     now: float,
     pending: int,
+    longest_s: float,
+    mean_s: float,
 ) -> None:
     slo = Slo(ttft_s=0.5, tpot_s=0.15)
     admission = Admission(slo=slo, profile=profile, rollout=profile, mode=PrefillMode.MONOLITHIC)
@@ -86,12 +97,19 @@ def test_the_slack_is_the_smallest_of_both_equations(
     for request in prefills:
         cost = slow_seconds(profile.mono.points, request.ahead + request.tokens) + step_s
         expected = min(expected, request.arrived + 0.5 - now - FIRST_MARGIN * cost)
+    if longest_s:  # a request that arrives now waits for the prompts before it
+        ahead = max((one.ahead + one.tokens for one in prefills), default=0)
+        cost = step_s + (slow_seconds(profile.mono.points, ahead) if ahead else 0.0)
+        expected = min(expected, 0.5 - FIRST_MARGIN * cost - longest_s)
     cost = step_s + (slow_seconds(profile.mono.points, pending) if pending else 0.0)
     for one in decodes:
         # of its next token, and of the mean since the first one
         for due in (one.newest + 0.15, one.first + one.tokens * 0.15):
-            expected = min(expected, due - now - FIRST_MARGIN * cost)
-    assert admission.slack(now, prefills, decodes, pending=pending) == pytest.approx(expected)
+            expected = min(expected, due - now - FIRST_MARGIN * cost - mean_s)
+    slack = admission.slack(
+        now, prefills, decodes, pending=pending, longest_s=longest_s, mean_s=mean_s
+    )
+    assert slack == pytest.approx(expected)
 
 
 def test_a_request_that_prompts_have_delayed_catches_up() -> None:
@@ -118,7 +136,8 @@ def test_the_factor_is_the_99th_percentile_of_the_window(ratios: list[float]) ->
     corrections = Corrections()
     for ratio in ratios:
         corrections.measured(StepKind.ROLLOUT_DECODE, profiled_s=2.0, seconds=2.0 * ratio)
-    window = sorted([FIRST_MARGIN, *ratios][-WINDOW:])
+    unproven = [FIRST_MARGIN] if len(ratios) < PROVEN else []
+    window = sorted([*unproven, *ratios[-WINDOW:]])
     below = [value for value in window if sum(one <= value for one in window) / len(window) >= 0.99]
     assert corrections.factor(StepKind.ROLLOUT_DECODE) == pytest.approx(min(below))
     assert corrections.factor(StepKind.SERVING_DECODE) == FIRST_MARGIN
@@ -128,12 +147,12 @@ def test_a_profile_that_is_far_too_low_stops_rollouts_at_once() -> None:
     fast = Curve(((1, 0.001),))
     profile = Profile(mono=fast, chunked=fast, decode=fast)
     admission = Admission(slo=Slo(ttft_s=0.5, tpot_s=0.1), profile=profile, rollout=profile)
-    assert admission.admits(0.05, prompt=0, decode=8, kv_fits=True)
+    assert admission.decoding(0.05, most=8) == 8
     admission.corrections.measured(StepKind.ROLLOUT_DECODE, profiled_s=0.008, seconds=0.08)
-    assert not admission.admits(0.05, prompt=0, decode=8, kv_fits=True)
+    assert admission.decoding(0.05, most=8) == 4
     for _ in range(WINDOW):
         admission.corrections.measured(StepKind.ROLLOUT_DECODE, profiled_s=0.008, seconds=0.008)
-    assert admission.admits(0.05, prompt=0, decode=8, kv_fits=True), "the error is forgotten"
+    assert admission.decoding(0.05, most=8) == 8, "the error is forgotten"
 
 
 @given(PROFILES, st.floats(-1, 2), st.integers(0, 64))
@@ -142,11 +161,32 @@ def test_a_chunk_is_the_largest_that_fits(profile: Profile, slack: float, decode
     admission = Admission(slo=slo, profile=profile, rollout=profile)
     chunk = admission.chunk(slack, decode=decode)
     sizes = [1 << power for power in range(CHUNK_TOKENS.bit_length())]
-    fitting = [
-        size for size in sizes if admission.admits(slack, prompt=size, decode=decode, kv_fits=True)
-    ]
+    fitting = [size for size in sizes if admission.step_s(prompt=size, decode=decode) <= slack]
     assert chunk == max(fitting, default=0)
-    assert not admission.admits(slack, prompt=chunk, decode=decode, kv_fits=False)
+
+
+@given(PROFILES, st.floats(-1, 2), st.integers(1, 64))
+def test_as_many_sequences_decode_as_fit_by_halves(
+    profile: Profile, slack: float, most: int
+) -> None:
+    slo = Slo(ttft_s=0.5, tpot_s=0.1)
+    admission = Admission(slo=slo, profile=profile, rollout=profile)
+    sizes = [most >> halvings for halvings in range(most.bit_length())]
+    fitting = [size for size in sizes if admission.step_s(prompt=0, decode=size) <= slack]
+    assert admission.decoding(slack, most=most) == max(fitting, default=0)
+
+
+@given(PROFILES, st.floats(0, 1), st.integers(1, 64))
+def test_there_are_as_many_slots_as_decode_beside_a_request_alone(
+    profile: Profile, longest_s: float, most: int
+) -> None:
+    """One that has just arrived, or has just had a token."""
+    slo = Slo(ttft_s=0.5, tpot_s=0.15)
+    admission = Admission(slo=slo, profile=profile, rollout=profile)
+    arrived = admission.slack(0.0, (), (), longest_s=longest_s) if longest_s else 0.5
+    decodes = admission.slack(0.0, (), [Decoding(first=0.0, newest=0.0)])
+    expected = admission.decoding(min(arrived, decodes), most=most)
+    assert admission.slots(longest_s=longest_s, most=most) == max(1, expected)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 import torch
 
+from rollweave.core.policy import admission
+from rollweave.core.policy.admission import Admission
 from rollweave.engine.coserving import profiles
 from rollweave.engine.coserving.executor import CoServing
 from rollweave.engine.planner.batching import Batcher
@@ -341,6 +343,26 @@ def test_a_rollout_without_progress_is_handed_back(
         borrower.send(asks("r", prompt=370))  # the budget is two groups of 128 tokens
         assert borrower.replies.results(1)["r"].finish is FinishReason.RETURNED
         assert lender.executor.stats().stalls == 1
+        borrower.close()
+
+
+def test_a_rollout_that_only_others_leave_waiting_is_handed_back(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "STALL_S", 0.05)
+    monkeypatch.setattr(Admission, "decoding", lambda self, slack, *, most: min(1, most))
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        borrower.replies.wait_for(Ready)
+        monkeypatch.setattr(Admission, "slots", lambda self, *, longest_s, most: most)
+        for name in ("first", "second"):
+            borrower.send(asks(name, tokens=400))
+        results = borrower.replies.results(2)
+        assert results["second"].finish is FinishReason.RETURNED
+        assert len(results["first"].tokens) > len(results["second"].tokens)
         borrower.close()
 
 

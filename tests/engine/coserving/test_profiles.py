@@ -1,9 +1,16 @@
 """The measurement of a model that other models may interrupt."""
 
 from collections.abc import Generator
+from pathlib import Path
+
+import torch
 
 from rollweave.core.policy.admission import Curve
-from rollweave.engine.coserving.profiles import STEPS, measure_curve
+from rollweave.engine.coserving.profiles import STEPS, measure_curve, measure_profile
+from rollweave.engine.runner import Runner
+from rollweave.schema.base import EngineId
+from rollweave.schema.serving import EngineSpec
+from tests.support.tiny_models import build, save
 
 SIZES = (2, 4, 8)
 
@@ -61,3 +68,16 @@ def test_the_smallest_size_is_measured_in_any_case() -> None:
     steps = Steps()
     curve, _ = measured(steps, [False] * (2 + STEPS))
     assert curve == Curve(((2, 0.2),))
+
+
+def test_a_group_smaller_than_a_prompt_is_enough_to_measure_all_sizes(tmp_path: Path) -> None:
+    spec = EngineSpec(
+        id=EngineId("e"), model=save(build("qwen3"), tmp_path), kv_tokens=4096, block_tokens=16
+    )
+    with torch.inference_mode():
+        runner = Runner(spec)
+        profile = measure_profile(runner, blocks=2, slots=20)
+    # its context has 512 tokens
+    assert [size for size, _ in profile.chunked.points] == [16, 32, 64, 128, 256]
+    assert [size for size, _ in profile.decode.points] == [1, 2, 4, 8, 16]
+    assert not runner.pool.data.any(), "a model reads what the measurement has left"

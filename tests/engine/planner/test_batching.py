@@ -147,20 +147,34 @@ def test_prefill_is_limited_by_the_budget_while_others_decode() -> None:
     assert [(one.id, count) for one, count in plan.prefill] == [("long", 4), ("next", 4)]
 
 
+def test_only_the_first_sequences_decode_if_few_may() -> None:
+    world = World(batcher(slots=3))
+    for name, token in (("a", 1), ("b", 2), ("c", 3)):
+        world.add(entry(name, [token], output=3))
+    world.batcher.decoding = 2
+    world.batcher.rerank("c", 1.0)
+    assert names(world.step().decode) == ["c", "a"]
+    world.batcher.decoding = 0
+    assert names(world.batcher.plan().decode) == []
+    world.batcher.decoding = 1
+    world.finish()
+    assert world.finished == ["c", "a", "b"]
+
+
 def test_plan_reports_the_work_of_its_step() -> None:
     planner = batcher(slots=3, chunk=16)
     planner.add(entry("a", list(range(4))))
     first = planner.plan()
-    assert first.work == (4, 1 + 2 + 3 + 4, 0, 0)
+    assert first.work == (4, 1 + 2 + 3 + 4, 0, 0, 4)
     planner.advance(first.prefill[0][0], 4)
     first.prefill[0][0].tokens.append(9)
     planner.add(entry("b", list(range(100, 120))))
     second = planner.plan()
-    assert second.work == (16, 16 * 17 // 2, 1, 5)
+    assert second.work == (16, 16 * 17 // 2, 1, 5, 20)  # of its 20 tokens, 4 come later
     planner.advance(second.decode[0], 1)
     second.decode[0].tokens.append(9)
     planner.advance(second.prefill[0][0], 16)
-    assert planner.plan().work == (4, 17 + 18 + 19 + 20, 1, 6)
+    assert planner.plan().work == (4, 17 + 18 + 19 + 20, 1, 6, 20)
 
 
 def test_too_large_request_is_refused_and_one_that_just_fits_finishes() -> None:

@@ -26,7 +26,7 @@ import enum
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rollweave.schema.base import Struct
 
@@ -41,8 +41,11 @@ WINDOW = 256
 
 FIRST_MARGIN = 1.25
 """Factor of estimates before anything was measured. It counts as one measured ratio
-until the window is full.
+until `PROVEN` others were.
 """
+
+PROVEN = 32
+"""Number of measured steps of a kind from which on they alone correct its estimates."""
 
 QUANTILE = 0.99
 """Quantile of the measured ratios by which estimates are scaled, as SLOs are of P99."""
@@ -156,12 +159,20 @@ class Decoding(Struct, frozen=True, kw_only=True):
         return min(self.newest + tpot_s, self.first + self.tokens * tpot_s)
 
 
+def percentile(values: Collection[float]) -> float:
+    """Return the 99th percentile of measured values: the smallest that at most a
+    hundredth of them exceed.
+    """
+    return sorted(values)[math.ceil(QUANTILE * len(values)) - 1]
+
+
 class Corrections:
     """The factors by which estimates of each kind of step are scaled."""
 
     def __init__(self, *, window: int = WINDOW, first_margin: float = FIRST_MARGIN) -> None:
         self._ratios = {kind: deque([first_margin], maxlen=window) for kind in StepKind}
         self._factors = dict.fromkeys(StepKind, first_margin)
+        self._unproven = set(StepKind)
 
     def measured(self, kind: StepKind, *, profiled_s: float, seconds: float) -> None:
         """Learn that a step with this estimate took `seconds`. A step without an
@@ -170,8 +181,10 @@ class Corrections:
         if profiled_s > 0 and seconds >= 0:
             ratios = self._ratios[kind]
             ratios.append(seconds / profiled_s)
-            ordered = sorted(ratios)
-            self._factors[kind] = ordered[math.ceil(QUANTILE * len(ordered)) - 1]
+            if kind in self._unproven and len(ratios) > PROVEN:
+                self._unproven.remove(kind)
+                ratios.popleft()
+            self._factors[kind] = percentile(ratios)
 
     def factor(self, kind: StepKind) -> float:
         """Return the factor: the 99th percentile of the ratios in the window."""
@@ -235,9 +248,15 @@ class Admission:
         decodes: Sequence[Decoding],
         *,
         pending: int = 0,
+        longest_s: float = 0.0,
+        mean_s: float = 0.0,
     ) -> float:
-        """Return the smallest slack of all serving requests; infinity without any. The
-        next serving step is expected to compute `pending` tokens of prompts.
+        """Return the smallest slack of all serving requests, infinity without any.
+
+        The next serving step computes `pending` tokens of prompts that wait. Another
+        prompt may arrive at any time: its request must meet its limit even if the
+        prompt takes `longest_s`, and requests that decode keep time for one that takes
+        `mean_s`. (0: none arrives.)
         """
         prefill_factor = self.corrections.factor(StepKind.SERVING_PREFILL)
         # a step of both kinds is corrected as a prefill
@@ -245,18 +264,23 @@ class Admission:
             prefill_factor if pending else self.corrections.factor(StepKind.SERVING_DECODE)
         )
         decode_s = decode_factor * self.profile.decode.seconds(len(decodes))
-        slacks = [
-            ttft_slack(
-                request,
-                slo=self.slo,
-                profile=self.profile,
-                mode=self.mode,
-                now=now,
-                factor=prefill_factor,
-                beside_s=decode_s,
+        slacks, ahead = [], 0
+        for request in prefills:
+            slacks.append(
+                ttft_slack(
+                    request,
+                    slo=self.slo,
+                    profile=self.profile,
+                    mode=self.mode,
+                    now=now,
+                    factor=prefill_factor,
+                    beside_s=decode_s,
+                )
             )
-            for request in prefills
-        ]
+            ahead = max(ahead, request.ahead + request.tokens)
+        if longest_s:
+            ahead_s = prefill_factor * self.profile.prefill_s(ahead, self.mode)
+            slacks.append(self.slo.ttft_s - ahead_s - decode_s - longest_s)
         if decodes:
             slacks.append(
                 tpot_slack(
@@ -265,7 +289,7 @@ class Admission:
                     batch=len(decodes),
                     now=now,
                     factor=decode_factor,
-                    beside_s=prefill_factor * self.profile.prefill_s(pending, self.mode),
+                    beside_s=prefill_factor * self.profile.prefill_s(pending, self.mode) + mean_s,
                 )
             )
         return min(slacks, default=math.inf)
@@ -283,11 +307,23 @@ class Admission:
             prompt
         ) + factors.factor(StepKind.ROLLOUT_DECODE) * self.rollout.decode.seconds(decode)
 
-    def admits(self, slack: float, *, prompt: int, decode: int, kv_fits: bool) -> bool:
-        """Return whether the step may run: `slack` covers it, and its KV leaves the
-        serving model its headroom.
+    def decoding(self, slack: float, *, most: int) -> int:
+        """Return how many of `most` sequences a rollout step may decode: as many as
+        fit in the slack when they are halved again and again, 0 if not even one does.
         """
-        return kv_fits and self.step_s(prompt=prompt, decode=decode) <= slack
+        decode = most
+        while decode and self.step_s(prompt=0, decode=decode) > slack:
+            decode //= 2
+        return decode
+
+    def slots(self, *, longest_s: float, most: int) -> int:
+        """Return how many rollouts may decode at once beside serving requests, at
+        least 1: as many as fit in the slack of a request that has just arrived, whose
+        prompt takes `longest_s`, and of one that has just had a token.
+        """
+        decode_s = self.corrections.factor(StepKind.SERVING_DECODE) * self.profile.decode.seconds(1)
+        room = min(self.slo.ttft_s - longest_s, self.slo.tpot_s - decode_s)
+        return max(1, self.decoding(room, most=most))
 
     def chunk(self, slack: float, *, decode: int) -> int:
         """Return how many prompt tokens a rollout step beside `decode` sequences may

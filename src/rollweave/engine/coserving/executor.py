@@ -100,6 +100,8 @@ class CoServing:
         self._admission: Admission | None = None
         self._measuring: _Measuring | None = None
         self._progressed = 0.0
+        self._moved: dict[str, tuple[int, float]] = {}
+        """The computed tokens of each rollout in a slot, and since when it has them."""
         self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
         self._rollout_busy_s = self._activation_s = 0.0
@@ -122,7 +124,7 @@ class CoServing:
         """Queue a command of the serving model's clients."""
         if isinstance(command, Add):
             request = command.request
-            self._load.arrive(request.id, self._clock(), prompt=len(request.tokens))
+            self._load.arrive(request.id, self._clock())
         self._serving_loop.post(command)
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
@@ -485,40 +487,42 @@ class CoServing:
             self._progressed = now
             return False
         planner = loop.planner
-        decode = len(planner.running)
         slack = self._load.slack(self._serving_loop, admission, now)
         for _ in range(memory.missing_groups()):
             if not self._shared.grow_rollouts(now):
                 break
-        if not planner.running:
-            planner.slots = self._slots(admission, loop.spec.max_slots)
-        chunk = admission.chunk(slack, decode=decode)
-        if admission.admits(slack, prompt=chunk, decode=decode, kv_fits=True) and (chunk or decode):
-            planner.chunk_tokens = chunk
-            if loop.step():
-                self._rollout_steps += 1
-                self._progressed = self._clock()
-                return True
-        if stalled(self._progressed, now):
-            self._stalls += 1
-            for id in list(loop.live):
-                self._abort(id)
-        return False
-
-    def _slots(self, admission: Admission, most: int) -> int:
-        """Return how many rollouts may decode at once beside serving requests: so many
-        that their step fits into the slack of a request that has just arrived, or just
-        had a token.
-        """
-        profile = admission.profile
-        room = min(
-            self._slo.ttft_s - profile.chunked.seconds(self._load.next_prompt),
-            self._slo.tpot_s - profile.decode.seconds(1),
+        planner.slots = admission.slots(
+            longest_s=self._load.longest_s(admission), most=loop.spec.max_slots
         )
-        slots = most
-        while slots > 1 and admission.step_s(prompt=0, decode=slots) > room:
-            slots //= 2
-        return slots
+        planner.decoding = admission.decoding(slack, most=len(planner.running))
+        planner.chunk_tokens = admission.chunk(slack, decode=planner.decoding)
+        computed = bool(planner.decoding or planner.chunk_tokens) and loop.step()
+        if computed:
+            self._rollout_steps += 1
+            self._progressed = self._clock()
+        self._return_stalled(loop)
+        return computed
+
+    def _return_stalled(self, loop: EngineLoop) -> None:
+        """Return the turns in a slot that did not progress for too long, because only
+        others fit between serving steps; and all turns if none did.
+        """
+        now, before = self._clock(), self._moved
+        self._moved = {
+            entry.id: before[entry.id]
+            if entry.id in before and before[entry.id][0] == entry.computed
+            else (entry.computed, now)
+            for entry in loop.planner.running
+        }
+        late = (
+            list(loop.live)
+            if stalled(self._progressed, now)
+            else [id for id, (_, at) in self._moved.items() if stalled(at, now)]
+        )
+        if late:
+            self._stalls += 1
+        for id in late:
+            self._abort(id)
 
     def _watch_rollouts(self, work: StepWork, seconds: float) -> None:
         self._rollout_busy_s += seconds

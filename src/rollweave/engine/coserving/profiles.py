@@ -1,10 +1,12 @@
 """Measures the profile of a model beside another one: the seconds of prompts by their
 tokens, and of decode steps by their sequences.
 
-All measured steps use the blocks of the first group, which always has memory. Other
-models may compute between two of them.
+All measured steps use the blocks of the first group, which always has memory. It may be
+smaller than one prompt, so sequences share its blocks: what they read is of no use, and
+takes the same time. Other models may compute between two steps.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -44,15 +46,13 @@ def measure_profile(runner: Runner, *, blocks: int, slots: int) -> Profile:
 
 def profile_steps(runner: Runner, *, blocks: int, slots: int) -> ProfileSteps:
     """Measure as `measure_profile` does, when the caller says so."""
-    room = min(blocks * runner.pool.block_tokens, runner.shape.context - 1)
-    sizes = [1 << power for power in range(4, CHUNK_TOKENS.bit_length()) if 1 << power <= room]
+    longest = runner.shape.context - 1
+    sizes = [1 << power for power in range(4, CHUNK_TOKENS.bit_length()) if 1 << power <= longest]
     prefill = yield from measure_curve(
         sizes or [1], lambda size: _prefill_steps(runner, blocks, size)
     )
-    each = -(-(CONTEXT_TOKENS + STEPS + 2) // runner.pool.block_tokens)
-    context = min(CONTEXT_TOKENS, room - STEPS - 2)
-    largest = max(1, min(slots, blocks // (each + 1)))
-    batches = [1 << power for power in range(largest.bit_length()) if 1 << power <= largest]
+    context = min(CONTEXT_TOKENS, longest - STEPS - 2)
+    batches = [1 << power for power in range(slots.bit_length())]
     decode = yield from measure_curve(
         batches,
         lambda batch: _decode_steps(runner, blocks, batch, context),
@@ -62,6 +62,20 @@ def profile_steps(runner: Runner, *, blocks: int, slots: int) -> ProfileSteps:
         runner.mirror.forget(memory=True)
     # An embedded engine computes every prompt in chunks of the same size.
     return Profile(mono=prefill, chunked=prefill, decode=decode)
+
+
+class _SharedBlocks(BlockLedger):
+    """A ledger that gives the first `memory` blocks to all sequences in turn."""
+
+    def __init__(self, *, memory: int, blocks: int, block_tokens: int) -> None:
+        super().__init__(blocks=blocks, block_tokens=block_tokens, caching=False)
+        self._next = itertools.cycle(range(memory))
+
+    def allocate(self, count: int) -> list[int]:
+        return list(itertools.islice(self._next, count))
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Do nothing: the blocks are never short."""
 
 
 def measure_curve(
@@ -110,7 +124,9 @@ def _decode_steps(
 
 
 def _batcher(runner: Runner, blocks: int, *, slots: int, chunk: int) -> Batcher:
-    ledger = BlockLedger(blocks=blocks, block_tokens=runner.pool.block_tokens, caching=False)
+    size = runner.pool.block_tokens
+    each = -(-(chunk // slots + STEPS + 2) // size) + 1
+    ledger = _SharedBlocks(memory=blocks, blocks=slots * each, block_tokens=size)
     return Batcher(ledger, slots=slots, chunk_tokens=chunk)
 
 

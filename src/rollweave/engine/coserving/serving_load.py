@@ -5,7 +5,15 @@ arrived, when its newest token was sampled, and what prompts are to be expected.
 import threading
 from collections import deque
 
-from rollweave.core.policy.admission import Admission, Decoding, QueuedPrefill, StepKind
+from rollweave.core.policy.admission import (
+    FIRST_MARGIN,
+    WINDOW,
+    Admission,
+    Decoding,
+    QueuedPrefill,
+    StepKind,
+    percentile,
+)
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
 
@@ -14,14 +22,8 @@ ARRIVAL_S = 60.0
 at most.
 """
 
-RECENT_PROMPTS = 64
-"""Number of serving prompts whose longest is expected next."""
-
-BURST_S = 0.25
-"""Seconds within which prompts count as a burst."""
-
-BURST_PROMPTS = 2
-"""Number of prompts in a burst after which admission expects another one."""
+FORGOTTEN = 64
+"""Number of requests that are over, and may still be known."""
 
 FIRST_PROMPT = 64
 """Tokens of the prompt that is expected before there was any."""
@@ -37,20 +39,21 @@ class ServingLoad:
         self._arrived: dict[str, float] = {}
         self._decoding: dict[str, Decoding] = {}
         """The requests that have tokens, and some that had."""
-        self._prompts: deque[int] = deque([FIRST_PROMPT], maxlen=RECENT_PROMPTS)
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=RECENT_PROMPTS)
-        """Times and tokens of the latest prompts."""
+        self._prompts_s: deque[float] = deque(maxlen=WINDOW)
+        """Seconds of the latest prompts."""
 
-    def arrive(self, id: str, now: float, *, prompt: int) -> None:
-        """Record, on any thread, that a request with so many tokens has arrived."""
+    def arrive(self, id: str, now: float) -> None:
+        """Record, on any thread, that a request has arrived."""
         with self._lock:
             self._arrived[id] = now
-            self._arrivals.append((now, prompt))
 
-    @property
-    def next_prompt(self) -> int:
-        """Number of tokens of the prompt that is expected next."""
-        return max(self._prompts)
+    def longest_s(self, admission: Admission) -> float:
+        """Return the seconds that the prompt of the next request takes at most: the
+        99th percentile of the latest ones.
+        """
+        if not self._prompts_s:
+            return FIRST_MARGIN * admission.profile.prefill_s(FIRST_PROMPT, admission.mode)
+        return percentile(self._prompts_s)
 
     def stepped(self, loop: EngineLoop, now: float) -> None:
         """Note the tokens of a step that ended now."""
@@ -61,9 +64,9 @@ class ServingLoad:
                 known[id] = Decoding(first=now, newest=now, tokens=count)
             elif before is not None and before.tokens < count:
                 known[id] = Decoding(first=before.first, newest=now, tokens=count)
-        if len(known) > 2 * len(live) + RECENT_PROMPTS:
+        if len(known) > 2 * len(live) + FORGOTTEN:
             self._decoding = {id: one for id, one in known.items() if id in live}
-        if len(self._arrived) > 2 * len(live) + RECENT_PROMPTS:
+        if len(self._arrived) > 2 * len(live) + FORGOTTEN:
             with self._lock:
                 self._arrived = {
                     id: at for id, at in self._arrived.items() if id in live or now - at < ARRIVAL_S
@@ -86,20 +89,21 @@ class ServingLoad:
                 )
             )
             ahead += missing
-        prefills.append(QueuedPrefill(arrived=now, tokens=self.next_prompt, ahead=ahead))
-        pending = min(ahead + self._expected(now), planner.chunk_tokens)
-        return admission.slack(now, prefills, decodes, pending=pending)
-
-    def _expected(self, now: float) -> int:
-        """Return the tokens of the next prompt of a burst; 0 outside of one."""
-        with self._lock:
-            recent = [tokens for at, tokens in self._arrivals if now - at <= BURST_S]
-        return sum(recent) // len(recent) if len(recent) >= BURST_PROMPTS else 0
+        return admission.slack(
+            now,
+            prefills,
+            decodes,
+            pending=min(ahead, planner.chunk_tokens),
+            longest_s=self.longest_s(admission),
+            mean_s=sum(self._prompts_s) / len(self._prompts_s) if self._prompts_s else 0.0,
+        )
 
     def measured(self, admission: Admission, work: StepWork, seconds: float) -> None:
         """Correct the estimates by a step of the serving model."""
         if work.prefill_tokens:
-            self._prompts.append(work.prefill_tokens)
+            # Its share of a step with several prompts, or the whole of one that takes
+            # several steps.
+            self._prompts_s.append(seconds * work.longest_prompt / work.prefill_tokens)
         profile = admission.profile
         kind = StepKind.SERVING_PREFILL if work.prefill_tokens else StepKind.SERVING_DECODE
         profiled = profile.chunked.seconds(work.prefill_tokens) + profile.decode.seconds(

@@ -62,12 +62,16 @@ class Entry:
 class StepWork(NamedTuple):
     """The work of one step: the number of prompt tokens and the sum of their attention
     spans, the number of decoding sequences and the sum of their contexts.
+
+    `longest_prompt` is the number of tokens of the longest prompt in it, without those
+    from the prefix cache, of which the step may compute a part.
     """
 
     prefill_tokens: int
     prefill_context: int
     decode: int
     decode_context: int
+    longest_prompt: int = 0
 
 
 @dataclass(slots=True)
@@ -91,8 +95,13 @@ class StepPlan:
         """
         spans = [count * entry.computed + count * (count + 1) // 2 for entry, count in self.prefill]
         contexts = [len(entry.tokens) for entry in self.decode]
+        prompts = [len(entry.tokens) - (entry.cached or 0) for entry, _ in self.prefill]
         return StepWork(
-            sum(count for _, count in self.prefill), sum(spans), len(contexts), sum(contexts)
+            sum(count for _, count in self.prefill),
+            sum(spans),
+            len(contexts),
+            sum(contexts),
+            max(prompts, default=0),
         )
 
 
@@ -115,6 +124,8 @@ class Batcher:
         self.ledger = ledger
         self.slots = slots
         self.chunk_tokens = chunk_tokens
+        self.decoding = slots
+        """Maximum number of sequences that decode in a step: the first ones do."""
         self.running: list[Entry] = []
         self.waiting: list[Entry] = []
         self.live: dict[str, Entry] = {}
@@ -207,7 +218,8 @@ class Batcher:
         for entry in self.running:
             remaining = len(entry.tokens) - entry.computed
             if remaining == 1:
-                decode.append(entry)
+                if len(decode) < self.decoding:
+                    decode.append(entry)
             elif budget:
                 count = min(remaining, budget)
                 prefill.append((entry, count))
