@@ -160,17 +160,18 @@ class ServingEngine:
         return answer
 
     def memory_mb(self) -> float:
-        """Return the memory of the engine's processes: what each has alone, and its
-        share of what several have.
+        """Return the memory of the engine's processes without mapped files, such as
+        libraries, of which the processes of a run take their share.
         """
         pids = [self.process.pid, *children_of(self.process.pid, PROGRAM)]
-        return sum(map(_pss_kb, pids)) / 2**10
+        return sum(map(_memory_kb, pids)) / 2**10
 
 
-def _pss_kb(pid: int) -> int:
+def _memory_kb(pid: int) -> int:
     """Return a process's memory; 0 for one that has ended."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(
+            int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+        )
     return 0
