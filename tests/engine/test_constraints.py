@@ -137,6 +137,15 @@ def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
             Constraint(kind="json", text='{"$ref": "http://far.away/schema"}'),
             "retrieving it failed",
         ),
+        (Constraint(kind="json", text='{"$ref": "#"}'), "references lead back to themselves"),
+        (
+            Constraint(
+                kind="json",
+                text='{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}',
+                call_start="<tool_call>",
+            ),
+            "references lead back to themselves",
+        ),
     ],
 )
 def test_refuses_what_cannot_be_constrained_in_one_line(
@@ -145,6 +154,13 @@ def test_refuses_what_cannot_be_constrained_in_one_line(
     with pytest.raises(ValueError, match=problem) as refused:
         grammar_of(constraint)
     assert "\n" not in str(refused.value)
+
+
+def test_a_schema_may_refer_to_itself_where_a_text_can_begin() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
+    assert grammar_of(Constraint(kind="json", text=json.dumps(tree)))
+    either = '{"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}'
+    assert grammar_of(Constraint(kind="json", text=either, call_start="<tool_call>"))
 
 
 @pytest.mark.parametrize("step", [7, 0.01, 2.5, 10_000])

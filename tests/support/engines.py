@@ -30,12 +30,15 @@ needs_vllm = (
 """Marks of a test that needs an interpreter that has vLLM (`make test-vllm`)."""
 
 
-def vllm_spec(*, control_s: float = 60.0, degree: int = 1) -> ServerSpec:
+def vllm_spec(
+    *, control_s: float = 60.0, degree: int = 1, scaled_logprobs: bool = False
+) -> ServerSpec:
     """Return the server of an engine, on the interpreter that the environment names."""
     return ServerSpec(
         kind="vllm",
         python=os.environ[VARIABLE],
         degree=degree,
+        scaled_logprobs=scaled_logprobs,
         start_s=VLLM_START_S,
         control_s=control_s,
     )

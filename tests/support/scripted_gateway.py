@@ -107,9 +107,12 @@ async def gateway(
     of: ChatCodec = CODEC,
     session: dict[str, Any] | None = None,
     keep_alive_s: float = 15.0,
+    unconstrained: str = "",
 ) -> AsyncIterator[tuple[Gateway, Client]]:
     """Serve a gateway with the open session `s`."""
-    server = Gateway(of, generate, model="tiny", keep_alive_s=keep_alive_s)
+    server = Gateway(
+        of, generate, model="tiny", keep_alive_s=keep_alive_s, unconstrained=unconstrained
+    )
     access = server.open("s", **(session or {}))
     async with serve_gateway(server) as url, aiohttp.ClientSession() as http:
         yield server, Client(http, url, access)

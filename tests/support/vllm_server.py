@@ -108,6 +108,7 @@ class VllmApp:
                 ),
                 device_config=SimpleNamespace(device_type="cpu"),
                 weight_transfer_config=SimpleNamespace(backend="rollweave"),
+                structured_outputs_config=SimpleNamespace(backend="guidance"),
             )
         )
 

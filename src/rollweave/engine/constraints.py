@@ -61,10 +61,7 @@ def grammar_of(constraint: Constraint) -> str:
     if is_json:
         _check_multiples(json.loads(text, parse_float=Decimal))
     if constraint.call_start:
-        answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
-        call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
-        rules = f"start: call | answer\ncall: {call}\nanswer: {answer}"
-        grammar = LLMatcher.grammar_from_lark(rules)
+        grammar = LLMatcher.grammar_from_lark(lark_of(constraint))
     elif is_json:
         grammar = LLMatcher.grammar_from_json_schema(text)
     else:
@@ -72,7 +69,22 @@ def grammar_of(constraint: Constraint) -> str:
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if wrong:
         raise ValueError(_in_one_line(messages[0]))
+    if is_json and '"$ref"' in text:
+        _check_begins(grammar)
     return grammar
+
+
+def lark_of(constraint: Constraint) -> str:
+    """Return the grammar of a constraint that can be constrained as llguidance's Lark,
+    which servers take.
+    """
+    text = constraint.text
+    is_json = constraint.kind == "json"
+    answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
+    if not constraint.call_start:
+        return f"start: {answer}"
+    call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
+    return f"start: call | answer\ncall: {call}\nanswer: {answer}"
 
 
 class Grammars:
@@ -185,6 +197,16 @@ def _check_multiples(schema: object) -> None:
                 f"the least common multiple of all multipleOf, without decimal points, must be at "
                 f"most {MOST_MULTIPLE}, got {common} with {step}"
             )
+
+
+def _check_begins(grammar: str) -> None:
+    """Raise ValueError for a schema with references by which no text can begin. What
+    begins a text does not depend on the tokenizer.
+    """
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=SILENT, limits=LIMITS)
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError("its references lead back to themselves, so that no text is of this form")
 
 
 def _lark(regex: str) -> str:

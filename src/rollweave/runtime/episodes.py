@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.tasks import TaskSource
@@ -125,7 +126,13 @@ class Episodes:
 
     @functools.cached_property
     def _listener(self) -> GatewayListener:
-        return GatewayListener(self._codec, model=self._config.run.name)
+        kinds = [kind_of(group.server) for group in self._config.engines if group.server]
+        unable = [kind.name for kind in kinds if not kind.constrains]
+        return GatewayListener(
+            self._codec,
+            model=self._config.run.name,
+            unconstrained=f"{unable[0]} engines cannot constrain answers" if unable else "",
+        )
 
     @functools.cache  # noqa: B019 (one object a run)
     def _agent_config(self, name: str, purpose: Purpose) -> AgentConfig:

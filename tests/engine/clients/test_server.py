@@ -371,7 +371,10 @@ REFUSED = [
         400,
         "fewer levels",
     ),
-    ("/generate", {"prompt_ids": [999], "max_tokens": 1}, 400, "must be in"),
+    ("/generate", {"prompt_ids": [999], "max_tokens": 1}, 400, "prompt_ids must be in"),
+    ("/generate", {"prompt_ids": [], "max_tokens": 1}, 400, "prompt_ids must have at least one"),
+    ("/generate", {"prompt_ids": [10**30], "max_tokens": 1}, 400, "prompt_ids"),
+    ("/generate", b'{"prompt_ids": [5], "max_tokens": 1e400}', 400, "the body must be JSON: "),
     ("/generate", b'{"a":' + b"[" * 90_000 + b"]" * 90_000 + b"}", 400, "fewer levels"),
     (
         "/generate",

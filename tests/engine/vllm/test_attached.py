@@ -48,6 +48,7 @@ ABOUT = About(
     prefix_cache=True,
     device="cpu",
     transfer="rollweave",
+    grammars="guidance",
     routes=(*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT),
 )
 
@@ -240,6 +241,7 @@ def test_the_model_and_the_settings_of_a_server_are_checked(
         ({"routes": (GENERATE,), "version": "0.9"}, "must have the routes /pause, "),
         ({"transfer": "nccl"}, "must have weight transfer rollweave, got nccl"),
         ({"architectures": ("LlamaForCausalLM",)}, "architecture Qwen3ForCausalLM, got Llama"),
+        ({"grammars": "auto"}, "must have --structured-outputs-config.backend guidance, got auto"),
         ({"logprobs": "processed_logprobs"}, "--logprobs-mode raw_logprobs, got processed"),
         ({"context": 299}, "must have --max-model-len of at least 300, got 299"),
         ({"policy": "fcfs"}, "must have --scheduling-policy priority, got fcfs"),
@@ -333,6 +335,7 @@ def test_only_the_first_process_of_a_server_outlives_its_parent(
     import rollweave_vllm
 
     bound = list[bool]()
+    monkeypatch.setattr(rollweave_vllm.rollweave_vllm_constraints, "register", lambda: None)
     monkeypatch.setattr(rollweave_vllm, "end_with_parent", lambda: bound.append(True))
     factory = type("Factory", (), {"_registry": {rollweave_vllm.NAME: None}})
     transfer = ModuleType("factory")

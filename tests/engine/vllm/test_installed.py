@@ -16,6 +16,7 @@ def interpreter(tmp_path: Path, *, routes: list[str]) -> str:
     text = {
         "entrypoints": "\n".join(f'@router.post("{route}")' for route in routes),
         "distributed/weight_transfer": "def register_engine(): ...",
+        "v1": "apply_grammar_bitmask GuidanceBackend all_stop_token_ids",
         "model_executor/model_loader/reload": "initialize_layerwise_reload\nfinalize_layerwise_reload",
     }
     for folder, content in text.items():

@@ -88,6 +88,7 @@ def test_the_plugin_is_found_as_an_installed_package() -> None:
         "rollweave_leases",
         "rollweave_sglang",
         "rollweave_vllm",
+        "rollweave_vllm_constraints",
         "rollweave_vllm_kv",
         "rollweave_vllm_leases",
         "rollweave_vllm_routes",

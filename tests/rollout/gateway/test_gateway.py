@@ -328,6 +328,48 @@ async def test_refuses_a_session_id_that_is_taken_or_no_path(id: str) -> None:
         server.open(id)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"guided_json": {"minimum": 1e400}',
+        f'"guided_json": {{"minimum": 1{"0" * 400}}}',
+        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": -2E+999}}}]',
+        '"metadata": {"a": [1.5e0400]}',
+    ],
+)
+async def test_numbers_that_are_infinite_are_refused_in_one_line(field: str) -> None:
+    """In a temperature, they are refused by the name of the field."""
+    async with gateway(Script()) as (_, client):
+        head = {"Authorization": "Bearer " + client.access.token}
+        for text in (field, field.replace("E+999", "E-999")):
+            body = json.dumps(ask())[:-1] + f", {text}}}"
+            url = client.base_url + "/chat/completions"
+            async with client.http.post(url, data=body, headers=head) as response:
+                if "E-999" in text:
+                    assert response.status == 200
+                    continue
+                assert response.status == 400
+                message = (await response.json())["error"]["message"]
+                assert message.startswith("numbers must be at most 1.8e308, got ")
+                assert len(message) < 200
+
+
+async def test_engines_that_cannot_constrain_answers_are_named() -> None:
+    script = Script()
+    async with gateway(script, unconstrained="SGLang engines cannot constrain answers") as (
+        _,
+        client,
+    ):
+        status, body = await client.post(ask(response_format={"type": "json_object"}))
+        assert (status, body["error"]["message"], body["error"]["param"]) == (
+            400,
+            "response_format must be null: SGLang engines cannot constrain answers",
+            "response_format",
+        )
+        assert not script.requests
+        assert (await client.post(ask()))[0] == 200
+
+
 async def test_limits() -> None:
     script = Script(hold=True)
     limits = SessionLimits(calls=2, concurrent=1, context=60, tokens=1000)

@@ -396,3 +396,17 @@ def test_a_temperature_by_which_logits_overflow_is_refused(setting: str) -> None
     with pytest.raises(ConfigError, match=f"{setting} must be at least 1e-30, .*got 1e-40"):
         loads(TASK, [f"{setting}=1e-40"])
     assert loads(TASK, [f"{setting}=1e-20"])
+
+
+@pytest.mark.parametrize("value", ["1979-05-27", "07:32:00", "nan", "-inf", "[[1, 1979-05-27]]"])
+def test_template_arguments_are_what_json_can_hold(value: str) -> None:
+    text = '[run]\nname = "a"\n[model]\npath = "x"\n[[tasks]]\nenv = "frozenlake"\n'
+    text = text.replace('"x"\n', '"x"\ntemplate_arguments = {{ a = true, b = {} }}\n')
+    with pytest.raises(ConfigError) as error:
+        loads(text.format(value))
+    assert "model.template_arguments must hold text, finite numbers, booleans" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert loads(text.format('{ c = ["d", 1.5] }')).model.template_arguments == {
+        "a": True,
+        "b": {"c": ["d", 1.5]},
+    }

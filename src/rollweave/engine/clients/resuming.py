@@ -2,10 +2,10 @@
 the prompt.
 
 The turn is started over if that would not yield the same turn: a stop string may lie
-across the boundary, where such a server does not see it, and a text-only server has no
-tokens to continue from. The rest gets a different seed, since a server draws from the
-beginning of a seed: with the turn's seed, it would repeat the draws of the resumed
-tokens.
+across the boundary, where such a server does not see it, a constraint holds from the
+first token that is sampled, and a text-only server has no tokens to continue from. The
+rest gets a different seed, since a server draws from the beginning of a seed: with the
+turn's seed, it would repeat the draws of the resumed tokens.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def remaining_request(
     resumed, sampling = request.resumed, request.sampling
     if resumed is None:
         return request
-    if text_only or any(sampling.stop):
+    if text_only or any(sampling.stop) or sampling.constraint is not None:
         return msgspec.structs.replace(request, resumed=None)
     count = len(resumed.tokens)
     if count > sampling.max_tokens or any(

@@ -210,9 +210,14 @@ class EngineServer:
             max_tokens=body.max_tokens,
             seed=_seed(body.seed),
         )
-        result = await self.generate(
-            GenerateRequest(id=_new_id(), tokens=body.prompt_ids, sampling=sampling)
-        )
+        asked = GenerateRequest(id=_new_id(), tokens=body.prompt_ids, sampling=sampling)
+        try:
+            result = await self.generate(asked)
+        except EngineError as error:
+            rule = str(error).removeprefix("ValueError: ")
+            if not rule.startswith("tokens "):
+                raise
+            raise _FieldError(f"prompt_ids {rule.removeprefix('tokens ')}", "prompt_ids") from error
         return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
 
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:

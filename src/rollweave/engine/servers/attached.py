@@ -90,6 +90,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = False
     device: str = ""
     transfer: str = ""
+    grammars: str = ""
     preempts: bool = False
     deterministic: bool = False
     replicas: int = 1

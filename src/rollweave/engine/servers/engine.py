@@ -120,12 +120,13 @@ class ServerKind(LeasedKind, Protocol):
 
     `dialect` is that of its requests. If `copies_weights`, a version that `hold`
     returns is a copy in the memory of the engine's process. If `restricts_tokens`, a
-    turn may be restricted to certain tokens.
+    turn may be restricted to certain tokens; if `constrains`, to a form of its text.
     """
 
     dialect: DialectName
     copies_weights: bool
     restricts_tokens: bool
+    constrains: bool
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
         """Return the version of the server that an interpreter has. Raises ConfigError,

@@ -22,6 +22,7 @@ class SglangKind:
     dialect: DialectName = "sglang"
     copies_weights = True
     restricts_tokens = False
+    constrains = False
     leased_routes = (*ROUTES, GENERATE, ABORT, LOADS)
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:

@@ -6,6 +6,7 @@ from rollweave.engine.vllm.control import ABORT, GENERATE, ROUTES
 NEEDED: dict[str, tuple[str, ...]] = {
     "entrypoints": (*ROUTES, GENERATE, ABORT),
     "distributed/weight_transfer": ("register_engine",),
+    "v1": ("apply_grammar_bitmask", "GuidanceBackend", "all_stop_token_ids"),
     "model_executor/model_loader/reload": (
         "initialize_layerwise_reload",
         "finalize_layerwise_reload",

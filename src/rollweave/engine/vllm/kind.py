@@ -9,7 +9,7 @@ from rollweave.engine.vllm.control import ABORT, ATTACHED_ROUTES, GENERATE, ROUT
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.engine.vllm.kv import NixlKv
 from rollweave.engine.vllm.mapped import Mapped, mapped
-from rollweave.engine.vllm.server import VllmServer
+from rollweave.engine.vllm.server import GRAMMARS, VllmServer
 from rollweave.engine.vllm.versions import OwnVllm
 from rollweave.schema.serving import DialectName, EngineSpec
 from rollweave.schema.weights import WeightManifest
@@ -23,6 +23,7 @@ class VllmKind:
     dialect: DialectName = "vllm"
     copies_weights = False
     restricts_tokens = True
+    constrains = True
     leased_routes = (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT)
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
@@ -38,6 +39,8 @@ class VllmKind:
         logprobs = "processed_logprobs" if settings.scaled_logprobs else "raw_logprobs"
         chunked = about.device == "cpu" and about.chunked_prefill
         yield "weight transfer", "rollweave", about.transfer, about.transfer == "rollweave"
+        grammars = about.grammars == GRAMMARS
+        yield "--structured-outputs-config.backend", GRAMMARS, about.grammars, grammars
         yield "--logprobs-mode", logprobs, about.logprobs, about.logprobs == logprobs
         yield "--scheduling-policy", "priority", about.policy, about.policy == "priority"
         yield at_least("--max-model-len", settings.context, about.context)

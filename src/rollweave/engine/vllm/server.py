@@ -40,6 +40,10 @@ ROUTES = "ROLLWEAVE_VLLM_ROUTES"
 KV = "ROLLWEAVE_VLLM_KV"
 """The environment variable with which the plug-in can end the leases of moved KV."""
 
+GRAMMARS = "guidance"
+"""The library by which vLLM constrains answers: llguidance, as in the embedded engine.
+"""
+
 BATCHED_TOKENS = 16384
 """Tokens that a step computes at most on a CPU, where a prompt is computed in one
 piece: vLLM's generators of a request with a seed cannot continue one there.
@@ -122,6 +126,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         "kv-cache-memory-bytes": kv_bytes,
         "scheduling-policy": "priority",
         "weight-transfer-config": json.dumps({"backend": NAME}),
+        "structured-outputs-config": json.dumps({"backend": GRAMMARS}),
         "middleware": "rollweave_vllm.Guard",
     }
     if settings.moves_kv:

@@ -26,7 +26,8 @@ from rollweave.engine.clients.responses import (
 )
 from rollweave.engine.clients.streams import Part
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
-from rollweave.schema.serving import GenerateRequest, GenerateResult
+from rollweave.schema.errors import EngineError
+from rollweave.schema.serving import Constraint, GenerateRequest, GenerateResult
 from rollweave.schema.work import Routes
 
 ROUTE_DTYPES = {"uint8": "<u1", "uint16": "<u2"}
@@ -50,9 +51,15 @@ class OwnVllm(Vllm):
         self._versions.changed(version, publication_id)
 
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
-        fields = super().fields(request)
+        constraint = request.sampling.constraint
+        free = msgspec.structs.replace(request.sampling, constraint=None)
+        fields = super().fields(msgspec.structs.replace(request, sampling=free))
         sampling = fields["sampling_params"]
         sampling["stop_token_ids"] = sorted({*sampling["stop_token_ids"], *self._stop_ids})
+        if constraint is not None:
+            if not sampling["stop_token_ids"]:
+                raise EngineError("sampling.constraint needs a token that ends the turn, got none")
+            sampling["structured_outputs"] = {"grammar": _grammar_of(constraint)}
         sampling["ignore_eos"] = True  # its own list of such tokens may be another one
         sampling["detokenize"] = any(sampling["stop"])
         if self._routes:
@@ -101,6 +108,20 @@ class OwnVllm(Vllm):
             top_k=array.shape[2],
             data=array.astype(dtype).tobytes(),
         )
+
+
+def _grammar_of(constraint: Constraint) -> str:
+    """Return the grammar of a constraint, as the embedded engine reads it.
+
+    Raises EngineError for what cannot be constrained.
+    """
+    from rollweave.engine.constraints import grammar_of, lark_of  # loads llguidance
+
+    try:
+        grammar_of(constraint)
+    except ValueError as error:
+        raise EngineError(f"sampling.constraint cannot be constrained: {error}") from error
+    return lark_of(constraint)
 
 
 class VllmParts:

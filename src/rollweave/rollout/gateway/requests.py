@@ -7,9 +7,11 @@ run where the session is pinned (`PINNED_FIELDS`), it has a value without effect
 (`io/http/fields.py`, and the tables here for messages), or the request is refused.
 """
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -314,9 +316,30 @@ def read(body: bytes, kind: type[Model], *, most: int = MAX_TOKENS) -> Model:
             413, f"the body must have at most {most} strings, commas and brackets, got more"
         )
     try:
-        return kind.model_validate_json(body)
+        asked = kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error, kind) from None
+    if _MAY_BE_INFINITE.search(body):
+        _check_finite(body)
+    return asked
+
+
+_MAY_BE_INFINITE = re.compile(rb"[0-9.][eE]\+?0*[1-9][0-9]{2}|[0-9]{309}")
+"""Matches every number of JSON that exceeds the range of a float."""
+
+
+def _check_finite(body: bytes) -> None:
+    """Raise RequestError for a number beyond the range of a float, in a schema or tool:
+    it would be infinite, which JSON cannot be.
+    """
+
+    def number(text: str) -> float:
+        if math.isinf(value := float(text)):
+            raise RequestError(400, f"numbers must be at most 1.8e308, got {text:.80}")
+        return value
+
+    with contextlib.suppress(ValueError, RecursionError):  # the reader says what is wrong
+        json.loads(body, parse_float=number, parse_int=number)
 
 
 def _has_too_many_tokens(body: bytes, most: int) -> bool:

@@ -73,7 +73,7 @@ class Gateway:
     own.
 
     `tools` is the format of the model's tool calls; None takes that of its chat
-    template, if known.
+    template, if known. `unconstrained` is why its engines cannot constrain answers.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class Gateway:
         model: str,
         tools: ToolFormat | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
+        unconstrained: str = "",
     ) -> None:
+        self._unconstrained = unconstrained
         self._codec, self._generate, self._model = codec, generate, model
         self._tools = tools or codec.tool_format
         self._apis = apis(codec)
@@ -123,6 +125,7 @@ class Gateway:
             limits=limits or SessionLimits(),
             sampling=sampling or Sampling(),
             pinned=pinned,
+            unconstrained=self._unconstrained,
         )
         self._sessions[id] = session
         return Access(path=f"/s/{id}/v1", token=session.token)
@@ -220,8 +223,8 @@ class GatewayListener:
     All calls belong to one event loop.
     """
 
-    def __init__(self, codec: ChatCodec, *, model: str) -> None:
-        self.gateway = Gateway(codec, model=model)
+    def __init__(self, codec: ChatCodec, *, model: str, unconstrained: str = "") -> None:
+        self.gateway = Gateway(codec, model=model, unconstrained=unconstrained)
         self._opening = asyncio.Lock()
         self._stack = contextlib.AsyncExitStack()
         self._url: str | None = None

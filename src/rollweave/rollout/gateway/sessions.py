@@ -122,6 +122,7 @@ class Session:
     """The conversations of one agent program.
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
+    `unconstrained` is why the engines cannot constrain answers; "" if they can.
     """
 
     def __init__(
@@ -134,8 +135,10 @@ class Session:
         limits: SessionLimits,
         sampling: Sampling,
         pinned: bool,
+        unconstrained: str = "",
     ) -> None:
         self.id, self.limits = id, limits
+        self._unconstrained = unconstrained
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
         self.context_error = ""
@@ -381,7 +384,12 @@ class Session:
         )
 
     def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn, which may call a tool instead."""
+        """Return the constraint of a turn, which may call a tool instead. Raises
+        RequestError if the engines have none.
+        """
+        if chat.constraint is not None and self._unconstrained:
+            rule = f"response_format must be null: {self._unconstrained}"
+            raise RequestError(400, rule, param="response_format")
         if chat.constraint is None or self._tools is None or not chat.reads_calls:
             return chat.constraint
         return msgspec.structs.replace(chat.constraint, call_start=self._tools.call_start)

@@ -1,8 +1,10 @@
 """The sections `[model]` and `[lora]`: what is trained."""
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 from rollweave.schema.config.values import Positive, PositiveInt, Section, listed
 
@@ -33,6 +35,23 @@ class ScratchModel(Section):
         return 3 * self.hidden
 
 
+def _json(given: Any) -> Any:
+    """Require values that JSON has as well: TOML also has dates, times, nan and inf."""
+    pending = [given]
+    while pending:
+        value, known = pending.pop(), True
+        if isinstance(value, dict | list | tuple):
+            pending += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, float):
+            known = math.isfinite(value)
+        else:
+            known = value is None or isinstance(value, str | int)
+        if not known:
+            rule = "hold text, finite numbers, booleans, lists and tables"
+            raise PydanticCustomError("rule", rule)
+    return given
+
+
 class ModelConfig(Section):
     """The model that is trained: a checkpoint, or random weights."""
 
@@ -49,7 +68,7 @@ class ModelConfig(Section):
         "Llama, Qwen2 and Qwen3, or that of transformers, for any causal language model. If "
         "unset, native where it supports the model.",
     )
-    template_arguments: dict[str, JsonValue] = Field(
+    template_arguments: Annotated[dict[str, JsonValue], BeforeValidator(_json)] = Field(
         {},
         description="Arguments of the checkpoint's chat template for all conversations of the "
         "run, such as { enable_thinking = false } for Qwen 3. A client of the gateway may give "

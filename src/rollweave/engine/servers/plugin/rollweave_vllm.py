@@ -1,6 +1,6 @@
 """Rollweave in every process of a vLLM server: the start of the server, the guard of
-its routes, and the registration of `rollweave_vllm_weights` and
-`rollweave_vllm_routes`.
+its routes, and the registration of `rollweave_vllm_weights`,
+`rollweave_vllm_constraints` and `rollweave_vllm_routes`.
 
 This module runs in the interpreter of the user's vLLM, found by `PYTHONPATH`, and
 imports nothing of Rollweave, whose requirements are not installed there. Invariants: no
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+import rollweave_vllm_constraints
 import rollweave_vllm_kv
 import rollweave_vllm_spans
 from rollweave_leases import Application, Receive, Send, run_server
@@ -68,6 +69,7 @@ def register() -> None:
     if NAME not in Factory._registry:
         Factory.register_engine(NAME, f"{NAME}_vllm_weights", "RollweaveTransfer")
     rollweave_vllm_kv.register()
+    rollweave_vllm_constraints.register()
     if ROUTES in os.environ:
         importlib.import_module(f"{NAME}_vllm_routes").register()
 

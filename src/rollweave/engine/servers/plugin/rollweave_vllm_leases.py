@@ -20,6 +20,7 @@ OPTIONS = (
     "--disable-uvicorn-access-log",
     "--scheduling-policy=priority",
     f"--weight-transfer-config={json.dumps({'backend': NAME})}",
+    f"--structured-outputs-config={json.dumps({'backend': 'guidance'})}",
     "--middleware=rollweave_vllm_leases.LeasedGuard",
 )
 """Arguments without which the server cannot be an engine; the user's come last."""
@@ -69,6 +70,7 @@ def about(config: Any) -> dict[str, Any]:
         "prefix_cache": bool(cache.enable_prefix_caching),
         "device": str(config.device_config.device_type),
         "transfer": transfer.backend if transfer is not None else "",
+        "grammars": config.structured_outputs_config.backend,
     }
 
 

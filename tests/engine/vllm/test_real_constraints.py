@@ -1,0 +1,151 @@
+"""Constrained turns of a real vLLM server (`make test-vllm`)."""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jsonschema
+import pytest
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.schema.errors import EngineError
+from rollweave.schema.serving import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PartialOutput,
+    Sampling,
+    VersionSpan,
+)
+from rollweave.weights.checkpoint import read_tensors_of
+from rollweave.weights.publication import publish
+from tests.support.chats import bpe
+from tests.support.engines import needs_vllm, vllm_spec
+from tests.support.real_gateway import checkpoint, load
+from tests.support.server_engines import Weights, started
+from tests.support.tiny_models import oracle_logprobs
+
+pytestmark = list(needs_vllm)
+
+END = bpe().token_to_id("<|im_end|>")
+PROMPT = tuple(bpe().encode("go on", add_special_tokens=False).ids)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"move": {"enum": ["left", "right"]}, "steps": {"type": "integer"}},
+    "required": ["move", "steps"],
+    "additionalProperties": False,
+}
+JSON = Constraint(kind="json", text=json.dumps(SCHEMA))
+LETTERS = Constraint(kind="regex", text="[ab]{3}/?")
+LONG = Constraint(kind="regex", text="[ab]{400}")
+
+
+def request(id: str, constraint: Constraint | None, **more: Any) -> GenerateRequest:
+    sampling = Sampling(
+        constraint=constraint, **{"max_tokens": 60, "stop_token_ids": (END,), "seed": 3, **more}
+    )
+    return GenerateRequest(id=id, tokens=PROMPT, sampling=sampling)
+
+
+def text_of(result: GenerateResult) -> str:
+    return str(bpe().decode([token for token in result.tokens if token != END]))
+
+
+def expected(path: Path, asked: GenerateRequest, tokens: Sequence[int]) -> list[float]:
+    """Return the tokens' log-probs by transformers, which knows no mask."""
+    temperature = asked.sampling.temperature or 1.0
+    rows = oracle_logprobs(load(path).eval(), [*PROMPT, *tokens], temperature=temperature)
+    return [rows[len(PROMPT) - 1 + at, token].item() for at, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["raw", "processed"])
+async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
+    tmp_path: Path, scaled: bool
+) -> None:
+    """At every temperature that such a run has, and beside turns without a
+    constraint.
+    """
+    directory = tmp_path / "model"
+    directory.mkdir()
+    model = cast(Weights, SimpleNamespace(model=checkpoint(directory, head_dim=32)))
+    call = "<tool_call>"
+    asked = [
+        *(request(f"a{seed}", LETTERS, seed=seed) for seed in range(3)),
+        request("greedy", LETTERS, temperature=0.0),
+        request("json", JSON, temperature=0.0),
+        request("long json", JSON, max_tokens=200),
+        request("call", Constraint(kind="json", text=JSON.text, call_start=call)),
+        request("free", None, max_tokens=12),
+    ]
+    if scaled:
+        asked += [
+            request("cold", LETTERS, temperature=0.7),
+            request("hot json", JSON, temperature=1.7, max_tokens=200),
+        ]
+    async with started(model, tmp_path, vllm_spec(scaled_logprobs=scaled)) as (engine, _):
+        results = await asyncio.gather(*(engine.generate(each) for each in asked))
+        for one, result in zip(asked, results, strict=True):
+            text, constraint = text_of(result), one.sampling.constraint
+            if constraint is LETTERS:
+                assert result.finish is FinishReason.STOP
+                assert result.tokens[-1] == END
+                assert re.fullmatch(constraint.text, text), text
+            elif constraint is JSON and result.finish is FinishReason.STOP:
+                jsonschema.validate(json.loads(text), SCHEMA)
+            elif constraint is JSON:
+                assert text.lstrip().startswith("{")
+            wanted = expected(directory, one, result.tokens)
+            assert result.logprobs == pytest.approx(wanted, abs=1e-4), one.id
+        # a forced token is certain under the mask
+        assert min(min(result.logprobs) for result in results[:3]) < -3
+        await a_turn_has_the_logprobs_of_each_version(engine, directory)
+        await a_turn_starts_over(engine)
+        with pytest.raises(EngineError, match=r"sampling\.constraint cannot be constrained"):
+            await engine.generate(request("bad", Constraint(kind="json", text='{"not": {}}')))
+        refused = Constraint(kind="regex", text="a(?=b)")
+        with pytest.raises(EngineError, match="look-around"):
+            await engine.generate(request("worse", refused))
+        assert (await engine.generate(request("after", LETTERS))).finish is FinishReason.STOP
+
+
+async def a_turn_has_the_logprobs_of_each_version(engine: EngineClient, directory: Path) -> None:
+    """Change the weights in the middle of a constrained turn."""
+    other = directory.parent / "other"
+    other.mkdir()
+    checkpoint(other, head_dim=32, seed=5)
+    with publish(
+        dict(read_tensors_of(other)), version=1, publication_id=1, directory=directory.parent
+    ) as publication:
+        await engine.stage(publication.manifest)
+        asked = request("both", LONG, max_tokens=390)
+        turn = engine.generate(asked)
+        await engine.generate(request("first", LETTERS, max_tokens=2))
+        await engine.suspend()
+        await engine.load(publication.manifest)
+        engine.resume()
+        result = await turn
+    assert set(text_of(result)) == {"a", "b"}
+    before, after = result.versions
+    assert (before.version, after.version) == (0, 1)
+    for span, path in ((before, directory), (after, other)):
+        wanted = expected(path, asked, result.tokens)[span.start : span.end]
+        assert result.logprobs[span.start : span.end] == pytest.approx(wanted, abs=1e-4)
+
+
+async def a_turn_starts_over(engine: EngineClient) -> None:
+    """The grammar of a turn begins with its first sampled token, so tokens of another
+    engine are not continued.
+    """
+    tokens = tuple(bpe().encode("ab", add_special_tokens=False).ids)
+    spans = (VersionSpan(start=0, end=len(tokens), version=1),)
+    begun = PartialOutput(tokens=tokens, logprobs=(-1.0,) * len(tokens), versions=spans)
+    asked = request("again", LETTERS)
+    whole = GenerateRequest(id="again", tokens=PROMPT, sampling=asked.sampling, resumed=begun)
+    result = await engine.generate(whole)
+    assert result.resumed_tokens == 0
+    assert re.fullmatch(LETTERS.text, text_of(result))
