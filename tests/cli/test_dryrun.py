@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.architectures import build
+from rollweave.cli.main import app
 from rollweave.core.core import Core
 from rollweave.envs.base import Split, split_of
 from rollweave.record.journal import RunJournal
@@ -25,6 +27,7 @@ from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
+from rollweave.runtime.preflight.service import leave_out_overlong
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
@@ -320,9 +323,9 @@ def test_leaves_overlong_prompts_out_where_asked_to(
         f"workers.count={workers}",
     ]
     with pytest.raises(ConfigError, match=r"tasks.0.max_tokens: .* 400 of 400 are not shorter"):
-        dryrun.leave_out_overlong(config(tmp_path, *sets, "tasks.0.max_tokens=8"))
-    served, (warning,) = dryrun.leave_out_overlong(config(tmp_path, *sets))
-    assert dryrun.leave_out_overlong(served) == (served, [])
+        leave_out_overlong(config(tmp_path, *sets, "tasks.0.max_tokens=8"))
+    served, (warning,) = leave_out_overlong(config(tmp_path, *sets))
+    assert leave_out_overlong(served) == (served, [])
     calls, start = list[int](), ChatCodec.start
 
     def counted(codec: ChatCodec, messages: Any, tools: Any = ()) -> Any:
@@ -438,6 +441,18 @@ def test_an_existing_run_requires_resume_or_fresh(tmp_path: Path) -> None:
     assert names() == ["run.name"]
     assert names(resume=True) == []
     assert names(fresh=True) == []
+
+
+def test_a_dry_run_of_an_existing_run_prints_one_line_alone(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dumps(config(tmp_path)))
+    (tmp_path / "dry").mkdir()
+    (tmp_path / "dry" / "config.toml").touch()
+    result = CliRunner().invoke(app, ["train", str(file), "--dry-run"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "run.name: " in result.stderr
+    assert "holds a run already" in result.stderr
 
 
 def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rollweave.cli import evaluate
 from rollweave.cli.evaluate import evaluation_config, half_width, step_of_run
+from rollweave.core.accounting import Account
+from rollweave.record.summary import Summary
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from tests.support.synthetic_run import config_of
@@ -62,3 +66,30 @@ def test_the_interval_solves_wilsons_equation(rate: float, count: int) -> None:
         assert abs(end - rate) == pytest.approx(
             z * math.sqrt(max(0.0, end * (1 - end)) / count), abs=1e-9
         )
+
+
+def test_the_interval_is_over_distinct_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    account = Account(started=0, trained=0, dropped={}, cancelled=0, buffered=0, in_flight=0)
+    once = Summary(
+        success_rate={"lake": 0.5},
+        mean_reward={"lake": 0.5},
+        eval_episodes={"lake": 200},
+        steps=0,
+        trajectories=0,
+        tokens=0,
+        wall_s=1.0,
+        staleness_max=0,
+        inherent_staleness={},
+        stop_reasons={},
+        account=account,
+        retried={},
+        watchdog={},
+        idle={},
+    )
+    for tasks, shown, episodes in (({"lake": 25}, 25, "200 of 25 tasks"), ({}, 200, "200")):
+        evaluate._show(msgspec.structs.replace(once, eval_tasks=tasks), "lake", tmp_path)
+        row = capsys.readouterr().out.splitlines()[1]
+        assert f"{half_width(0.5, shown):.3f}" in row
+        assert row.rstrip().endswith(episodes)

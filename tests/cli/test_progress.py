@@ -96,12 +96,14 @@ def test_shows_a_step_every_few_seconds_and_the_last_one_always(
 def test_shows_every_evaluation(plain: Plain, text: io.StringIO) -> None:
     plain.line(evaluation())
     plain.line(evaluation(final=True, failed={"lake": 2}))
+    plain.line(evaluation(final=True, distinct={"lake": 25}))
     plain.line(evaluation(failed={"lake": 1}, last_failure="env_error: reset failed:\nno map"))
     assert text.getvalue().splitlines() == [
-        "evaluation at step 4: success 0.75 over 64 held-out episodes",
-        "final evaluation at step 4: success 0.75 over 64 held-out episodes, 2 episodes failed",
-        "evaluation at step 4: success 0.75 over 64 held-out episodes, 1 episodes failed (last: "
-        "env_error: reset failed: no map)",
+        "evaluation at step 4: success 0.75 over 64 episodes of the validation split",
+        "final evaluation at step 4: success 0.75 over 64 episodes of the test split, 2 episodes failed",
+        "final evaluation at step 4: success 0.75 over 64 episodes of 25 tasks of the test split",
+        "evaluation at step 4: success 0.75 over 64 episodes of the validation split, 1 episodes "
+        "failed (last: env_error: reset failed: no map)",
     ]
 
 
@@ -111,7 +113,7 @@ def test_a_run_that_only_evaluates_names_its_subject(is_terminal: bool) -> None:
     console = Console(file=text, width=110, force_terminal=is_terminal, color_system=None)
     with display(console, name="lake at step 25", steps=0) as shown:
         shown.line({**evaluation(final=True), "step": 0})
-    expected = "evaluation of lake at step 25: success 0.75 over 64 held-out episodes\n"
+    expected = "evaluation of lake at step 25: success 0.75 over 64 episodes of the test split\n"
     assert expected in text.getvalue()
     assert "step 0" not in text.getvalue()
 
@@ -138,10 +140,13 @@ def test_shows_rewards_of_tasks_without_success(plain: Plain, text: io.StringIO)
     plain.line(evaluation(**both))
     plain.line(step(4, success={}))
     evaluations, mixed, trained = text.getvalue().splitlines()
-    assert evaluations == "evaluation at step 4: reward 0.70 over 64 held-out episodes"
+    assert (
+        evaluations == "evaluation at step 4: reward 0.70 over 64 episodes of the validation split"
+    )
     assert (
         mixed
-        == "evaluation at step 4: success lake 0.75, reward maze -0.25 over 128 held-out episodes"
+        == "evaluation at step 4: success lake 0.75, reward maze -0.25 over 128 episodes of the "
+        "validation split"
     )
     assert "success" not in trained
     assert "reward lake 0.40, nim -0.10" in trained
@@ -174,7 +179,7 @@ def test_shows_turns_that_were_cut(plain: Plain, text: io.StringIO) -> None:
 def test_shows_that_a_target_was_reached(plain: Plain, text: io.StringIO) -> None:
     plain.line(evaluation(target_reached=True))
     assert text.getvalue().endswith(
-        "held-out episodes; eval.stop_at is reached, training ends here\n"
+        "the validation split; eval.stop_at is reached, training ends here\n"
     )
 
 

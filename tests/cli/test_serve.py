@@ -9,10 +9,12 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.cli.serve import serve, service_of_run
+from rollweave.runtime.preflight.service import examine_service
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.schema.config.loading import dumps, load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from tests.support.engines import vllm_checkpoint
 from tests.support.rollout_service import service_config
 from tests.support.synthetic_run import config_of
 
@@ -82,6 +84,37 @@ def test_a_port_in_use_prints_one_line_and_leaves_no_directory(tmp_path: Path) -
     assert line in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (Path(config.run.dir) / config.run.name).exists()
+
+
+def test_sequences_beyond_the_context_are_refused_before_the_service_starts(
+    tmp_path: Path,
+) -> None:
+    """Every rollout would fail otherwise. Registered engines may have another context,
+    and a model that cannot be read here is none of this check's business.
+    """
+    directory = tmp_path / "model"
+    directory.mkdir()
+    model = vllm_checkpoint(directory)  # with a context of 512 tokens
+    config = service_config(tmp_path)
+
+    def with_limit(most: int, *, engines: str = "local", path: str = str(model)) -> RunConfig:
+        first, *others = (task.model_dump(exclude_unset=True) for task in config.tasks)
+        return RunConfig.model_validate(
+            {
+                **config.model_dump(exclude_unset=True),
+                "tasks": [{**first, "max_tokens": most}, *others],
+                "model": {"path": path},
+                "serve": {"engines": engines},
+            }
+        )
+
+    with pytest.raises(ConfigError) as error:
+        examine_service(with_limit(513))
+    assert str(error.value) == (
+        "tasks.max_tokens: must be at most the model's context (512), got 513"
+    )
+    for fits in (with_limit(512), with_limit(513, engines="registered"), with_limit(513, path="x")):
+        assert examine_service(fits) == (fits, [])
 
 
 HOST = ("--host", "192.0.2.1", "--port", "0", "--token-env", "TOKEN")

@@ -13,9 +13,9 @@ from rollweave.core.run import Run
 from rollweave.core.state import Best, EngineStatus, GroupStatus, Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import TrajectoryId
+from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.config.training import FINAL_TASKS_FROM
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import StopReason, Task
 from tests.support.core import MODES, config
 from tests.support.properties import examples
 from tests.support.random_world import World
@@ -421,6 +421,8 @@ def test_episodes_are_counted_by_their_domain() -> None:
     assert [group.name for group in groups] == ["a", "b"] * 3
     outcomes = [(1.0, True), (0.25, None), (0.5, False), (0.75, None)]
     for group, (reward, success) in zip(groups, outcomes, strict=False):
+        seed = 3 if group.name == "a" else group.index
+        group.task = Task(id=TaskId(group.id), env="nim", seed=seed)
         scored = Trajectory(
             id=TrajectoryId(f"{group.id}.0"),
             group_id=group.id,
@@ -441,6 +443,7 @@ def test_episodes_are_counted_by_their_domain() -> None:
     evaluation.advance(run)
     (record,) = [one for one in run.out if isinstance(one, c.RecordEvaluation)]
     assert record.episodes == {"a": 2, "b": 2}
+    assert record.distinct == {"a": 1, "b": 2}
     assert record.success == {"a": 0.5}
     assert record.reward == {"a": 0.75, "b": 0.5}
     assert record.failed == {"a": 1, "b": 1}

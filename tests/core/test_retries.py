@@ -3,9 +3,12 @@ time.
 """
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
+from rollweave.core.policy.retry import MIN_BROKEN_TASKS, is_broken
+from rollweave.core.state import Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.work import StopReason
@@ -52,3 +55,77 @@ def test_the_same_failure_twice_is_not_retried(
     assert world.finish is not None
     assert world.finish.error == ""
     assert world.core.state.last_failure == f"{reason}: {words}" or "{number}" in words
+
+
+@pytest.mark.parametrize(
+    ("failed", "under_way", "broken"),
+    [(5, 0, False), (6, 0, True), (6, 6, True), (6, 7, False), (20, 19, True), (20, 21, False)],
+)
+def test_code_is_broken_if_more_tasks_fail_than_may_still_succeed(
+    failed: int, under_way: int, broken: bool
+) -> None:
+    assert is_broken(failed=failed, under_way=under_way) is broken
+
+
+class BrokenFromTheStart(World):
+    """A world whose rewards fail with the words of `error`, given the task's group and
+    the number of the failure. If it `works`, the first of each domain has a value.
+    """
+
+    def __init__(self, error: Callable[[str, int], str], *, works: bool = False) -> None:
+        changes = {"retries": 1, "groups_per_step": 32, "group_size": 2}
+        super().__init__(config(steps=2, rollout=changes), seed=3)
+        self.error, self.works, self.failed = error, works, 0
+
+    def execute(self, command: c.Command) -> None:
+        if not isinstance(command, c.StartEval):
+            super().execute(command)
+            return
+        group = self.core.state.trajectories[command.trajectory_id].group_id
+        stats = self.core.state.domains[self.core.state.groups[group].name]
+        if self.works and Stage.EVAL not in stats.passed:
+            super().execute(command)
+        else:
+            self.failed += 1
+            key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+            error = self.error(group, self.failed)
+            self.later(e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error=error))
+
+
+def test_a_run_whose_code_never_worked_ends_at_once_with_its_error() -> None:
+    world = BrokenFromTheStart(lambda group, number: "reward raised NameError: x (reward.py:3)")
+    world.run()
+    assert world.finish is not None
+    assert "failed in the same way: reward_error: reward raised NameError: x (reward.py:3)" in (
+        world.finish.error
+    )
+    # two batches of groups, which end a run otherwise, have 64 groups of two, each of
+    # which is tried twice
+    assert world.failed < 96
+    failed = [len(stats.failed) for stats in world.core.state.domains.values()]
+    assert max(failed) >= MIN_BROKEN_TASKS
+
+
+@pytest.mark.parametrize(
+    ("error", "works"),
+    [
+        (lambda group, number: "reward raised NameError: x", True),
+        (lambda group, number: f"reward raised OSError: port {number} is taken", False),
+    ],
+    ids=["it has worked", "other errors"],
+)
+def test_code_that_has_worked_or_fails_in_many_ways_gets_its_two_batches(
+    error: Callable[[str, int], str], works: bool
+) -> None:
+    world = BrokenFromTheStart(error, works=works)
+    world.run()
+    assert world.finish is not None
+    assert "groups in a row failed" in world.finish.error
+
+
+def test_one_bad_task_of_many_does_not_end_the_run() -> None:
+    """All its members fail before any other attempt is scored."""
+    world = Broken(StopReason.ENV_ERROR, "reset raised KeyError: 'map'")
+    world.run()
+    assert world.finish is not None
+    assert world.finish.error == ""

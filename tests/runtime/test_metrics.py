@@ -161,6 +161,7 @@ def test_a_step_of_several_parts_is_one_line(tmp_path: Path) -> None:
             success={"lake": 0.5},
             reward={"lake": 0.5},
             episodes={"lake": 2},
+            distinct={"lake": 1},
             failed={},
         )
     )

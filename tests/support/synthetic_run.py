@@ -281,6 +281,7 @@ class _Writer:
             success=success,
             reward=success,
             episodes=episodes,
+            distinct=episodes,
             failed={"calculator": 1},
         )
 

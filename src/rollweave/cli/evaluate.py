@@ -178,7 +178,9 @@ def evaluation_config(
 
 
 def half_width(rate: float, count: int) -> float:
-    """Return half the width of Wilson's 95 % interval of a success rate."""
+    """Return half the width of Wilson's 95 % interval of a success rate over `count`
+    distinct tasks: repeated ones add nothing that this interval counts.
+    """
     z = 1.96
     if count < 1:
         return 0.0
@@ -193,16 +195,17 @@ def _show(summary: Summary, title: str, directory: Path) -> None:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task, reward in summary.mean_reward.items():
         count, rate = summary.eval_episodes.get(task, 0), summary.success_rate.get(task)
+        distinct = min(count, summary.eval_tasks.get(task, count))
         success = (
             ["-", "-"]
             if rate is None
-            else [f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}"]
+            else [f"[bold]{rate:.3f}[/]", f"{half_width(rate, distinct):.3f}"]
         )
         table.add_row(
             task,
             *success,
             f"{reward:.3f}" if rate is not None else f"[bold]{reward:.3f}[/]",
-            str(count),
+            str(count) if distinct == count else f"{count} of {distinct} tasks",
         )
     out.print(table)
     out.print(

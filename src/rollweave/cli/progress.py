@@ -303,7 +303,10 @@ def evaluation_text(line: Mapping[str, Any], subject: str | None = None) -> str:
     if line.get("target_reached"):
         more += "; eval.stop_at is reached, training ends here"
     measured = f"{_measured(line)} over " if line["reward"] else ""
-    return f"{title}: {measured}{episodes} held-out episodes{more}"
+    split = "test" if line["final"] else "validation"
+    tasks = sum(line.get("distinct", line["episodes"]).values())
+    of = f" of {tasks} tasks" if tasks < episodes else ""
+    return f"{title}: {measured}{episodes} episodes{of} of the {split} split{more}"
 
 
 def sparkline(values: list[float]) -> str:

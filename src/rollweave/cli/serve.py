@@ -9,7 +9,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.io.http.access import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.preflight.dryrun import leave_out_overlong
+from rollweave.runtime.preflight.service import examine_service
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.model import ModelConfig
@@ -38,7 +38,7 @@ def serve(
         if path.is_file() or path.suffix == ".toml"
         else service_of_run(str(path), overrides)
     )
-    config, dropped = leave_out_overlong(config)
+    config, dropped = examine_service(config)
     for check in dropped:
         err.print(f"[yellow]{escape(check.name)}:[/] {escape(check.detail)}", soft_wrap=True)
     launch.serve(

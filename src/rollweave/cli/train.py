@@ -52,6 +52,7 @@ def train(
     if hosts is not None and not dry_run:
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
+    dryrun.check_directory(config, resume=resume, fresh=fresh)
     planned = dryrun.plan(
         config,
         resume=resume,

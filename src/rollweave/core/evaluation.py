@@ -167,7 +167,10 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
     run.state.counters.eval_scored += 1
     if evaluation is not None:
         assert trajectory.reward is not None, "a scored trajectory has a reward"
+        assert group.task is not None, "its episode was played"
         evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
+        task = f"{group.task.seed} {group.task.payload}"
+        evaluation.scored.setdefault(group.name, {})[task] = None
         evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(
             trajectory.success
         )
@@ -223,6 +226,7 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
             success=success,
             reward=reward,
             episodes=counts,
+            distinct={name: len(tasks) for name, tasks in evaluation.scored.items()},
             failed=dict(evaluation.failed),
             last_failure=evaluation.last_failure,
             target_reached=reached,

@@ -481,6 +481,7 @@ class Evaluation(msgspec.Struct):
     pending: dict[GroupId, None] = {}
     rewards: dict[str, list[float]] = {}
     successes: dict[str, int] = {}
+    scored: dict[str, dict[str, None]] = {}  # the tasks with a reward, by task domain
     failed: dict[str, int] = {}
     last_failure: str = ""  # stop reason of the last failed episode, and its description
     started: bool = False  # engines serve `version`
@@ -497,7 +498,7 @@ class Phase(enum.StrEnum):
 
 
 class DomainStats(msgspec.Struct):
-    """Lengths and times of a task domain's trajectories.
+    """Lengths and times of a task domain's trajectories, and whether its code works.
 
     Means are running means (`core/lengths`) and None before the first value.
     """
@@ -510,6 +511,9 @@ class DomainStats(msgspec.Struct):
     turn_tokens: float | None = None  # sampled tokens of a turn
     turn_s: float | None = None  # seconds of a turn on its engine
     tool_s: float | None = None  # seconds of an environment's step
+    passed: dict[Stage, None] = {}  # the stages of its code that an attempt has passed
+    error: str = ""  # with which attempts have failed in a stage that none has passed
+    failed: dict[GroupId, None] = {}  # the groups of these attempts
 
 
 class Pools(msgspec.Struct):

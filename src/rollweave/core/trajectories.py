@@ -8,7 +8,7 @@ closes, so what the world holds never exceeds the pools.
 
 from rollweave.core import affinity, attempts, continuation, lengths
 from rollweave.core.attempts import find, move, release_turn
-from rollweave.core.policy.retry import MAX_WORLDS_LOST
+from rollweave.core.policy.retry import DETERMINISTIC, MAX_WORLDS_LOST, is_broken
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
@@ -36,6 +36,7 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage is Stage.INIT:
         move(run, trajectory, Stage.RUN)
+        _learn_passed(run, trajectory, Stage.INIT)
         attempts.forgive_worker(run, trajectory)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
         lengths.learn_prompt(run, trajectory, event.prompt_tokens)
@@ -57,12 +58,14 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         end_attempt(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
         trajectory.stop = event.stop_reason
+        _learn_passed(run, trajectory, Stage.RUN)
         _count_inherent(run, trajectory)
         attempts.forget_migration(run, trajectory)
         lengths.finish_attempt(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
+        _learn_failure(run, trajectory, event.stop_reason)
         if event.stop_reason is StopReason.WORKER_LOST:
             continuation.keep_if_recorded(run, trajectory)
         end_attempt(run, trajectory, event.stop_reason, failure=event.error)
@@ -81,6 +84,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
         end_attempt(run, trajectory, trajectory.closing)
         return
     trajectory.reward, trajectory.success = event.reward, event.success
+    _learn_passed(run, trajectory, Stage.EVAL)
     if event.success is not None:
         run.state.evaluations.defines_success[run.state.groups[trajectory.group_id].name] = None
     assert trajectory.stop is not None, "a trajectory is scored after it was rolled out"
@@ -91,7 +95,41 @@ def on_reward_failed(run: Run, event: RewardFailed) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage in (Stage.EVAL, Stage.CLOSING):
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
+        _learn_failure(run, trajectory, event.stop_reason)
         end_attempt(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
+
+
+def _learn_passed(run: Run, trajectory: Trajectory, stage: Stage) -> None:
+    """Record that the code of the trajectory's task domain works in this stage."""
+    stats = run.domain_of(trajectory)
+    if stage not in stats.passed:
+        stats.passed[stage], stats.error, stats.failed = None, "", {}
+
+
+def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """End the run if the code of the trajectory's task domain has never worked in the
+    stage of the attempt, and fails in the same way at one task after another.
+    """
+    state = run.state
+    group = state.groups[trajectory.group_id]
+    stats = run.domain_of(trajectory)
+    known = trajectory.stage in stats.passed or trajectory.stage is Stage.CLOSING
+    if known or reason not in DETERMINISTIC or group.purpose is Purpose.SERVE:
+        return
+    if stats.error != state.last_failure:
+        stats.error, stats.failed = state.last_failure, {}
+    stats.failed[group.id] = None
+    pools = state.pools
+    others = {
+        state.trajectories[id].group_id
+        for id in (*pools.init, *pools.run, *pools.eval_queued, *pools.eval)
+    }
+    under_way = {id for id in others - stats.failed.keys() if state.groups[id].name == group.name}
+    if is_broken(failed=len(stats.failed), under_way=len(under_way)):
+        state.error = state.error or (
+            f"no attempt at {group.name} has passed this stage, and those at {len(stats.failed)} "
+            f"tasks failed in the same way: {stats.error}"
+        )
 
 
 # Cancelling, ending and retrying.

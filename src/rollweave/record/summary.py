@@ -18,7 +18,8 @@ from rollweave.schema.errors import RollweaveError
 class Summary(Struct, frozen=True, kw_only=True):
     """`success_rate`, `mean_reward` and `eval_episodes` are those of the final
     evaluation, or of the last periodic one if there is none. `success_rate` has only
-    the task domains whose environment defines success.
+    the task domains whose environment defines success; `eval_tasks` counts the tasks of
+    the episodes, which may be repeated.
 
     `turns` counts the agent's turns, `cut_turns` by task domain those that ended at
     `max_turn_tokens`, `tokens` sampled tokens; `wall_s` is the run's time over all its
@@ -36,6 +37,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     success_rate: dict[str, float]
     mean_reward: dict[str, float] = msgspec.field(default_factory=dict)
     eval_episodes: dict[str, int]
+    eval_tasks: dict[str, int] = msgspec.field(default_factory=dict)
     steps: int
     trajectories: int
     tokens: int
@@ -79,6 +81,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         success_rate=dict(evaluation["success"]) if evaluation is not None else {},
         mean_reward=dict(evaluation["reward"]) if evaluation is not None else {},
         eval_episodes=dict(evaluation["episodes"]) if evaluation is not None else {},
+        eval_tasks=dict(evaluation.get("distinct", {})) if evaluation is not None else {},
         steps=state.trainer.step,
         trajectories=account.started,
         tokens=counters.output_tokens,

@@ -145,6 +145,7 @@ class Metrics:
             "success": command.success,
             "reward": command.reward,
             "episodes": command.episodes,
+            "distinct": command.distinct,
             "failed": command.failed,
             **({"last_failure": command.last_failure} if command.last_failure else {}),
             "target_reached": command.target_reached,

@@ -452,7 +452,7 @@ class RestartTrainer(TaggedStruct, frozen=True, kw_only=True):
 
 class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
     """Record the complete evaluation of weight version `version`. Rates are per task
-    domain, over `episodes` scored episodes each.
+    domain, over `episodes` scored episodes each, of `distinct` tasks.
 
     `success` has the domains whose environment defines success. With `target_reached`,
     the evaluation reached `eval.stop_at` and training ends. `last_failure` has the stop
@@ -465,6 +465,7 @@ class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
     reward: dict[str, float]
     episodes: dict[str, int]
     failed: dict[str, int]
+    distinct: dict[str, int]
     last_failure: str = ""
     target_reached: bool = False
 

@@ -54,6 +54,20 @@ def try_again(
     return reason in RETRYABLE and attempt < retries
 
 
+MIN_BROKEN_TASKS = 6
+"""Minimum number of tasks at which the code of a task domain must have failed in the
+same way to count as broken: a few tasks may be wrong, or fail by chance.
+"""
+
+
+def is_broken(*, failed: int, under_way: int) -> bool:
+    """Return whether a task domain's code is broken, in a stage that no attempt has
+    passed yet: attempts at `failed` tasks have failed there with the same error, and
+    attempts at `under_way` others have begun, which may still pass it.
+    """
+    return failed >= max(MIN_BROKEN_TASKS, under_way)
+
+
 TIMEOUTS_BEFORE_RESTART = 2
 """Number of consecutive timeouts of turns at which an engine is restarted: one may be a
 long turn, two are a stuck engine.

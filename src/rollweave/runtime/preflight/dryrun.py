@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from rollweave.core.membership import first_engines
 from rollweave.engine.servers.attached import check_servers
 from rollweave.engine.servers.kinds import kind_of
-from rollweave.envs.registry import resolve
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -36,7 +35,6 @@ from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import (
     LEFT_OUT,
-    check_prompts,
     examine_model,
     without_overlong,
 )
@@ -130,25 +128,6 @@ def plan(
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
 
 
-def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
-    """Drop overlong prompts of domains whose `overlong` is "drop". Return the
-    configuration, and a warning for each of them. Make no other check.
-
-    Raises ConfigError for a domain of which no prompt would be left, and for a model
-    whose tokenizer cannot be read.
-    """
-    domains = list[Domain]()
-    for index, task in enumerate(config.tasks):
-        drops = getattr(resolve(task.env), "drops_overlong", None)
-        if drops is not None and drops(task.options):
-            with contextlib.chdir("."):  # the user's code may change the directory
-                domain, _ = examine_domain(config, index, deep=False)
-            domains += [domain] if domain is not None else []
-    config, checks, measured = without_overlong(config, domains)
-    must_pass(check_prompts(config, [one for one in domains if one.name not in measured]))
-    return config, checks
-
-
 def _users_code(
     config: RunConfig, *, deep: bool
 ) -> tuple[Sequence[Check], list[Domain], list[Check]]:
@@ -187,6 +166,13 @@ def _without_effect(config: RunConfig) -> Iterator[Check]:
                 f"engines.degree has no effect beyond the {cores()} cores of this machine, got "
                 f"{degree}",
             )
+
+
+def check_directory(config: RunConfig, *, resume: bool, fresh: bool) -> None:
+    """Raise ConfigError if the run cannot have its directory, before anything else,
+    which takes longer, is checked.
+    """
+    must_pass(_readable_directory(config, resume=resume, fresh=fresh, deep=False))
 
 
 def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> list[Check]:

@@ -219,14 +219,7 @@ def _model(
     checks = [
         ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}")
     ]
-    longest = max(task.max_tokens for task in config.tasks)
-    if longest > shape.context:
-        checks.append(
-            fail(
-                "tasks.max_tokens",
-                f"must be at most the model's context ({shape.context}), got {longest}",
-            )
-        )
+    checks += _context(config, shape)
     if elsewhere and not (directory / "tokenizer.json").exists():
         text = "only config.json is here: weights, tokenizer and prompts are not checked"
         return shape, [*checks, warn("weights", text)]
@@ -316,6 +309,25 @@ def _shape_of(config: RunConfig) -> ModelShape:
             read_any_shape(directory)  # a damaged checkpoint is an error by itself
             raise ConfigError(f"the embedded engine cannot compute the model: {error}") from error
     return read_any_shape(directory)
+
+
+def check_context(config: RunConfig) -> list[Check]:
+    """Check that the model of `model.path` has room for the longest sequences. A model
+    that cannot be read changes nothing here.
+    """
+    try:
+        return list(_context(config, _shape_of(config)))
+    except (ConfigError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _context(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
+    longest = max(task.max_tokens for task in config.tasks)
+    if longest > shape.context:
+        yield fail(
+            "tasks.max_tokens",
+            f"must be at most the model's context ({shape.context}), got {longest}",
+        )
 
 
 def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape, *, elsewhere: bool) -> Check:
