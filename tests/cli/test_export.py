@@ -24,7 +24,12 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=20).path
+    run = write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=20)
+    table = "[model.template_arguments]"
+    text = run.config.read_text()
+    assert text.count(table) == 1
+    run.config.write_text(text.replace(table, f"{table}\nenable_thinking = false"))
+    return run.path
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
@@ -51,6 +56,7 @@ def agrees(run: Path, rows: list[dict[str, Any]]) -> bool:
         assert (row["task_id"], row["domain"]) == (trajectory.task.id, trajectory.task.tag)
         assert row["initiated_version"] == trajectory.initiated_version
         for columns, sequence in zip(row["sequences"], trajectory.sequences, strict=True):
+            assert columns["template_arguments"] == '{"enable_thinking": false}'
             assert tuple(columns["tokens"]) == sequence.tokens
             assert tuple(columns["logprobs"]) == sequence.logprobs
             assert columns["sampled"] == sequence.output_mask()
@@ -110,6 +116,7 @@ def test_an_evaluation_log_has_a_sample_for_each_attempt(run: Path, tmp_path: Pa
         ("assistant", "<right>"),
     ]
     assert sample["output"]["completion"] == "<right>"
+    assert sample["metadata"]["template_arguments"] == [{"enable_thinking": False}]
     rewards = [one["scores"]["reward"]["value"] for one in read["summaries.json"]]
     (scored,) = read["header.json"]["results"]["scores"]
     assert scored["metrics"]["mean"]["value"] == pytest.approx(sum(rewards) / 320)

@@ -70,7 +70,7 @@ def grammar_of(constraint: Constraint) -> str:
     if wrong:
         raise ValueError(_in_one_line(messages[0]))
     if is_json and '"$ref"' in text:
-        _check_begins(grammar)
+        _check_begins(LLMatcher.grammar_from_json_schema(text))
     return grammar
 
 

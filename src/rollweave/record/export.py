@@ -8,8 +8,9 @@ they ended; it is written to another name and gets its own once it is complete; 
 
 import importlib
 import itertools
+import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +19,14 @@ from rollweave.io.disk import NEW_SUFFIX, writing
 from rollweave.io.extras import from_extra
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt, TrajectoryReader
-from rollweave.record.transcript import TokenDecoder, attempt_line, spans, tokenizer_of
+from rollweave.record.transcript import (
+    TokenDecoder,
+    arguments_of,
+    attempt_line,
+    spans,
+    template_arguments,
+    tokenizer_of,
+)
 from rollweave.schema.packing import as_json
 from rollweave.schema.work import SegmentKind, TokenSequence, Trajectory
 
@@ -38,8 +46,8 @@ class Export:
     """
 
     def __init__(self, run: RunDir) -> None:
-        """Raises ConfigError for a damaged tokenizer."""
-        self._run = run
+        """Raises ConfigError for a damaged tokenizer or configuration."""
+        self._run, self._arguments = run, template_arguments(run)
         self._reader = TrajectoryReader(run.trajectories)
         self._decoder = TokenDecoder(tokenizer_of(run))
         self.damaged = self._reader.damaged
@@ -69,7 +77,10 @@ class Export:
         return ((entry, self._reader.load(entry)) for entry in self._reader.entries)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        return (row(entry, trajectory, self._decoder) for entry, trajectory in self._loaded())
+        return (
+            row(entry, trajectory, self._decoder, self._arguments)
+            for entry, trajectory in self._loaded()
+        )
 
     def _write_jsonl(self, path: Path) -> None:
         with path.open("wb") as file:
@@ -88,15 +99,24 @@ class Export:
 
     def _write_inspect(self, path: Path) -> None:
         with path.open("wb") as file:
-            _write_eval_log(file, self._run, self._loaded(), self._decoder, self.attempts)
+            _write_eval_log(
+                file, self._run, self._loaded(), self._decoder, self._arguments, self.attempts
+            )
 
 
-def row(entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder) -> dict[str, Any]:
-    """Return an attempt as a row with the columns of `_schema`.
+def row(
+    entry: StoredAttempt,
+    trajectory: Trajectory,
+    decoder: TokenDecoder,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return an attempt as a row with the columns of `_schema`. `arguments` are those
+    of the run's chat template.
 
     `payload` and `result` are JSON, or text that is none. Each of `sequences` has lists
     of one entry per token: its id, its log-prob (0 if it was not sampled), whether it
-    was sampled (the loss mask), and the version that sampled it, or -1.
+    was sampled (the loss mask), and the version that sampled it, or -1; and the
+    arguments of its chat template, as JSON.
     """
     line = attempt_line(entry, trajectory)
     task, timing = line.pop("task"), line.pop("timing")
@@ -113,11 +133,13 @@ def row(entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder) -> 
         "last_version": sampled[-1] if sampled else -1,
         "rewards": [{"name": name, "value": value} for name, value in line["rewards"].items()],
         **timing,
-        "sequences": [_columns(sequence, decoder) for sequence in trajectory.sequences],
+        "sequences": [_columns(sequence, decoder, arguments) for sequence in trajectory.sequences],
     }
 
 
-def _columns(sequence: TokenSequence, decoder: TokenDecoder) -> dict[str, Any]:
+def _columns(
+    sequence: TokenSequence, decoder: TokenDecoder, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     versions = [
         segment.version for segment in sequence.segments for _ in range(segment.end - segment.start)
     ]
@@ -127,6 +149,7 @@ def _columns(sequence: TokenSequence, decoder: TokenDecoder) -> dict[str, Any]:
         "logprobs": list(sequence.logprobs),
         "sampled": sequence.output_mask(),
         "versions": versions,
+        "template_arguments": json.dumps(arguments_of(sequence, arguments), sort_keys=True),
     }
 
 
@@ -145,6 +168,7 @@ def _schema(pyarrow: Any) -> Any:
             ("logprobs", pyarrow.list_(pyarrow.float32())),
             ("sampled", pyarrow.list_(flag)),
             ("versions", pyarrow.list_(pyarrow.int32())),
+            ("template_arguments", text),
         ]
     )
     reward = pyarrow.struct([("name", text), ("value", real)])
@@ -164,7 +188,12 @@ def _schema(pyarrow: Any) -> Any:
 
 
 def _write_eval_log(
-    file: IO[bytes], run: RunDir, attempts: Attempts, decoder: TokenDecoder, count: int
+    file: IO[bytes],
+    run: RunDir,
+    attempts: Attempts,
+    decoder: TokenDecoder,
+    arguments: Mapping[str, Any],
+    count: int,
 ) -> None:
     header = _header(run, count)
     summaries: list[dict[str, Any]] = []
@@ -177,6 +206,9 @@ def _write_eval_log(
         add("_journal/start.json", {name: header[name] for name in ("version", "eval", "plan")})
         for entry, trajectory in attempts:
             sample = _sample(entry, trajectory, decoder)
+            sample["metadata"]["template_arguments"] = [
+                arguments_of(sequence, arguments) for sequence in trajectory.sequences
+            ]
             add(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
             summaries.append(_summary_of(sample))
             if trajectory.reward is not None:

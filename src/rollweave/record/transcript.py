@@ -4,7 +4,7 @@ with each token, its log-prob and the weights that sampled it.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,14 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
 def template_arguments(run: RunDir) -> dict[str, Any]:
     """Return the arguments of the chat template in all conversations of the run."""
     return dict(load(run.config).model.template_arguments) if run.config.exists() else {}
+
+
+def arguments_of(sequence: TokenSequence, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments that the chat template had in a sequence: the run's
+    `arguments`, and those of the sequence's own requests.
+    """
+    own = sequence.origin.arguments if sequence.origin is not None else ""
+    return {**arguments, **(json.loads(own) if own else {})}
 
 
 def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]:

@@ -242,19 +242,23 @@ class Origin(Struct, frozen=True, kw_only=True):
     earlier sequence from which it departs, counted from 0, or -1.
 
     `message` is the first message that differs from that sequence's, counted from 0, or
-    -1, and `role` is its role.
+    -1, and `role` is its role. `arguments` are those that its requests gave the chat
+    template beside the run's, as JSON; "" without any.
     """
 
     cause: SequenceCause
     of: int = -1
     message: int = -1
     role: str = ""
+    arguments: str = ""
 
     def __str__(self) -> str:
         text = self.cause.value.replace("_", " ")
         if self.of >= 0:
             text += f", departs from sequence {self.of + 1}"
-        return f"{text} at message {self.message + 1} ({self.role})" if self.message >= 0 else text
+        if self.message >= 0:
+            text += f" at message {self.message + 1} ({self.role})"
+        return f"{text}, with template arguments {self.arguments}" if self.arguments else text
 
 
 class TokenSequence(Struct, frozen=True, kw_only=True):

@@ -230,6 +230,15 @@ def test_an_attempt_with_its_task_and_group(whole: Path) -> None:
         view.attempt("g999.0", None)
 
 
+def test_an_attempt_has_the_arguments_of_the_chat_template(run: RunDir) -> None:
+    assert RunView(run.path).attempt("g0.0", 0)["template_arguments"] == {}
+    table = "[model.template_arguments]"
+    text = run.config.read_text()
+    run.config.write_text(text.replace(table, f"{table}\nenable_thinking = false"))
+    read = RunView(run.path).attempt("g0.0", 0)
+    assert read["template_arguments"] == {"enable_thinking": False}
+
+
 def test_without_a_tokenizer_tokens_are_numbers(run: RunDir) -> None:
     (run.path / "model" / "tokenizer.json").write_text("{")
     read = RunView(run.path).attempt("g0.0", 0)

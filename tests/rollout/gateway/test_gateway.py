@@ -247,6 +247,48 @@ async def test_a_stop_text_across_tokens_is_recorded_but_not_shown() -> None:
         assert sequence.tokens[sequence.turns[0].start :] == sampled
 
 
+@pytest.mark.parametrize("appended", ["", "\nCalling tools:\n[{'name': 'run'}]"])
+async def test_an_answer_that_is_resent_with_its_stop_text_stays_one_sequence(
+    appended: str,
+) -> None:
+    """As smolagents' CodeAgent does it, which appends its call of the tool, too: what
+    it appends is an observation.
+    """
+    turns = ["<code>f(1)</code>", "<code>f(2)</code>", "done"]
+    script = Script([engine_result(encode(text)) for text in turns])
+    async with gateway(script) as (server, client):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        for number in range(3):
+            _, answer = await client.post({**ask(stop=["</code>", "zzz"]), "messages": messages})
+            text = answer["choices"][0]["message"]["content"]
+            assert text == turns[number].removesuffix("</code>")
+            again = {"role": "assistant", "content": f"{text}</code>{appended}"}
+            messages += [again, {"role": "user", "content": f"it is {number}"}]
+        (sequence,) = server.sequences("s")
+    assert len(sequence.turns) == 3
+    whole = CODEC.decode(sequence.tokens)
+    for number, turn in enumerate(sequence.turns):
+        assert CODEC.decode(sequence.tokens[turn.start : turn.end]) == turns[number]
+        assert sequence.tokens[: turn.start] == script.requests[number][1]
+        assert number == 2 or turns[number] + appended in whole
+    sampled = sum(turn.end - turn.start for turn in sequence.turns)
+    assert sum(sequence.output_mask()) == sampled
+
+
+@pytest.mark.parametrize(
+    "again", ["<code>f(2)</code>", "<code>f(1)", "<code>f(1)</cod", "so: <code>f(1)</code>"]
+)
+async def test_only_an_answer_and_what_follows_its_stop_text_stay_one_sequence(again: str) -> None:
+    """Without the stop text it is the answer as it was shown."""
+    script = Script([engine_result(encode("<code>f(1)</code>")), "done"])
+    async with gateway(script) as (server, client):
+        body = ask(stop=["</code>"])
+        await client.post(body)
+        history = [{"role": "assistant", "content": again}, {"role": "user", "content": "and"}]
+        await client.post({**body, "messages": [*body["messages"], *history]})
+        assert len(server.sequences("s")) == (1 if again == "<code>f(1)" else 2)
+
+
 async def test_finish_reasons_and_sampling_parameters() -> None:
     cut = engine_result(encode("hel"), finish=FinishReason.LENGTH)
     script = Script([cut, engine_result(encode("hel"), finish=FinishReason.TIME), "a"])
@@ -340,7 +382,10 @@ async def test_refuses_a_session_id_that_is_taken_or_no_path(id: str) -> None:
 async def test_numbers_that_are_infinite_are_refused_in_one_line(field: str) -> None:
     """In a temperature, they are refused by the name of the field."""
     async with gateway(Script()) as (_, client):
-        head = {"Authorization": "Bearer " + client.access.token}
+        head = {
+            "Authorization": "Bearer " + client.access.token,
+            "Content-Type": "application/json",
+        }
         for text in (field, field.replace("E+999", "E-999")):
             body = json.dumps(ask())[:-1] + f", {text}}}"
             url = client.base_url + "/chat/completions"

@@ -566,11 +566,13 @@ def test_other_tools_or_template_arguments_are_told() -> None:
     speak(switched, switched.begin("a", TALK[:2]), "one")
     arguments = '{"enable_thinking": false}'
     speak(switched, switched.begin("b", TALK[:2], arguments=arguments), "two")
-    for record, cause in (
-        (recorder, SequenceCause.TOOLS_CHANGED),
-        (switched, SequenceCause.TEMPLATE_CHANGED),
+    for record, cause, own in (
+        (recorder, SequenceCause.TOOLS_CHANGED, ""),
+        (switched, SequenceCause.TEMPLATE_CHANGED, arguments),
     ):
-        assert record.sequences()[1].origin == Origin(cause=cause, of=0)
+        told = record.sequences()[1].origin
+        assert told == Origin(cause=cause, of=0, arguments=own)
+        assert str(told).endswith(own)
 
 
 def test_a_departure_is_from_the_sequence_that_is_most_like_it() -> None:
@@ -599,3 +601,5 @@ def test_an_origin_is_read_as_a_sentence() -> None:
     told = Origin(cause=EDITED, of=0, message=3, role="tool")
     assert str(told) == "history edited, departs from sequence 1 at message 4 (tool)"
     assert str(Origin(cause=FIRST)) == "first"
+    given = Origin(cause=SequenceCause.TEMPLATE_CHANGED, of=0, arguments='{"a": 1}')
+    assert str(given).endswith('departs from sequence 1, with template arguments {"a": 1}')

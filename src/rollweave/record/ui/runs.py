@@ -21,7 +21,12 @@ import msgspec
 from rollweave.record.report.data import RunData, add_line
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import headline_figures
-from rollweave.record.transcript import TokenDecoder, tokenizer_of, transcript
+from rollweave.record.transcript import (
+    TokenDecoder,
+    template_arguments,
+    tokenizer_of,
+    transcript,
+)
 from rollweave.record.ui.attempts import PAGE, AttemptIndex, Query, Row
 from rollweave.record.ui.files import AppendedFile, ReplacedFile
 from rollweave.record.ui.lanes import LaneIndex
@@ -286,8 +291,10 @@ class RunView:
             if row is None:
                 more = "" if complete else ": not all are read yet, ask again"
                 raise UnknownRunError(f"there is no attempt {name} in {self.name}{more}")
+            arguments = dict[str, Any]()
             try:
                 trajectory = self._attempts.load(row)
+                arguments = template_arguments(self.run)
                 decoder = self._decoder or TokenDecoder(tokenizer_of(self.run))
                 self._decoder, note = decoder, ""
             except (CorruptJournalError, OSError, msgspec.DecodeError) as error:
@@ -297,6 +304,7 @@ class RunView:
                 decoder, note = TokenDecoder(None), _one_line(error)
             return {
                 "attempt": transcript(row.stored, trajectory, decoder),
+                "template_arguments": arguments,
                 "group": _rows(self._attempts.beside(row)),
                 "task": _rows(self._attempts.of_task(row)),
                 "note": note,

@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from rollweave.rollout.chat.text import TextCodec
@@ -169,6 +170,8 @@ class SessionRecorder:
         """Answered calls by the agent's message."""
         self._by_digest: dict[bytes, list[Call]] = {}
         """Answered calls by the digest of the conversation with the agent's message."""
+        self._by_stopped_text: dict[str, list[Call]] = {}
+        """Answered calls by the text of a turn that ended with a stop text, with it."""
         self._by_text: dict[tuple[int, bytes], list[Call]] = {}
         """Answered completions by the length and the digest of prompt and answer."""
         self._branches: list[_Branch] = []
@@ -232,8 +235,11 @@ class SessionRecorder:
         lost = [call for call in earlier if call.state is CallState.LOST]
         return (lost or earlier)[-1] if lost or (repeated and earlier) else None
 
-    def answer(self, call: Call, result: GenerateResult, message: Message) -> None:
+    def answer(
+        self, call: Call, result: GenerateResult, message: Message, *, stopped: str = ""
+    ) -> None:
         """Record the engine's answer, and the message that the program will receive.
+        `stopped` is the message's text with the stop text that ended it, if one did.
 
         Raises ValueError for an invalid result.
         """
@@ -248,6 +254,8 @@ class SessionRecorder:
         call.message = message
         self._by_message.setdefault(_message_key(message), []).append(call)
         self._by_digest.setdefault(_extend_digest(call.digest, message), []).append(call)
+        if stopped and not message.tool_calls:
+            self._by_stopped_text.setdefault(stopped.strip(), []).append(call)
 
     def drop(self, call: Call) -> None:
         """Discard a call that will not be answered, as if it had not been requested."""
@@ -310,7 +318,8 @@ class SessionRecorder:
         """Return why a call opens a sequence."""
         if call.conversation is not None:
             others = [branch.conversation for branch in self._branches]
-            return origin(call.conversation, others)
+            why = origin(call.conversation, others)
+            return msgspec.structs.replace(why, arguments=call.conversation.arguments)
         if call.continues is not None and call.continues.branch is not None:
             of = self._branches.index(call.continues.branch)
             return Origin(cause=SequenceCause.BRANCH, of=of)
@@ -328,6 +337,7 @@ class SessionRecorder:
         the recognized calls, whose sampled tokens are part of it.
         """
         tokens: list[int] = []
+        last: tuple[int, ...] = ()  # tokens of the last message that is the agent's
         recognized: list[Call] = []
         since = next(
             (place for place in range(len(messages), 0, -1) if digests[place] in self._by_digest), 0
@@ -335,19 +345,33 @@ class SessionRecorder:
         if since:
             recognized.append(_preferred(self._by_digest[digests[since]]))
             tokens += recognized[-1].tokens
+            last = recognized[-1].message_tokens
         for place, message in enumerate(messages):
-            known = (
-                self._by_message.get(_message_key(message))
-                if message.role == "assistant" and place >= max(since, 1)
-                else None
-            )
+            if message.role != "assistant" or place < max(since, 1):
+                continue
+            known, rest = self._known(message)
             if known:
-                tokens += _render(codec, recognized, messages[since:place], tools)
+                tokens += _render(codec, last, messages[since:place], tools)
                 recognized.append(_preferred(known))
-                tokens += recognized[-1].message_tokens
+                last = recognized[-1].message_tokens
+                last += self._codec.encode_literal(rest) if rest else ()
+                tokens += last
                 since = place + 1
-        tokens += _render(codec, recognized, messages[since:], tools)
+        tokens += _render(codec, last, messages[since:], tools)
         return tuple(tokens), recognized
+
+    def _known(self, message: Message) -> tuple[list[Call], str]:
+        """Return the calls with this message, and what the program has appended to
+        their text: a turn that ended with a stop text may go on in the history.
+        """
+        if known := self._by_message.get(_message_key(message)):
+            return known, ""
+        text = message.content.strip()
+        begun = [one for one in self._by_stopped_text if text.startswith(one)]
+        if not begun or message.tool_calls:
+            return [], ""
+        longest = max(begun, key=len)
+        return self._by_stopped_text[longest], text[len(longest) :]
 
     def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[tuple[int, ...], list[Call]]:
         """Return the tokens of a completion's prompt, and the completion with which it
@@ -365,18 +389,14 @@ class SessionRecorder:
 
 def _render(
     codec: TextCodec,
-    recognized: Sequence[Call],
+    last: tuple[int, ...],
     messages: Sequence[Message],
     tools: Sequence[str],
 ) -> tuple[int, ...]:
-    """Return the tokens of messages that follow the last recognized call, or begin the
-    conversation.
+    """Return the tokens of messages that follow the agent's `last` message, or begin
+    the conversation.
     """
-    return (
-        codec.extend(recognized[-1].message_tokens, messages)
-        if recognized
-        else codec.start(messages, tools)
-    )
+    return codec.extend(last, messages) if last else codec.start(messages, tools)
 
 
 def _message_key(message: Message) -> tuple[object, ...]:

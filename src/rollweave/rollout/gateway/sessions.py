@@ -433,7 +433,12 @@ class Session:
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
         )
-        self.recorder.answer(turn.call, result, turn.message)
+        codec = self.codec_of(chat)
+        text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
+        stops = (*self._sampling.stop, *chat.stop)
+        end = next((one for one in stops if text.startswith(one, turn.shown)), "")
+        stopped = turn.forced + text[: turn.shown] + end if end else ""
+        self.recorder.answer(turn.call, result, turn.message, stopped=stopped)
         asked = chat.messages
         if isinstance(chat.prompt, str):
             asked = (Message(role="user", content=chat.prompt),)
