@@ -71,6 +71,7 @@ async def _measure(
     """Return the cells of each API and program, and why programs were not run."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # LiteLLM asks no server
     columns = await ask_apis()
+    progress(table(columns))
     missing = dict[str, str]()
     for program in PROGRAMS:
         if why := _why_not(program, quick=quick):

@@ -361,26 +361,29 @@ def _pydantic_image(api: str) -> Ask:
 # smolagents.
 
 
-async def _smolagents(gateway: Scripted, tool: Adder, streamed: bool) -> str:
-    import smolagents
+def _smolagents(kind: str) -> Run:
+    async def run(gateway: Scripted, tool: Adder, streamed: bool) -> str:
+        import smolagents
 
-    model: Any = smolagents.OpenAIServerModel(
-        model_id="any", api_base=gateway.base_url, api_key=gateway.access.token
-    )
+        model: Any = smolagents.OpenAIServerModel(
+            model_id="any", api_base=gateway.base_url, api_key=gateway.access.token
+        )
 
-    def add(a: int, b: int) -> int:
-        return tool.add(a, b)
+        def add(a: int, b: int) -> int:
+            return tool.add(a, b)
 
-    add.__doc__ = Adder.add.__doc__
-    agent: Any = smolagents.ToolCallingAgent(
-        tools=[smolagents.tool(add)],
-        model=model,
-        stream_outputs=streamed,
-        verbosity_level=smolagents.LogLevel.OFF,
-        max_steps=4,
-    )
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it streams
-        return str(await asyncio.to_thread(agent.run, QUESTION))
+        add.__doc__ = Adder.add.__doc__
+        agent: Any = getattr(smolagents, kind)(
+            tools=[smolagents.tool(add)],
+            model=model,
+            stream_outputs=streamed,
+            verbosity_level=smolagents.LogLevel.OFF,
+            max_steps=4,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it streams
+            return str(await asyncio.to_thread(agent.run, QUESTION))
+
+    return run
 
 
 # LiteLLM.
@@ -431,6 +434,11 @@ def _litellm_form(route: str) -> Ask:
     return ask
 
 
+CODE_SAYS: Final = (
+    "I add.\n<code>\nprint(add(2, 3))\n</code>",
+    '<code>\nfinal_answer("It is 5.")\n</code>',
+)
+
 SMOLAGENTS_SAYS: Final = (
     '{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
     '{"name": "final_answer", "arguments": {"answer": "It is 5."}}\n</tool_call>',
@@ -476,7 +484,14 @@ PROGRAMS: Final[tuple[Program, ...]] = (
         )
         for api in ("chat", "responses", "messages")
     ),
-    Program("smolagents", "smolagents", _smolagents, rewrites=(False, True), says=SMOLAGENTS_SAYS),
+    Program(
+        "smolagents",
+        "smolagents",
+        _smolagents("ToolCallingAgent"),
+        rewrites=(False, True),
+        says=SMOLAGENTS_SAYS,
+    ),
+    Program("smolagents (code)", "smolagents", _smolagents("CodeAgent"), says=CODE_SAYS),
     Program("litellm (openai)", "litellm", _litellm("openai"), _litellm_form("openai")),
     Program(
         "litellm (anthropic)",

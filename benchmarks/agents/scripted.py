@@ -76,8 +76,8 @@ def chat_codec() -> ChatCodec:
 
 @dataclass
 class Script:
-    """`generate` of a gateway: the texts in turn, then the last one again; a stream
-    gets each token by itself.
+    """`generate` of a gateway: the texts in turn, then the last one again, each up to
+    the first stop text; a stream gets each token by itself.
     """
 
     texts: Sequence[str]
@@ -94,7 +94,10 @@ class Script:
         text = self.texts[min(len(self.prompts), len(self.texts) - 1)]
         self.prompts.append(tokens)
         self.samplings.append(sampling)
-        sampled = chat_codec().encode_turn(text)[: sampling.max_tokens]
+        ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
+        codec = chat_codec()
+        turn = codec.encode_literal(text[: min(ends)]) if ends else codec.encode_turn(text)
+        sampled = turn[: sampling.max_tokens]
         logprobs = tuple(-0.5 - place / 1024 for place in range(len(sampled)))
         for place, token in enumerate(sampled if on_tokens is not None else ()):
             assert on_tokens is not None, "only a stream is reported"
@@ -107,7 +110,7 @@ class Script:
             )
             on_tokens(delta)
             await asyncio.sleep(0)
-        cut = len(sampled) == sampling.max_tokens
+        cut = len(sampled) == sampling.max_tokens < len(turn)
         return GenerateResult(
             id=session,
             tokens=sampled,

@@ -23,7 +23,7 @@ from benchmarks.cluster.run import lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.coserve.borrowing_run import BorrowingRun
 from benchmarks.coserve.cores import Cores
-from benchmarks.coserve.lender import PAGE_BYTES
+from benchmarks.coserve.engine_program import PAGE_BYTES
 from benchmarks.coserve.load import (
     BURST,
     OUTPUT_MEDIAN,

@@ -17,7 +17,7 @@ from typing import Any, Self
 import transformers
 
 from benchmarks.coserve.cores import Cores
-from benchmarks.coserve.lender import PARTITIONED
+from benchmarks.coserve.engine_program import PARTITIONED
 from benchmarks.engine.models import ModelCase, random_model
 from benchmarks.soak.run_under_test import children_of, die_with_us, source_path
 from rollweave.schema.errors import RollweaveError
@@ -40,7 +40,7 @@ MODEL = ModelCase(
 )
 """A model whose decode step takes some milliseconds on one core."""
 
-PROGRAM = "benchmarks.coserve.lender"
+PROGRAM = "benchmarks.coserve.engine_program"
 """Program of an engine, and of its process."""
 
 SLOTS = 32

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.coserve.bench import BURST_FROM_S, quantile, remap_us, ttft_p99, yield_ms
-from benchmarks.coserve.lender import FixedHalf
+from benchmarks.coserve.engine_program import FixedHalf
 from benchmarks.coserve.load import BURST, LoadReport, Served, Watched, bursty, with_burst
 from rollweave.sim.traffic import SECOND_PEAKS
 

@@ -46,7 +46,7 @@ def main() -> None:
         from rollweave.cli import engine
         from rollweave.cli.main import app
 
-        engine.MODULE = "benchmarks.coserve.lender"
+        engine.MODULE = "benchmarks.coserve.engine_program"
         engine.LendSpec = partial(engine.LendSpec, page_bytes=PAGE_BYTES)  # type: ignore[assignment,attr-defined]
         app()
         return
