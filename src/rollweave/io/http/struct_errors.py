@@ -15,6 +15,10 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTA
 _EXPECTED = re.compile(r"^Expected (?P<rule>.*?)(?:, got (?P<kind>.*))?$", re.DOTALL)
 
 
+_TOO_LARGE = "Number out of range"
+"""The error of a number beyond the range of a float."""
+
+
 def struct_error(error: msgspec.DecodeError, value: object) -> tuple[str | None, str]:
     """Return the field that is wrong, or None, and the error in one line. `value` is
     the JSON that does not fit, or None if it is not JSON.
@@ -37,6 +41,10 @@ def struct_error(error: msgspec.DecodeError, value: object) -> tuple[str | None,
         kind = (expected["kind"] or "").replace("`", "")
         got = _got(value, path) or (f", got {kind}" if kind else "")
         return path or None, f"{shown(path) if path else 'the body'} must be {rule}{got}"
+    if text == _TOO_LARGE:
+        rule = "must be at most 1.8e308"
+        known = path and "[...]" not in path
+        return (path, f"{shown(path)} {rule}") if known else (None, f"numbers {rule}")
     return path or None, text  # a struct's own error names field, rule and value
 
 
