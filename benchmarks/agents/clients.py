@@ -17,6 +17,7 @@ import pydantic
 
 from benchmarks.agents.features import PIXEL, TOOLS
 from benchmarks.agents.scripted import Scripted
+from rollweave.schema.media import Image
 
 QUESTION: Final = "What is 2 + 3?"
 
@@ -353,7 +354,8 @@ def _pydantic_image(api: str) -> Ask:
         from pydantic_ai import Agent, BinaryContent
 
         agent: Any = Agent(_pydantic_model(gateway, api))
-        return await agent.run([BinaryContent(data=b"image", media_type="image/png")])
+        pixel = BinaryContent(data=Image.of_url(PIXEL).data, media_type="image/png")
+        return await agent.run([pixel])
 
     return ask
 

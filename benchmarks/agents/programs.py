@@ -4,7 +4,7 @@ from collections.abc import Awaitable
 from typing import Any, Final
 
 from benchmarks.agents.clients import Adder, Program, Sum
-from benchmarks.agents.features import Cell, Outcome
+from benchmarks.agents.features import Cell, Outcome, saw_pixel
 from benchmarks.agents.scripted import CALL, CALLS, Scripted, scripted
 from rollweave.schema.work import SequenceCause
 
@@ -28,7 +28,11 @@ async def try_program(program: Program) -> dict[str, Cell]:
             )
     if program.image is not None:
         async with scripted(ANSWER) as gateway:
-            cells["images"] = await _asked(program.image(gateway), lambda _: False)
+            cells["images to a model of text"] = await _asked(
+                program.image(gateway), lambda _: False
+            )
+        async with scripted(ANSWER, sees=True) as gateway:
+            cells["images"] = await _asked(program.image(gateway), lambda _: saw_pixel(gateway))
     if program.two is not None:
         async with scripted(ANSWER) as gateway:
             cells["n of 2"] = await _asked(program.two(gateway), lambda _: False)

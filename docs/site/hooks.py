@@ -30,6 +30,7 @@ SUBJECTS = {
     "Training": ("train", "RunConfig", "Summary", "ConfigError", "RollweaveError"),
     "Environments": (
         "Env",
+        "Image",
         "Observation",
         "Step",
         "Episode",

@@ -63,7 +63,7 @@ def evaluate(
     """
     subject = subject_of(target, env=env, overrides=overrides, checkpoint=checkpoint)
     config = evaluation_config(subject, episodes=episodes, temperature=temperature)
-    planned = dryrun.plan(config, fresh=True, deep=False)
+    planned = dryrun.plan(config, fresh=True, deep=False, trains=False)
     must_pass(planned.checks)
     config = planned.config
     clear(config)

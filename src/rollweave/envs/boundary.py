@@ -252,7 +252,8 @@ def _typed(value: Any, kind: type[N]) -> N:
     """Convert every field to its declared type: numpy's numbers to Python's, lists to
     tuples, and all text to valid text.
     """
-    return msgspec.convert(valid_tree(msgspec.to_builtins(value, enc_hook=_plain)), kind)
+    plain = msgspec.to_builtins(value, enc_hook=_plain, builtin_types=(bytes,))
+    return msgspec.convert(valid_tree(plain), kind)
 
 
 def _plain(value: Any) -> Any:

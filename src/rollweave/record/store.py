@@ -21,9 +21,11 @@ import msgspec
 import xxhash
 
 from rollweave.io.disk import AppendFile, replace_file, writing
+from rollweave.record.images import images_of
 from rollweave.record.record_file import HEAD, HEADER, RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
+from rollweave.schema.media import PlacedImage
 from rollweave.schema.packing import packed
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory, Unscored
 
@@ -88,9 +90,14 @@ class Rescored(TaggedStruct, frozen=True, kw_only=True):
     scores: tuple[Scored, ...]
 
 
+class _EndedSequence(msgspec.Struct):
+    images: tuple[PlacedImage, ...] = ()
+
+
 class _EndedTrajectory(msgspec.Struct):
     id: TrajectoryId
     attempt: int
+    sequences: tuple[_EndedSequence, ...] = ()
 
 
 class _EndedKey(msgspec.Struct, tag="Ended"):
@@ -157,9 +164,15 @@ def segments(directory: Path) -> list[int]:
     return sorted(number for number in numbers if segment_path(directory, number) in paths)
 
 
-def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> int:
-    """Add the keys of a segment's complete records to `keys`; return the length of that
-    part (0 without a header).
+def _scan(
+    directory: Path,
+    number: int,
+    keys: list[StoredAttempt | Scored],
+    *,
+    images: set[str],
+) -> int:
+    """Add the keys of a segment's complete records to `keys`, and the digests of their
+    images to `images`; return the length of that part (0 without a header).
 
     Raises CorruptJournalError for damage; `keys` then has the records before it.
     """
@@ -188,6 +201,8 @@ def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> i
                 nbytes=len(record.payload),
             )
             keys.append(entry)
+            for sequence in key.trajectory.sequences:
+                images.update(placed.image.digest for placed in sequence.images)
         end = record.end
     return end
 
@@ -261,6 +276,10 @@ class TrajectoryStore:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
+        self.images = images_of(directory)
+        """The images to which trajectories refer."""
+        self._images: dict[int, set[str]] = {}
+        """Digests of the images to which the records of each segment refer."""
         self._segment_bytes = segment_bytes
         self._index: dict[TrajectoryId, StoredAttempt] = {}
         self._floor = directory / "floor"
@@ -278,7 +297,7 @@ class TrajectoryStore:
         """Names of the missing segments from the floor on."""
         for number in [number for number in numbers if number >= floor or number == self._segment]:
             keys: list[StoredAttempt | Scored] = []
-            end = _scan(directory, number, keys)
+            end = _scan(directory, number, keys, images=self._images.setdefault(number, set()))
             self._enter(keys)
             path = segment_path(directory, number)
             if number == self._segment:
@@ -294,6 +313,9 @@ class TrajectoryStore:
         trajectory = record.trajectory
         payload = packed(record)
         offset = self._write(payload)
+        used = self._images.setdefault(self._segment, set())
+        for sequence in trajectory.sequences:
+            used.update(placed.image.digest for placed in sequence.images)
         self._index[trajectory.id] = StoredAttempt(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
@@ -379,6 +401,8 @@ class TrajectoryStore:
             path = segment_path(self._directory, number)
             with writing(path):
                 path.unlink(missing_ok=True)
+            if self._images.pop(number, None):
+                self.images.remove_unused(set().union(*self._images.values()))
 
     def _oldest(self) -> int:
         """Return the oldest segment that the index refers to."""
@@ -400,7 +424,8 @@ class TrajectoryStore:
         return trajectory_id in self._index
 
     def sync(self) -> None:
-        """Force all written records to the disk. Raises `DiskError`."""
+        """Force all written images and records to the disk. Raises `DiskError`."""
+        self.images.sync()
         self._file.sync()
 
     def close(self) -> None:
@@ -452,7 +477,7 @@ class TrajectoryReader:
         for number in numbers:
             keys: list[StoredAttempt | Scored] = []
             try:
-                end = _scan(directory, number, keys)
+                end = _scan(directory, number, keys, images=set())
                 if number != numbers[-1]:  # a running controller may still append to the newest
                     _must_be_complete(segment_path(directory, number), end)
             except CorruptJournalError as error:

@@ -16,6 +16,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
 
 
@@ -174,8 +175,8 @@ def transcript(
     entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder
 ) -> dict[str, Any]:
     """Return `attempt_line` with `sequences`, the spans of each sequence with their
-    text, tokens and, of turns, log-probs and weight versions; and with `origins`, why
-    each of these sequences began, or null.
+    text, tokens and, of turns, log-probs and weight versions; with `origins`, why each
+    of these sequences began, or null; and with `images`, those of each sequence.
     """
     return {
         **attempt_line(entry, trajectory),
@@ -184,6 +185,21 @@ def transcript(
             [_span_object(sequence, span, decoder) for span in spans(sequence)]
             for sequence in trajectory.sequences
         ],
+        "images": [
+            [image_object(placed) for placed in sequence.images]
+            for sequence in trajectory.sequences
+        ],
+    }
+
+
+def image_object(placed: PlacedImage) -> dict[str, Any]:
+    """Return an image of a sequence: `at` is the token that is its placeholder."""
+    image = placed.image
+    return {
+        "at": placed.at,
+        "digest": image.digest,
+        "media_type": image.media_type,
+        "file": f"trajectories/images/{image.name}",
     }
 
 

@@ -35,8 +35,9 @@ from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
+from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.packing import DEPTH, is_deep
-from rollweave.schema.serving import GenerateResult, Sampling
+from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence, Trajectory
 
@@ -96,6 +97,7 @@ class HandlerEpisode:
         self._stop: EpisodeStopError | None = None  # raised by the pipeline in a turn
         self._score: Score | None = None  # may be set by `run_exception`
         self._sequences: tuple[TokenSequence, ...] = ()
+        self.images: tuple[Image, ...] = ()
         self._engine = ""
         self.turns = self.prompt_tokens = 0
         self.plan: tuple[int, ...] = ()
@@ -153,7 +155,12 @@ class HandlerEpisode:
         sampling = _seeded(self._agent_config.sampling, self._seed)
         gateway = self._listener.gateway
         gateway.open(
-            session_id, generate=self._generate, limits=limits, sampling=sampling, pinned=True
+            session_id,
+            generate=self._generate,
+            limits=limits,
+            sampling=sampling,
+            pinned=True,
+            no_images=self._agent_config.no_images,
         )
         session = gateway.session(session_id)
         self._agent = _Agent(session, self._listener, max_turns=limits.calls)
@@ -375,9 +382,9 @@ class HandlerEpisode:
         tokens: tuple[int, ...],
         sampling: Sampling,
         on_tokens: OnTokens | None,
+        images: tuple[PlacedImage, ...] = (),
     ) -> GenerateResult:
         """Take a turn through the pipeline, which permits one per attempt at a time."""
-        del session
         async with self._turn_lock:
             assert self._port is not None, "turns are taken in run"
             number = self._turns_requested
@@ -388,8 +395,10 @@ class HandlerEpisode:
             if self._deadline is not None:
                 self._deadline.reschedule(None)
             try:
-                answer = await self._port.turn(number, tokens, sampling, on_tokens)
+                answer = await self._port.turn(number, tokens, sampling, on_tokens, images)
             except EpisodeStopError as stop:
+                if stop.reason is StopReason.MAX_TOKENS:  # the agent may go on with less
+                    return _too_long(session, str(stop))
                 self._stop = stop
                 if self._stage_task is not None:
                     self._stage_task.cancel()
@@ -539,11 +548,19 @@ def declared(tool: Tool) -> str:
     return valid(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
 
 
+def _too_long(id: str, error: str) -> GenerateResult:
+    """Return the result of a turn whose prompt exceeds the engine's context."""
+    return GenerateResult(
+        id=id, tokens=(), logprobs=(), versions=(), finish=FinishReason.CONTEXT, error=error
+    )
+
+
 def _valid(message: Message) -> Message:
     """Return the message without invalid text. Raises ValueError for anything that is
     not a message.
     """
-    return msgspec.convert(valid_tree(msgspec.to_builtins(message)), Message)
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return msgspec.convert(valid_tree(plain), Message)
 
 
 def _seeded(sampling: Sampling, seed: int) -> Sampling:

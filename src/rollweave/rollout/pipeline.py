@@ -151,6 +151,7 @@ class Pipeline:
             answer=worker.send,
             progress=self._progress,
             log=self._log,
+            store_image=self._store.images.add,
             recorded=self._continue(command),
         )
         attempt = _Attempt(command=command, worker=worker, turns=turns)
@@ -304,6 +305,8 @@ class Pipeline:
     def _ended(self, attempt: _Attempt, report: AttemptEnded) -> None:
         """Store the record, then post the event."""
         command, trajectory = attempt.command, report.trajectory
+        for image in report.images:
+            self._store.images.add(image)
         self._append_end(command, trajectory)
         attempt.turns.close()
         del self._attempts[attempt.key]

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
 from rollweave.schema.events import StepTime
+from rollweave.schema.media import Image
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Routes
 
@@ -78,6 +79,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     TIME = "time"  # `budget_s` was used up
     ABORTED = "aborted"
+    CONTEXT = "context"  # the prompt, with the tokens of its images, exceeds the engine's context
     RETURNED = "returned"  # an engine that is lent needs its time or memory for its own users
     ERROR = "error"
 
@@ -157,7 +159,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     they count for `max_tokens`, stop strings and `budget_s`, and are part of the
     result. If they already end the turn, nothing is sampled. With `prompt_logprobs`,
     the result also has the log-probs of the prompt's tokens. An engine that records
-    routes returns those of the tokens from `routes_from` on.
+    routes returns those of the tokens from `routes_from` on. `images` are those of the
+    placeholders among the tokens, of which there is one for each, in their order.
     """
 
     id: str
@@ -168,6 +171,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     resumed: PartialOutput | None = None
     prompt_logprobs: bool = False
     routes_from: int = 0
+    images: tuple[Image, ...] = ()
 
 
 class GenerateResult(Struct, frozen=True, kw_only=True):
@@ -177,14 +181,14 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     `queue_s` is the time without a slot, before the first one and while preempted;
     `generate_s` is the time in a slot while the engine was not suspended.
     `first_token_s` is the time from the request's arrival to its first token, 0 if the
-    engine does not say.
-    `resumed_tokens` of the tokens were in the request; it is 0 if an engine that cannot
-    resume started the turn over. With `text_only` the engine returned text alone: the
-    tokens are encoded from it, the log-probs are 0, and it is never trained on.
-    `prompt_logprobs` are those of the prompt's tokens from the second on, at
-    temperature 1, if they were requested. `routes` are those of prompt and answer from
-    an engine that records them: not of the last token, which the model has not
-    processed.
+    engine does not say. `resumed_tokens` of the tokens were in the request; it is 0 if
+    an engine that cannot resume started the turn over. With `text_only` the engine
+    returned text alone: the tokens are encoded from it, the log-probs are 0, and it is
+    never trained on. `prompt_logprobs` are those of the prompt's tokens from the second
+    on, at temperature 1, if they were requested. `routes` are those of prompt and
+    answer from an engine that records them: not of the last token, which the model has
+    not processed. `prompt_tokens` is the engine's own count of the prompt, in which an
+    image has more tokens than its placeholder; 0 if it does not say.
     """
 
     id: str
@@ -192,6 +196,7 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     finish: FinishReason
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_s: float = 0.0
     generate_s: float = 0.0
@@ -460,7 +465,8 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
     copy of the weights, and so can receive them while it generates; `moves_kv`, if it
     can export and import KV; `preempts`, if a request takes the slot of one of lower
-    rank; `lent`, if a serving engine lends it.
+    rank; `lent`, if a serving engine lends it; `takes_images`, if requests may have
+    images.
     """
 
     version: int
@@ -472,6 +478,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     moves_kv: bool = True
     preempts: bool = True
     lent: bool = False
+    takes_images: bool = False
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):

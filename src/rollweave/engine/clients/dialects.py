@@ -54,6 +54,9 @@ of a sampled token.
 ABOVE_ZERO = 1e-3
 """Maximum by which rounding may lift a log-prob above 0."""
 
+TOO_LONG = ("longer than the maximum model length", "maximum context length")
+"""Parts of vLLM's refusals (400) of a prompt that exceeds its context."""
+
 VLLM_ONLY: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
@@ -83,6 +86,10 @@ class Dialect(Protocol):
     """True if the server resumes a turn; the resumed tokens are then part of its
     answer.
     """
+    takes_images: bool
+    """True if the server takes images beside the tokens of a request. Its refusal of a
+    prompt that is too long with them has one of `TOO_LONG`.
+    """
 
     def encode(self, request: GenerateRequest) -> bytes:
         """Return the body of the POST. Raises `EngineError` for parameters that the
@@ -105,6 +112,7 @@ class Rollweave:
 
     generate_path, ready_path, stats_path = GENERATE_PATH, READY_PATH, STATS_PATH
     keeps_time = resumes = True
+    takes_images = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(request)
@@ -129,6 +137,7 @@ class Vllm:
 
     generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
     keeps_time = resumes = False
+    takes_images = True
 
     def __init__(self, model: str = "") -> None:
         self._model = model or None
@@ -138,13 +147,18 @@ class Vllm:
 
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the fields of the request."""
-        return {
+        fields: dict[str, Any] = {
             "request_id": request.id,
             "model": self._model,
             "token_ids": request.tokens,
             "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
             "stream": False,
         }
+        if request.images:
+            # vLLM replaces each placeholder by the tokens of its image
+            parts = [{"type": "image_url", "url": image.url} for image in request.images]
+            fields["content_parts"] = parts
+        return fields
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         return self.result(request, parse(body, VllmResponse))
@@ -166,6 +180,7 @@ class Vllm:
             finish=_finish(choice.finish_reason),
             spans=choice.weight_versions,
             cached=answer.usage.cached if answer.usage is not None else 0,
+            prompt=answer.usage.prompt_tokens if answer.usage is not None else 0,
             routes=self.routes(request, choice, len(tokens)),
         )
 
@@ -189,7 +204,7 @@ class Completions:
     """
 
     generate_path, ready_path, stats_path = "/v1/completions", "", ""
-    keeps_time = resumes = False
+    keeps_time = resumes = takes_images = False
 
     def __init__(
         self, model: str = "", *, encode_text: Callable[[str], Sequence[int]] | None = None
@@ -254,7 +269,7 @@ class Sglang:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = False
+    keeps_time = resumes = takes_images = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(self.fields(request))
@@ -330,7 +345,7 @@ class Prorl:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = False
+    keeps_time = resumes = takes_images = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
@@ -514,6 +529,7 @@ def _result(
     finish: FinishReason,
     spans: Sequence[Span] | None = None,
     cached: int = 0,
+    prompt: int = 0,
     routes: Routes | None = None,
 ) -> GenerateResult:
     if spans is None:
@@ -525,5 +541,6 @@ def _result(
         versions=version_spans(spans),
         finish=finish,
         cached_tokens=cached,
+        prompt_tokens=prompt,
         routes=routes,
     )

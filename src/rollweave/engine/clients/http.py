@@ -19,8 +19,8 @@ from uuid import uuid4
 
 import msgspec
 
-from rollweave.engine.clients.base import OnTokens
-from rollweave.engine.clients.dialects import Dialect, check, dialect
+from rollweave.engine.clients.base import OnTokens, image_error
+from rollweave.engine.clients.dialects import TOO_LONG, Dialect, check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
     exact_probe,
@@ -42,6 +42,7 @@ from rollweave.engine.clients.transport import (
     SILENCE_S,
     BusyError,
     OnRetry,
+    StatusError,
     Transport,
 )
 from rollweave.schema.address import Hosts, parse_address
@@ -227,6 +228,8 @@ class HttpEngine:
                     f"request ids must be unique among live requests, got {request.id} again"
                 )
             )
+        elif error := image_error(self._name, request, self._dialect.takes_images):
+            call.answer.set_exception(error)
         else:
             self._calls[request.id] = call
             call.task = self._loop.create_task(
@@ -308,7 +311,7 @@ class HttpEngine:
             if not work.done() and call.sent:
                 await self._request_abort(call, work)
             if work.done():
-                result = work.result()
+                result = self._fitting(request, work)
                 if call.stop.done() and result.finish is FinishReason.ABORTED:
                     result = msgspec.structs.replace(result, finish=call.stop.result())
             else:
@@ -323,6 +326,27 @@ class HttpEngine:
         finally:
             work.cancel()  # disconnects
             await asyncio.wait({work})
+
+    def _fitting(
+        self, request: GenerateRequest, work: asyncio.Task[GenerateResult]
+    ) -> GenerateResult:
+        """Return the answer, or `FinishReason.CONTEXT` for a prompt that is too long
+        with the tokens of its images, which only the server knows.
+        """
+        try:
+            return work.result()
+        except StatusError as error:
+            too_long = error.status == 400 and any(text in str(error) for text in TOO_LONG)
+            if not request.images or not too_long:
+                raise
+            return GenerateResult(
+                id=request.id,
+                tokens=(),
+                logprobs=(),
+                versions=(),
+                finish=FinishReason.CONTEXT,
+                error=str(error),
+            )
 
     async def _request_abort(self, call: _Call, work: asyncio.Task[GenerateResult]) -> None:
         """Ask the server to answer now with the tokens so far, if it can, and give it
@@ -508,6 +532,7 @@ class HttpEngine:
             max_context=kv_tokens,
             moves_kv=False,
             preempts=False,
+            takes_images=self._dialect.takes_images,
         )
 
     async def _compare_with_reference(self, reference: Reference) -> None:

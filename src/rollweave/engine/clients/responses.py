@@ -29,6 +29,7 @@ class Cached(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
     prompt_tokens_details: Cached | None = None
 
     @property

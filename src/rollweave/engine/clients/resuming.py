@@ -81,6 +81,7 @@ def merged_result(request: GenerateRequest, rest: GenerateResult) -> GenerateRes
         logprobs=resumed.logprobs + rest.logprobs,
         versions=tuple(versions),
         cached_tokens=min(rest.cached_tokens, len(request.tokens)),
+        prompt_tokens=max(0, rest.prompt_tokens - count),
         generate_s=resumed.generate_s + rest.generate_s,
         resumed_tokens=count,
     )

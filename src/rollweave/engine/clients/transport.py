@@ -127,6 +127,14 @@ class EventDecoder:
                 yield event.removeprefix(DATA)
 
 
+class StatusError(EngineError):
+    """The server refuses a request with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class BusyError(Exception):
     """The server refused before it computed anything; `after_s` is the pause that it
     asks for, if it names one.
@@ -275,8 +283,9 @@ class Transport:
             ) from error
         if response.status != 200:
             detail = answer[: 4 * ERROR_CHARS].decode(errors="replace")[:ERROR_CHARS]
-            raise EngineError(
-                f"{self._name} answered {path} with status {response.status}: {detail}"
+            raise StatusError(
+                response.status,
+                f"{self._name} answered {path} with status {response.status}: {detail}",
             )
         return answer
 

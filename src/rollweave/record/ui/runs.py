@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from rollweave.record.images import ImageError, find_image, images_of
 from rollweave.record.report.data import RunData, add_line
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import headline_figures
@@ -31,6 +32,7 @@ from rollweave.record.ui.attempts import PAGE, AttemptIndex, Query, Row
 from rollweave.record.ui.files import AppendedFile, ReplacedFile
 from rollweave.record.ui.lanes import LaneIndex
 from rollweave.schema.errors import ConfigError, CorruptJournalError
+from rollweave.schema.media import Image
 from rollweave.schema.status import RunStatus
 
 BUDGET_S = 0.4
@@ -309,6 +311,13 @@ class RunView:
                 "task": _rows(self._attempts.of_task(row)),
                 "note": note,
             }
+
+    def image(self, digest: str) -> Image:
+        """Return an image of the run. Raises UnknownRunError if it cannot be read."""
+        try:
+            return find_image(images_of(self.run.trajectories).directory, digest)
+        except ImageError as error:
+            raise UnknownRunError(str(error)) from error
 
     def figures(self) -> dict[str, Any]:
         """Return what `/metrics` shows of the run."""

@@ -40,7 +40,7 @@ FILES = {
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
-    "style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -134,6 +134,7 @@ class _Routes:
             web.get("/api/lanes", self.lanes),
             web.get("/api/attempts", self.attempts),
             web.get("/api/attempt", self.attempt),
+            web.get("/api/image", self.image),
             web.get("/metrics", self.metrics),
         ]
 
@@ -192,6 +193,14 @@ class _Routes:
                 lambda: self._runs.get(name).attempt(query.get("id", ""), attempt)
             )
         )
+
+    async def image(self, request: web.Request) -> web.Response:
+        """Answer with the bytes of an image, which a browser shows, and runs in no
+        case.
+        """
+        name, digest = request.query.get("run", ""), request.query.get("digest", "")
+        image = await asyncio.to_thread(lambda: self._runs.get(name).image(digest))
+        return web.Response(body=image.data, content_type=image.media_type)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""

@@ -10,8 +10,9 @@ earlier token.
 
 What an environment or a user writes is text: where it spells a special token
 (`<|im_end|>`), the spelling is tokenized as ordinary text, so that no message can close
-its own turn and pose as another role. Special tokens come from the template alone. (A
-template whose turns are marked by ordinary text has no such guard.)
+its own turn and pose as another role. Special tokens come from the template alone, and
+so does the placeholder of an image, of which a rendering has exactly one for each
+image. (A template whose turns are marked by ordinary text has no such guard.)
 """
 
 import copy
@@ -32,10 +33,11 @@ from rollweave.rollout.chat.template import (
     configured,
     read_template,
 )
-from rollweave.rollout.chat.text import TextCodec, eos_tokens, read_tokenizer
+from rollweave.rollout.chat.text import TextCodec, eos_tokens, image_tokens, read_tokenizer
 from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
-from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.chat import Message, ToolCall, message_of
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.media import DIGEST_CHARS, Image
 from rollweave.schema.text import valid
 
 __all__ = ["ChatCodec", "ChatError"]
@@ -51,6 +53,9 @@ CONTEXT: Final = (Message(role="user", content="a"), Message(role="assistant", c
 
 QUESTION: Final = Message(role="user", content="\u2042new\u2042")
 """A message that is recognizable in a rendering."""
+
+BLANK: Final = Image(digest="0" * DIGEST_CHARS, media_type="image/png")
+"""Stands for any image in a rendering."""
 
 OPEN, CLOSE = "\ue000", "\ue001"
 """Delimiters of text in a rendering that is tokenized without special tokens.
@@ -79,22 +84,25 @@ class ChatCodec(TextCodec):
         *,
         name: str = "chat template",
         eos: Sequence[int] = (),
+        images: Sequence[int] = (),
     ) -> None:
+        """`images` are the tokens that may be the placeholder of an image."""
         super().__init__(tokenizer)
         self._tokenizer = tokenizer
-        self._literal = _Literal(tokenizer)
+        self._literal = _Literal(tokenizer, images)
         self.plain = TextCodec(tokenizer, eos=eos)
         self._name, self._eos = name, tuple(eos)
         special = [
             token.content
-            for token in tokenizer.get_added_tokens_decoder().values()
-            if token.special
+            for id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special or id in images
         ]
         spellings = [
             *sorted(map(re.escape, special), key=len, reverse=True),
             f"[{OPEN}{CLOSE}{PLACEHOLDER[0]}]",
         ]
         self._guarded = re.compile("|".join(spellings))
+        self._image_tokens = tuple(images)
         self._use(template)
 
     def _use(self, template: ChatTemplate) -> None:
@@ -115,6 +123,31 @@ class ChatCodec(TextCodec):
         self._extend = lru_cache(CACHED)(self._render_extension)
         self._start = lru_cache(CACHED)(self._render_start)
         self._variants = lru_cache(VARIANTS)(self._with_arguments)
+        self.image_token = self._find_image_token()
+
+    def _find_image_token(self) -> int | None:
+        """Return the candidate of which a rendering of one image has one, and one of no
+        image none.
+        """
+        without, shown = (
+            [Message(role="user", content=QUESTION.content, images=images)]
+            for images in ((), (BLANK,))
+        )
+        try:
+            before, after = (
+                self._encode(self._template.render(messages, prompt=True))
+                for messages in (without, shown)
+            )
+        except ChatError:
+            return None
+        return next(
+            (
+                token
+                for token in self._image_tokens
+                if (before.count(token), after.count(token)) == (0, 1)
+            ),
+            None,
+        )
 
     @classmethod
     def from_directory(
@@ -135,7 +168,15 @@ class ChatCodec(TextCodec):
             configured(read_template(directory), arguments or {}),
             name=str(directory),
             eos=eos_tokens(directory, tokenizer),
+            images=image_tokens(directory, tokenizer),
         )
+
+    @property
+    def no_images(self) -> str:
+        """Why messages must have no images, "" if they may."""
+        if self.image_token is not None:
+            return ""
+        return f"the chat template of {self._name} has no place for images"
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -169,7 +210,8 @@ class ChatCodec(TextCodec):
         `tools` are the declarations that the agent is shown, as in
         `ChatTemplate.render`.
         """
-        return self._start(tuple(messages), tuple(tools))
+        count = self._count_images(messages)
+        return self._checked(self._start(_blanked(messages), tuple(tools)), count)
 
     def extend(
         self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
@@ -180,7 +222,30 @@ class ChatCodec(TextCodec):
         They are the rest of the end of turn, `messages`, and with `prompt` the opening
         of the next turn. Raises ChatError.
         """
-        return self._extend(tuple(messages), prompt)[self.end_overlap(sampled) :]
+        count = self._count_images(messages)
+        tokens = self._checked(self._extend(_blanked(messages), prompt), count)
+        return tokens[self.end_overlap(sampled) :]
+
+    def _count_images(self, messages: Sequence[Message]) -> int:
+        """Return the number of images. Raises ChatError if there is no place for
+        them.
+        """
+        count = sum(len(message.images) for message in messages)
+        if count and self.image_token is None:
+            raise ChatError(f"{self.no_images}, got {count}")
+        return count
+
+    def _checked(self, tokens: tuple[int, ...], images: int) -> tuple[int, ...]:
+        """Return the tokens of a rendering. Raises ChatError unless it has exactly one
+        placeholder for each image.
+        """
+        shown = 0 if self.image_token is None else tokens.count(self.image_token)
+        if shown != images:
+            raise ChatError(
+                f"{self._name}: chat template must show each of {images} images once, got {shown} "
+                "placeholders"
+            )
+        return tokens
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a scripted turn: its text, and the token that ends the
@@ -247,7 +312,7 @@ class ChatCodec(TextCodec):
         return [
             msgspec.structs.replace(
                 message,
-                content=text(message.content),
+                **self._guard_content(message),
                 tool_calls=tuple(
                     ToolCall(
                         id=text(call.id),
@@ -261,6 +326,16 @@ class ChatCodec(TextCodec):
             )
             for message in messages
         ]
+
+    def _guard_content(self, message: Message) -> dict[str, Any]:
+        """Return the guarded content, and where images stand in it."""
+        if not message.images:
+            return {"content": self._guard_text(message.content)}
+        parts = [
+            self._guard_text(part) if isinstance(part, str) else part for part in message.parts()
+        ]
+        guarded = message_of(parts, role=message.role)
+        return {"content": guarded.content, "image_places": guarded.image_places}
 
     def _guard_text(self, text: str) -> str:
         return self._guarded.sub(rf"{OPEN}\g<0>{CLOSE}", text)
@@ -330,17 +405,36 @@ class ChatCodec(TextCodec):
 class _Literal:
     """The same tokenizer, except that the spelling of a special token is text.
 
-    It is created on demand, since a large vocabulary takes time.
+    It is created on demand, since a large vocabulary takes time. The tokens `images`
+    count as special ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._original = tokenizer
+    def __init__(self, tokenizer: Tokenizer, images: Sequence[int]) -> None:
+        self._original, self._images = tokenizer, images
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_str(self._original.to_str())
+        source = self._original.to_str()
+        if self._images:
+            parsed = json.loads(source)
+            for token in parsed["added_tokens"]:
+                token["special"] |= token["id"] in self._images
+            source = json.dumps(parsed)
+        tokenizer = Tokenizer.from_str(source)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _blanked(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages with the same image in place of each: a rendering depends on
+    the places of images alone.
+    """
+    return tuple(
+        msgspec.structs.replace(message, images=(BLANK,) * len(message.images))
+        if message.images
+        else message
+        for message in messages
+    )
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollweave.rollout.chat.tools import openai_message
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.media import Image
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -78,6 +79,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
         self._arguments: dict[str, Any] = {}
+        self.takes_text = True
+        """False if messages must be lists of parts, even without images."""
         try:
             self.variables = frozenset(
                 meta.find_undeclared_variables(environment.parse(source)) - RENDERED
@@ -86,6 +89,23 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: chat template must be valid Jinja: {error}") from error
+        self.takes_text = not self._needs_parts()
+
+    def _needs_parts(self) -> bool:
+        """Return whether the template shows a text only in a list of parts, as those of
+        some models that take images.
+        """
+        messages = [Message(role="user", content="\u2042text\u2042")]
+        try:
+            if messages[0].content in self.render(messages, prompt=False):
+                return False
+        except ChatError:
+            pass
+        self.takes_text = False
+        try:
+            return messages[0].content in self.render(messages, prompt=False)
+        except ChatError:
+            return False
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
         """Return this template with values for some of its `variables`, in the form of
@@ -108,7 +128,12 @@ class ChatTemplate:
         `tools`.
         """
         # Templates take the arguments of a tool call as an object if they parse as one.
-        plain = [openai_message(message, arguments=_parsed) for message in messages]
+        plain = [
+            openai_message(
+                message, arguments=_parsed, image=_image_part, as_parts=not self.takes_text
+            )
+            for message in messages
+        ]
         declarations = [json.loads(tool) for tool in tools] or None
         try:
             return self._template.render(
@@ -126,6 +151,11 @@ class ChatTemplate:
             raise ChatError(
                 f"{self._name}: chat template cannot render roles {roles}: {error}"
             ) from error
+
+
+def _image_part(image: Image) -> dict[str, Any]:
+    del image  # a template only says where it is
+    return {"type": "image"}
 
 
 def _parsed(arguments: str) -> Any:
@@ -161,6 +191,8 @@ def read_template(directory: Path, *, now: datetime.datetime | None = None) -> C
             file.read_text(encoding="utf-8"), special=special, name=str(file), now=now
         )
     source = config.get("chat_template")
+    if source is None:  # that of a processor of images
+        source = read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(source, list):  # several named templates
         named = {
             entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)

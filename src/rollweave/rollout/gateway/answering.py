@@ -39,8 +39,9 @@ from rollweave.schema.chat import Message
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serving import GenerateResult
 
-MAX_BODY: Final = 16 * 2**20
-"""Maximum bytes of a request: four times the text of a million tokens.
+MAX_BODY: Final = 96 * 2**20
+"""Maximum bytes of a request: the images of a prompt in base64 (`PROMPT_IMAGE_BYTES`),
+and the text of a million tokens.
 """
 
 KEEP_ALIVE_S: Final = 15.0

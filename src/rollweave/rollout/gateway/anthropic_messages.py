@@ -6,7 +6,7 @@ Invariant: what the template cannot show is refused by its name. A result that
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -26,11 +26,14 @@ from rollweave.rollout.gateway.requests import (
     check_free,
     check_others,
     forced_call,
+    image_at,
     read,
     template_arguments,
+    with_parts,
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
-from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.chat import Message, Role, ToolCall
+from rollweave.schema.media import Image
 from rollweave.schema.serving import Constraint
 
 ERROR: Final = "Error: "
@@ -92,6 +95,18 @@ class _Text(OpenModel):
     text: str
 
 
+class _Source(OpenModel):
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class _Image(OpenModel):
+    type: Literal["image"]
+    source: _Source
+
+
 class _Use(OpenModel):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
@@ -102,13 +117,13 @@ class _Use(OpenModel):
 class _Result(OpenModel):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: str | list[_Text] | None = None
+    content: str | list[_Text | _Image] | None = None
     is_error: bool | None = None
 
 
 class _Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[_Text | _Use | _Result], Field(fail_fast=True)]
+    content: str | Annotated[list[_Text | _Image | _Use | _Result], Field(fail_fast=True)]
 
 
 class _Tool(OpenModel):
@@ -327,7 +342,7 @@ def _tools(asked: _Request) -> Iterator[str]:
 
 def _messages(asked: _Request) -> Iterator[Message]:
     if asked.system is not None:
-        yield Message(role="system", content=_joined(asked.system, "system"))
+        yield _shown(asked.system, "system", role="system")
     for place, message in enumerate(asked.messages):
         if isinstance(message.content, str):
             yield Message(role=message.role, content=message.content)
@@ -337,10 +352,10 @@ def _messages(asked: _Request) -> Iterator[Message]:
             yield from _user(message, f"messages.{place}.content")
 
 
-def _assistant(blocks: list[_Text | _Use | _Result], path: str) -> Message:
+def _assistant(blocks: list[_Text | _Image | _Use | _Result], path: str) -> Message:
     text, calls = "", list[ToolCall]()
     for place, block in enumerate(blocks):
-        if isinstance(block, _Result):
+        if isinstance(block, _Result | _Image):
             raise bad(f"{path}.{place}.type", "must be text or tool_use", block.type)
         echoed = CALL_ECHOED if isinstance(block, _Use) else ECHOED
         check_others(f"{path}.{place}.", block, neutral={}, without_effect=echoed)
@@ -355,30 +370,53 @@ def _assistant(blocks: list[_Text | _Use | _Result], path: str) -> Message:
 def _user(message: _Message, path: str) -> Iterator[Message]:
     """Yield the tools' results one by one, and what the user says between them."""
     assert not isinstance(message.content, str), "text was handled"
-    text: list[str] = []
+    shown: list[_Text | _Image] = []
     for place, block in enumerate(message.content):
         if isinstance(block, _Use) or (isinstance(block, _Result) and message.role != "user"):
             raise bad(f"{path}.{place}.type", f"must be that of a {message.role}", block.type)
-        check_others(f"{path}.{place}.", block, neutral={}, without_effect=ECHOED)
-        if isinstance(block, _Text):
-            text.append(block.text)
+        if not isinstance(block, _Result):
+            shown.append(block)
             continue
-        if text:
-            yield Message(role=message.role, content="".join(text))
-            text = []
-        result = _joined(block.content or "", f"{path}.{place}.content")
-        yield Message(
+        check_others(f"{path}.{place}.", block, neutral={}, without_effect=ECHOED)
+        if shown:
+            yield _shown(shown, path, role=message.role, first=place - len(shown))
+            shown = []
+        yield _shown(
+            block.content or "",
+            f"{path}.{place}.content",
             role="tool",
-            content=ERROR + result if block.is_error else result,
+            before=ERROR if block.is_error else "",
             tool_call_id=block.tool_use_id,
         )
-    if text or not message.content:
-        yield Message(role=message.role, content="".join(text))
+    if shown or not message.content:
+        first = len(message.content) - len(shown)
+        yield _shown(shown, path, role=message.role, first=first)
 
 
-def _joined(content: str | list[_Text], path: str) -> str:
+def _shown(
+    content: str | Sequence[_Text | _Image],
+    path: str,
+    *,
+    role: Role,
+    before: str = "",
+    first: int = 0,
+    **fields: Any,
+) -> Message:
+    """Return the message with this content, the blocks from number `first` on."""
     if isinstance(content, str):
-        return content
-    for place, block in enumerate(content):
+        return Message(role=role, content=before + content, **fields)
+    parts: list[str | Image] = [before]
+    for place, block in enumerate(content, first):
         check_others(f"{path}.{place}.", block, neutral={}, without_effect=ECHOED)
-    return "".join(block.text for block in content)
+        parts.append(
+            block.text if isinstance(block, _Text) else _image(block, f"{path}.{place}.source")
+        )
+    return with_parts(path, parts, role=role, **fields)
+
+
+def _image(block: _Image, path: str) -> Image:
+    source = block.source
+    check_others(f"{path}.", source, neutral={})
+    if source.type != "base64":
+        raise bad(f"{path}.type", "must be base64: an image is recorded as it was seen", "url")
+    return image_at(f"{path}.data", source.data or "", of=Image.of_base64)

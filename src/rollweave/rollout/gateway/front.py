@@ -109,6 +109,7 @@ class ServingFront:
             limits=self._limits,
             sampling=Sampling(seed=secrets.randbits(63)),
             pinned=False,
+            no_images="Rollweave's own engine computes text only",
         )
 
     async def _generate(

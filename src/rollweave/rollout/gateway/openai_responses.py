@@ -24,11 +24,14 @@ from rollweave.rollout.gateway.requests import (
     check_free,
     check_others,
     forced_call,
+    image_at,
     read,
     template_arguments,
+    with_parts,
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
-from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.chat import Message, Role, ToolCall
+from rollweave.schema.media import Image
 from rollweave.schema.serving import Constraint
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -65,6 +68,9 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 """Fields of a request that name, account for, store or schedule it."""
 
+IMAGE_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"file_id": ()}
+"""Field of an image → its values, other than null, that ask for nothing."""
+
 ECHOED: Final = frozenset(("annotations", "id", "logprobs", "parsed", "phase", "status"))
 """Fields of an item, or of its parts, that clients echo and that no prompt shows."""
 
@@ -77,10 +83,16 @@ class _Part(OpenModel):
     text: str
 
 
+class _Image(OpenModel):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto"] | None = None
+
+
 class _Message(OpenModel):
     type: Literal["message"] = "message"
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[_Part], Field(fail_fast=True)]
+    content: str | Annotated[list[_Part | _Image], Field(fail_fast=True)]
 
 
 class _Call(OpenModel):
@@ -93,7 +105,7 @@ class _Call(OpenModel):
 class _Output(OpenModel):
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1)
-    output: str | Annotated[list[_Part], Field(fail_fast=True)]
+    output: str | Annotated[list[_Part | _Image], Field(fail_fast=True)]
 
 
 Item = _Message | _Call | _Output
@@ -359,20 +371,26 @@ def _messages(asked: _Request) -> Iterator[Message]:
             yield turn
             turn = None
         if isinstance(item, _Output):
-            text = _joined(item.output, path + "output")
-            yield Message(role="tool", content=text, tool_call_id=item.call_id)
+            yield _shown(item.output, path + "output", role="tool", tool_call_id=item.call_id)
         elif item.role == "assistant":
-            turn = Message(role="assistant", content=_joined(item.content, path + "content"))
+            turn = _shown(item.content, path + "content", role="assistant")
         else:
             role: Literal["system", "user"] = "user" if item.role == "user" else "system"
-            yield Message(role=role, content=_joined(item.content, path + "content"))
+            yield _shown(item.content, path + "content", role=role)
     if turn is not None:
         yield turn
 
 
-def _joined(content: str | Sequence[_Part], path: str) -> str:
+def _shown(
+    content: str | Sequence[_Part | _Image], path: str, *, role: Role, **fields: Any
+) -> Message:
     if isinstance(content, str):
-        return content
+        return Message(role=role, content=content, **fields)
+    parts = list[str | Image]()
     for place, part in enumerate(content):
-        check_others(f"{path}.{place}.", part, neutral={}, without_effect=ECHOED)
-    return "".join(part.text for part in content)
+        check_others(f"{path}.{place}.", part, neutral=IMAGE_NEUTRAL, without_effect=ECHOED)
+        if isinstance(part, _Image):
+            parts.append(image_at(f"{path}.{place}.image_url", part.image_url))
+        else:
+            parts.append(part.text)
+    return with_parts(path, parts, role=role, **fields)

@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
+from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import call_key
 from rollweave.rollout.gateway.origins import Conversation, origin
-from rollweave.schema.chat import Message
+from rollweave.schema.chat import Message, image_key
+from rollweave.schema.media import PlacedImage, keys_of
 from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
 from rollweave.schema.work import (
     Origin,
@@ -66,6 +68,14 @@ class Call:
     prompt: tuple[int, ...]
     prompt_tokens: int
     forced: tuple[int, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
+    """The images of its prompt, until it is in a sequence."""
+    known_expansion: int = 0
+    """Number of tokens that the images of the call with which its prompt begins have
+    beyond their placeholders, as far as the engine has counted them.
+    """
+    expansion: int = 0
+    """The same of the images of its own prompt, once it is answered."""
     text: str | None = None
     conversation: Conversation | None = None
     """Its conversation until it is in a sequence; None of a completion."""
@@ -96,6 +106,26 @@ class Call:
             else self.prompt + self.result.tokens
         )
 
+    @property
+    def placed(self) -> tuple[PlacedImage, ...]:
+        """Return the images among `tokens`."""
+        if self.branch is None:
+            return self.images
+        return tuple(placed for placed in self.branch.images if placed.at < self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The tokens of a prompt, and the images of its placeholders."""
+
+    tokens: tuple[int, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
+
+    def followed_by(
+        self, tokens: tuple[int, ...], images: tuple[PlacedImage, ...] = ()
+    ) -> "_Context":
+        return _Context(self.tokens + tokens, self.images + images)
+
 
 @dataclass(eq=False, slots=True)
 class _Branch:
@@ -106,18 +136,25 @@ class _Branch:
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
     routes: tuple[Routes, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     origin: Origin | None = None
     conversation: Conversation = field(default_factory=Conversation)
     """The newest call's, with its answer."""
 
-    def is_prefix_of(self, prompt: tuple[int, ...]) -> bool:
+    def is_prefix_of(self, call: Call) -> bool:
+        """Return whether the call's prompt begins with all that is here: the same
+        tokens, and the same images at their placeholders.
+        """
+        prompt = call.prompt
         return (
             len(self.tokens) <= len(prompt)
             and self.tokens[-1] == prompt[len(self.tokens) - 1]
             and (tuple(self.tokens) == prompt[: len(self.tokens)])
+            and keys_of(self.images) == keys_of(call.images[: len(self.images)])
         )
 
-    def append_turn(self, prompt: tuple[int, ...], result: GenerateResult) -> None:
+    def append_turn(self, call: Call, result: GenerateResult) -> None:
+        prompt, self.images = call.prompt, call.images
         kind = SegmentKind.OBSERVATION if self.tokens else SegmentKind.PROMPT
         given = prompt[len(self.tokens) :]
         self._append(given, [0.0] * len(given), kind)
@@ -142,6 +179,7 @@ class _Branch:
             turns=tuple(self.turns),
             routes=self.routes,
             origin=self.origin,
+            images=tuple(placed.reference() for placed in self.images),
         )
 
     def _append(
@@ -211,6 +249,7 @@ class SessionRecorder:
             if prompt is None
             else self._text_context(prompt)
         )
+        _check_placeholders(codec, context)
         for known in recognized:
             self.deliver(known)  # the program sent the answer back, so it has it
         opening = self._codec.encode_literal(forced) if forced else ()
@@ -218,9 +257,11 @@ class SessionRecorder:
             number=self.calls,
             key=key,
             digest=digests[-1],
-            prompt=context + opening,
-            prompt_tokens=len(context) + len(opening),
+            prompt=context.tokens + opening,
+            prompt_tokens=len(context.tokens) + len(opening),
             forced=opening,
+            images=context.images,
+            known_expansion=_expansion(context, recognized),
             text=prompt if isinstance(prompt, str) else None,
             conversation=Conversation.of(messages, tools, arguments) if prompt is None else None,
             continues=recognized[-1] if recognized else None,
@@ -246,6 +287,8 @@ class SessionRecorder:
         assert call.state is CallState.PENDING, f"a call is answered once, and was {call.state}"
         _check(result)
         call.result, call.state = result, CallState.ANSWERED
+        if call.images and result.prompt_tokens:
+            call.expansion = max(0, result.prompt_tokens - call.prompt_tokens)
         if call.text is not None:
             text = call.text + self._codec.decode(result.tokens)
             self._by_text.setdefault(_text_key(text), []).append(call)
@@ -285,16 +328,17 @@ class SessionRecorder:
             f"only an answer can be delivered, and the call was {call.state}"
         )
         call.state = CallState.DELIVERED
-        prefixes = [branch for branch in self._branches if branch.is_prefix_of(call.prompt)]
+        prefixes = [branch for branch in self._branches if branch.is_prefix_of(call)]
         if not prefixes:
             prefixes = [_Branch(origin=self._origin(call))]
             self._branches += prefixes
         call.branch = max(prefixes, key=lambda branch: len(branch.tokens))
-        call.branch.append_turn(call.prompt, call.result)
+        call.branch.append_turn(call, call.result)
         call.end = len(call.branch.tokens)
         if call.conversation is not None and call.message is not None:
             call.branch.conversation = call.conversation.with_answer(call.message)
-        call.prompt, call.conversation, call.message, call.continues = (), None, None, None
+        call.prompt, call.images = (), ()
+        call.conversation, call.message, call.continues = None, None, None
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Return the training sequences, in the order in which they began."""
@@ -332,11 +376,11 @@ class SessionRecorder:
         messages: Sequence[Message],
         tools: Sequence[str],
         digests: Sequence[bytes],
-    ) -> tuple[tuple[int, ...], list[Call]]:
+    ) -> tuple[_Context, list[Call]]:
         """Return the tokens of a conversation and of the opening of the next turn, and
         the recognized calls, whose sampled tokens are part of it.
         """
-        tokens: list[int] = []
+        context = _Context()
         last: tuple[int, ...] = ()  # tokens of the last message that is the agent's
         recognized: list[Call] = []
         since = next(
@@ -344,21 +388,20 @@ class SessionRecorder:
         )
         if since:
             recognized.append(_preferred(self._by_digest[digests[since]]))
-            tokens += recognized[-1].tokens
+            context = _Context(recognized[-1].tokens, recognized[-1].placed)
             last = recognized[-1].message_tokens
         for place, message in enumerate(messages):
             if message.role != "assistant" or place < max(since, 1):
                 continue
             known, rest = self._known(message)
             if known:
-                tokens += _render(codec, last, messages[since:place], tools)
+                context = _render(context, codec, last, messages[since:place], tools)
                 recognized.append(_preferred(known))
                 last = recognized[-1].message_tokens
                 last += self._codec.encode_literal(rest) if rest else ()
-                tokens += last
+                context = context.followed_by(last)
                 since = place + 1
-        tokens += _render(codec, last, messages[since:], tools)
-        return tuple(tokens), recognized
+        return _render(context, codec, last, messages[since:], tools), recognized
 
     def _known(self, message: Message) -> tuple[list[Call], str]:
         """Return the calls with this message, and what the program has appended to
@@ -373,30 +416,58 @@ class SessionRecorder:
         longest = max(begun, key=len)
         return self._by_stopped_text[longest], text[len(longest) :]
 
-    def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[tuple[int, ...], list[Call]]:
+    def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[_Context, list[Call]]:
         """Return the tokens of a completion's prompt, and the completion with which it
         begins, whose tokens are part of it.
         """
         if not isinstance(prompt, str):
-            return prompt, []
+            return _Context(prompt), []
         for length in sorted({length for length, _ in self._by_text}, reverse=True):
             known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
             if known:
                 call, rest = _preferred(known), prompt[length:]
-                return call.tokens + (self._codec.encode_literal(rest) if rest else ()), [call]
-        return self._codec.encode_literal(prompt), []
+                more = self._codec.encode_literal(rest) if rest else ()
+                return _Context(call.tokens + more), [call]
+        return _Context(self._codec.encode_literal(prompt)), []
 
 
 def _render(
+    context: _Context,
     codec: TextCodec,
     last: tuple[int, ...],
     messages: Sequence[Message],
     tools: Sequence[str],
-) -> tuple[int, ...]:
-    """Return the tokens of messages that follow the agent's `last` message, or begin
-    the conversation.
+) -> _Context:
+    """Return the context with the messages that follow the agent's `last` message, or
+    begin the conversation.
     """
-    return codec.extend(last, messages) if last else codec.start(messages, tools)
+    tokens = codec.extend(last, messages) if last else codec.start(messages, tools)
+    images = codec.placed(tokens, messages, start=len(context.tokens))
+    return context.followed_by(tokens, images)
+
+
+def _expansion(context: _Context, recognized: Sequence[Call]) -> int:
+    """Return the number of tokens by which the images of a context are known to exceed
+    their placeholders: those of the call that it continues.
+    """
+    if not recognized or len(recognized[0].placed) > len(context.images):
+        return 0
+    return recognized[0].expansion
+
+
+def _check_placeholders(codec: TextCodec, context: _Context) -> None:
+    """Raise ChatError if the agent, or a prompt in tokens, has written the placeholder
+    of an image: no engine could tell then where the images are.
+    """
+    token = codec.image_token
+    if token is None or not context.images:
+        return
+    count = context.tokens.count(token)
+    if count != len(context.images):
+        raise ChatError(
+            f"a conversation with images must have a placeholder for each of "
+            f"{len(context.images)}, got {count}: the agent has written one"
+        )
 
 
 def _message_key(message: Message) -> tuple[object, ...]:
@@ -404,7 +475,8 @@ def _message_key(message: Message) -> tuple[object, ...]:
     white space around an answer and the ids of its calls do not count.
     """
     if message.role != "assistant":
-        return (message.role, message.content, message.tool_call_id, message.name)
+        key = (message.role, message.content, message.tool_call_id, message.name)
+        return (*key, *image_key(message)) if message.images else key
     return (message.role, message.content.strip(), call_key(message.tool_calls))
 
 

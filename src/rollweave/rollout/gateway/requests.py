@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -22,7 +23,8 @@ from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field
 from rollweave.rollout.gateway.formats import Formats
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
-from rollweave.schema.chat import Message, Role, ToolCall
+from rollweave.schema.chat import Message, Role, ToolCall, message_of
+from rollweave.schema.media import Image
 from rollweave.schema.serving import COLDEST, Constraint
 
 
@@ -132,9 +134,19 @@ class _Part(OpenModel):
     text: str
 
 
+class _Url(OpenModel):
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class _ImagePart(OpenModel):
+    type: Literal["image_url"]
+    image_url: _Url
+
+
 class _Message(OpenModel):
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[_Part | _ImagePart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -393,6 +405,8 @@ def _check_message(message: _Message, path: str) -> None:
     check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
     for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
         check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
+        if isinstance(part, _ImagePart):
+            check_others(f"{path}content.{place}.image_url.", part.image_url, neutral={})
     for place, call in enumerate(message.tool_calls or ()):
         check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
         check_others(
@@ -415,11 +429,17 @@ def _message(message: _Message, place: int) -> Message:
         raise bad(
             f"messages.{place}.tool_call_id", "must name the call that the tool answers", None
         )
-    return Message(
+    path = f"messages.{place}.content"
+    parts: list[str | Image] = [content] if isinstance(content, str) else []
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, _ImagePart):
+            parts.append(image_at(f"{path}.{number}.image_url.url", part.image_url.url))
+        else:
+            parts.append(part.text)
+    return with_parts(
+        path,
+        parts,
         role=role,
-        content=content
-        if isinstance(content, str)
-        else "".join(part.text for part in content or ()),
         tool_calls=tuple(
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in message.tool_calls or ()
@@ -427,6 +447,26 @@ def _message(message: _Message, place: int) -> Message:
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
+
+
+def image_at(path: str, text: str, *, of: Callable[[str], Image] = Image.of_url) -> Image:
+    """Return the image in a data: URL, or what else `of` reads. Raises RequestError,
+    which names the field.
+    """
+    try:
+        return of(text)
+    except ValueError as error:
+        raise RequestError(400, f"{path}: {error}", param=path) from error
+
+
+def with_parts(path: str, parts: Iterable[str | Image], *, role: Role, **fields: Any) -> Message:
+    """Return the message with these parts. Raises RequestError, which names the field,
+    for images where they cannot be.
+    """
+    try:
+        return message_of(parts, role=role, **fields)
+    except ValueError as error:
+        raise RequestError(400, f"{path}: {error}", param=path) from error
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:

@@ -37,7 +37,7 @@ from rollweave.rollout.gateway.answering import (
 from rollweave.rollout.gateway.apis import apis
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api
-from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits
+from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import TokenSequence
@@ -102,9 +102,11 @@ class Gateway:
         limits: SessionLimits | None = None,
         sampling: Sampling | None = None,
         pinned: bool = False,
+        no_images: str = NO_IMAGES,
     ) -> Access:
         """Open a new session. `sampling` holds the defaults of a request, or with
-        `pinned` always applies.
+        `pinned` always applies. With `no_images` "", messages may have images;
+        otherwise it says why not.
 
         Raises ValueError for an id that is taken or cannot be part of a path.
         """
@@ -126,6 +128,7 @@ class Gateway:
             sampling=sampling or Sampling(),
             pinned=pinned,
             unconstrained=self._unconstrained,
+            no_images=no_images,
         )
         self._sessions[id] = session
         return Access(path=f"/s/{id}/v1", token=session.token)

@@ -13,10 +13,10 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
-from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
@@ -28,6 +28,7 @@ from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
+from rollweave.schema.media import prompt_error
 from rollweave.schema.serving import (
     Constraint,
     FinishReason,
@@ -37,14 +38,18 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.work import StopReason
 
-Generate = Callable[[str, tuple[int, ...], Sampling, OnTokens | None], Awaitable[GenerateResult]]
-"""`generate(session, tokens, sampling, on_tokens)` samples the agent's turn.
+Generate = Callable[..., Awaitable[GenerateResult]]
+"""`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
+session that takes images it also has `images`, a tuple of `PlacedImage`.
 
 If the client reads the turn while it is sampled, `on_tokens` may be called with its
 tokens delta by delta; one that starts at 0 begins the turn anew. Raises EngineError if
 that fails; may be cancelled.
 """
 
+
+NO_IMAGES: Final = "this session takes none"
+"""Why a session has no images unless its owner says otherwise."""
 
 MAX_CHARS_PER_TOKEN = 16
 """Maximum characters of messages and tools for each token of the context; larger
@@ -123,6 +128,7 @@ class Session:
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
+    `no_images` is why messages must have no images; "" if they may.
     """
 
     def __init__(
@@ -136,6 +142,7 @@ class Session:
         sampling: Sampling,
         pinned: bool,
         unconstrained: str = "",
+        no_images: str = NO_IMAGES,
     ) -> None:
         self.id, self.limits = id, limits
         self._unconstrained = unconstrained
@@ -149,7 +156,7 @@ class Session:
         """The messages of the last answered request, and its answer."""
         self.closed = False
         self._codec, self._tools, self._generate = codec, tools, generate
-        self._sampling, self._pinned = sampling, pinned
+        self._sampling, self._pinned, self._no_images = sampling, pinned, no_images
         self._turns: dict[Call, Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampled_tokens = 0
@@ -227,6 +234,7 @@ class Session:
             )
         forced = ""
         self._check_size(chat)
+        self._check_images(chat)
         self._check_template(chat)
         if chat.tools:
             self._check_tools(chat)
@@ -272,15 +280,21 @@ class Session:
         chars += len(chat.prompt) if isinstance(chat.prompt, str) else 0
         limit = MAX_CHARS_PER_TOKEN * self.limits.context
         if chars > limit:
-            self.exhausted = StopReason.MAX_TOKENS
             context = f"a context of {self.limits.context} tokens"
-            self.context_error = (
+            raise self._too_long(
+                chat.source,
                 f"{chat.source} and tools must have at most {limit} characters in {context}, "
-                f"got {chars}"
+                f"got {chars}",
             )
-            raise RequestError(
-                400, self.context_error, param=chat.source, code="context_length_exceeded"
-            )
+
+    def _check_images(self, chat: ChatRequest) -> None:
+        """Raise RequestError for images that the agent cannot be shown."""
+        images = [image for message in chat.messages for image in message.images]
+        if not images:
+            return
+        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
+        if error := why or prompt_error(images):
+            raise RequestError(400, f"{chat.source} {error}", param=chat.source)
 
     def _check_template(self, chat: ChatRequest) -> None:
         """Raise RequestError for arguments that this model's chat template cannot
@@ -340,20 +354,23 @@ class Session:
         """Return how to sample the call. Raises RequestError if a limit is exceeded."""
         limits = self.limits
         self._check_quota()
-        room = limits.context - len(call.prompt)
+        used = len(call.prompt) + call.known_expansion
+        room = limits.context - used
         if room < 1:
-            self.exhausted = StopReason.MAX_TOKENS
-            self.context_error = (
+            raise self._too_long(
+                chat.source,
                 f"{chat.source} must leave room in a context of {limits.context} tokens, got "
-                f"{len(call.prompt)} tokens"
-            )
-            raise RequestError(
-                400, self.context_error, param=chat.source, code="context_length_exceeded"
+                f"{used} tokens",
             )
         self.exhausted = None
         return self._sampling_of(
             chat, call, min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
         )
+
+    def _too_long(self, source: str, text: str) -> RequestError:
+        """Return the error for a prompt that does not fit into the context."""
+        self.exhausted, self.context_error = StopReason.MAX_TOKENS, text
+        return RequestError(400, text, param=source, code="context_length_exceeded")
 
     def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
@@ -398,7 +415,12 @@ class Session:
         try:
             async with asyncio.timeout(self.limits.turn_s):
                 on_tokens = turn.on_tokens if chat.stream else None
-                result = await self._generate(self.id, turn.call.prompt, sampling, on_tokens)
+                more = {} if self._no_images else {"images": turn.call.images}
+                result = await self._generate(
+                    self.id, turn.call.prompt, sampling, on_tokens, **more
+                )
+            if result.finish is FinishReason.CONTEXT:
+                raise self._too_long(chat.source, f"{chat.source} must fit: {result.error}")
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)

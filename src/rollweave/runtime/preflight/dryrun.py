@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rollweave.core.membership import first_engines
 from rollweave.engine.servers.attached import check_servers
-from rollweave.engine.servers.kinds import kind_of
+from rollweave.engine.servers.kinds import engines_refuse_images, kind_of
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -49,6 +49,7 @@ from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.hosts import Resources
+from rollweave.schema.media import TRAINS_TEXT
 from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
@@ -86,13 +87,14 @@ def plan(
     resume: bool = False,
     fresh: bool = False,
     deep: bool = True,
+    trains: bool = True,
     hosts: Mapping[str, Resources] | None = None,
 ) -> Examination:
     """Run all checks, and predict the processes of the run, on `hosts` if they are
     given, even if these have not joined.
 
     `deep` also resets an environment of each domain with a task, which may take time
-    and acquire resources.
+    and acquire resources. `trains` is false for an evaluation.
     """
     rules, domains, domain_checks = _users_code(config, deep=deep)
     config, dropped, measured = without_overlong(config, domains)
@@ -117,6 +119,7 @@ def plan(
         *_cpu(config, hosts),
         *_servers(config, elsewhere=hosts is not None),
         *_restrictions(config, domains),
+        *_images(config, domains, trains=trains),
         *_rewards(config, elsewhere=hosts is not None),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
@@ -316,6 +319,20 @@ def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
         for url, about in zip(group.address, servers, strict=True)
     )
     return ok(f"{field}.address", detail)
+
+
+def _images(config: RunConfig, domains: Sequence[Domain], *, trains: bool) -> Iterator[Check]:
+    """Check that what shows the agent images is not trained on, and that engines take
+    them.
+    """
+    for domain in domains:
+        if not domain.shows_images:
+            continue
+        name = f"{domain.name}.env"
+        if trains:
+            yield fail(name, f"{name} must show no images: {TRAINS_TEXT}")
+        elif refused := engines_refuse_images(config):
+            yield fail(name, f"{name} must show no images: {refused}")
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:

@@ -74,6 +74,8 @@ class Domain(Struct, frozen=True, kw_only=True):
     """True if prompts that are too long are to be left out, instead of refused."""
     first: tuple[Message, ...] = ()
     """First messages of an episode; none if none was started."""
+    shows_images: bool = False
+    """True if observations have images, as the class says."""
     tools: tuple[str, ...] = ()
     """Tools that are offered to the agent, as its chat template shows them."""
 
@@ -144,6 +146,7 @@ def examine_domain(
         prompts=prompts,
         drops_overlong=drops is not None and bool(drops(task.options)),
         first=first,
+        shows_images=bool(getattr(kind, "shows_images", False)),
         tools=tools,
     )
     return domain, checks

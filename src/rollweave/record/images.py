@@ -1,0 +1,110 @@
+"""The images of a run, one file each, by the digest of its bytes.
+
+Invariants: a file has the bytes that its name says, or is damaged, which its reader
+finds; it is complete before a record refers to it, and written once, however many
+records do. What a damaged or missing file loses is that image alone.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from rollweave.io.disk import replace_file, sync, writing
+from rollweave.schema.media import SUFFIXES, Image, digest_of
+
+UNUSED_S: Final = 86_400.0
+"""Seconds for which an image is kept that no record refers to: an attempt that is under
+way may."""
+
+
+class ImageError(Exception):
+    """An image cannot be read; the message is one line."""
+
+
+class ImageStore:
+    """The images in `directory`, which need not exist."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._known = set[str]()
+        self._unsynced = set[Path]()
+
+    def add(self, image: Image) -> None:
+        """Write an image unless it is there. It then survives the death of this
+        process, and after `sync` a power loss. Raises DiskError.
+        """
+        if image.name in self._known or not image.data:
+            return
+        path = self.directory / image.name
+        with writing(path):
+            self.directory.mkdir(parents=True, exist_ok=True)
+        if _is_complete(path, image):
+            with contextlib.suppress(OSError):
+                os.utime(path)  # it is in use again
+        else:
+            replace_file(path, image.data, synced=False)
+            self._unsynced.add(path)
+        self._known.add(image.name)
+
+    def sync(self) -> None:
+        """Force all written images to the disk. Raises DiskError."""
+        unsynced, self._unsynced = self._unsynced, set()
+        for path in unsynced:
+            with writing(path), contextlib.suppress(FileNotFoundError):
+                sync(path)
+        if unsynced:
+            with contextlib.suppress(OSError):  # some file systems cannot sync a directory
+                sync(self.directory)
+
+    def remove_unused(self, used: Collection[str]) -> None:
+        """Delete the images, except those with a digest in `used`, and those that were
+        written lately. Raises DiskError.
+        """
+        before = time.time() - UNUSED_S
+        for path in self.directory.glob("*"):
+            if path.name.partition(".")[0] in used:
+                continue
+            with writing(path), contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    path.unlink()
+                    self._known.discard(path.name)
+
+
+def _is_complete(path: Path, image: Image) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size == len(image.data) and path.read_bytes() == image.data
+    return False
+
+
+def images_of(trajectories: Path) -> ImageStore:
+    """Return the images of the trajectory store in this directory."""
+    return ImageStore(trajectories / "images")
+
+
+def read_image(directory: Path, image: Image) -> Image:
+    """Return an image of the store in `directory` with its data. Raises ImageError."""
+    path = directory / image.name
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"image {path} cannot be read: {error.strerror or error}") from error
+    if digest_of(data) != image.digest:
+        raise ImageError(f"image {path} is damaged: its bytes do not have this digest")
+    return Image(digest=image.digest, media_type=image.media_type, data=data)
+
+
+def find_image(directory: Path, digest: str) -> Image:
+    """Return the image with this digest, with its data. Raises ImageError, also for
+    what is no digest.
+    """
+    for kind, suffix in SUFFIXES.items():
+        try:
+            image = Image(digest=digest, media_type=kind)
+        except ValueError as error:
+            raise ImageError(str(error)) from error
+        if (directory / f"{digest}.{suffix}").exists():
+            return read_image(directory, image)
+    raise ImageError(f"image {digest} is not in {directory}")

@@ -1,0 +1,168 @@
+"""Images that the agent is shown: what is one, and its identity.
+
+An image is its bytes, exactly as they were given. Nothing here decodes them: the engine
+does. Invariant: an `Image` with data has the digest and the media type of that data, so
+two images are the same if, and only if, their digests are equal.
+"""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterable
+from typing import Final, Self
+
+from rollweave.schema.base import Struct
+
+IMAGE_BYTES: Final = 8 << 20
+"""Maximum size of one image."""
+
+MESSAGE_IMAGES: Final = 16
+"""Maximum number of images of one message."""
+
+PROMPT_IMAGES: Final = 128
+"""Maximum number of images in the prompt of one turn."""
+
+PROMPT_IMAGE_BYTES: Final = 64 << 20
+"""Maximum size of the images in the prompt of one turn, all together."""
+
+DIGEST_CHARS: Final = 64
+
+SUFFIXES: Final = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/webp": "webp",
+    "image/gif": "gif",
+}
+"""The media types of images, and the suffixes of their files."""
+
+
+TRAINS_TEXT: Final = (
+    "the trainer computes text only; `rollweave serve` makes rollouts with images for another "
+    "trainer, and `rollweave eval` evaluates them"
+)
+"""Why attempts that are trained on have no images."""
+
+
+class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An image by the SHA-256 of its bytes, in hex. Without `data`, as in records, it
+    refers to the file of this digest (`record/images.py`).
+    """
+
+    digest: str
+    media_type: str
+    data: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.media_type not in SUFFIXES:
+            raise ValueError(f"an image must be {', '.join(SUFFIXES)}, got {self.media_type!r:.80}")
+        if len(self.digest) != DIGEST_CHARS or not set(self.digest) <= set("0123456789abcdef"):
+            raise ValueError(f"the digest of an image must be a SHA-256, got {self.digest!r:.80}")
+        if not self.data:
+            return
+        if (kind := media_type_of(self.data)) != self.media_type:
+            raise ValueError(f"an image of {self.media_type} must begin as one, got {kind}")
+        if digest_of(self.data) != self.digest:
+            raise ValueError(f"the data of an image must have its digest, {self.digest}")
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """Return the image with these bytes: PNG, JPEG, WebP or GIF. Raises
+        ValueError.
+        """
+        kind = media_type_of(data)
+        return cls(digest=digest_of(data), media_type=kind, data=bytes(data))
+
+    @classmethod
+    def of_base64(cls, text: str) -> Self:
+        """Return the image with these bytes in base64. Raises ValueError."""
+        try:
+            return cls.of(base64.b64decode(text, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"an image must be base64: {error}") from error
+
+    @classmethod
+    def of_url(cls, url: str) -> Self:
+        """Return the image in a data: URL. Raises ValueError, also for any other URL:
+        what is behind it may change, and would not be what the agent saw.
+        """
+        scheme, _, rest = url.partition(":")
+        head, comma, body = rest.partition(",")
+        if scheme.lower() != "data":
+            raise ValueError(f"an image must be in a data: URL, got {url!r:.80}")
+        if not comma or not head.lower().startswith("image/") or not head.endswith(";base64"):
+            raise ValueError(
+                f"a data: URL of an image must begin with data:image/…;base64, got {url!r:.80}"
+            )
+        return cls.of_base64(body)
+
+    @property
+    def url(self) -> str:
+        """The image as a data: URL."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{self.digest}.{SUFFIXES[self.media_type]}"
+
+    def reference(self) -> Self:
+        """Return the image without its data."""
+        return type(self)(digest=self.digest, media_type=self.media_type) if self.data else self
+
+
+class PlacedImage(Struct, frozen=True, kw_only=True):
+    """The image of which token `at` of a sequence is the placeholder."""
+
+    at: int
+    image: Image
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Equal for the same image at the same place."""
+        return self.at, self.image.digest
+
+    def reference(self) -> Self:
+        """Return this without the data of the image."""
+        return type(self)(at=self.at, image=self.image.reference())
+
+
+def keys_of(images: Iterable[PlacedImage]) -> tuple[tuple[int, str], ...]:
+    """Return a key that is equal for the same images at the same places."""
+    return tuple(placed.key for placed in images)
+
+
+def media_type_of(data: bytes) -> str:
+    """Return the media type of an image by its first bytes. Raises ValueError for what
+    is none, and for one that is too large.
+    """
+    if len(data) > IMAGE_BYTES:
+        raise ValueError(f"an image must have at most {IMAGE_BYTES} bytes, got {len(data)}")
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif"
+    raise ValueError(
+        f"an image must be PNG, JPEG, WebP or GIF, got {len(data)} bytes that begin with "
+        f"{data[:8]!r}"
+    )
+
+
+def digest_of(data: bytes) -> str:
+    """Return the SHA-256 of the bytes, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def prompt_error(images: Iterable[Image]) -> str:
+    """Return which limit of a prompt's images these exceed, as a rule and the value
+    that breaks it; "" if none.
+    """
+    sizes = [len(image.data) for image in images]
+    if len(sizes) > PROMPT_IMAGES:
+        return f"must have at most {PROMPT_IMAGES} images, got {len(sizes)}"
+    if sum(sizes) > PROMPT_IMAGE_BYTES:
+        return f"must have images of at most {PROMPT_IMAGE_BYTES} bytes, got {sum(sizes)}"
+    return ""
