@@ -156,3 +156,9 @@ class Handler:
 
 async def _nothing(_: object) -> str:
     return ""
+
+
+class Pictures(Fine):
+    """Says that its observations have images."""
+
+    shows_images = True

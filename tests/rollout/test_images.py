@@ -9,11 +9,15 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from rollweave.envs.base import Observation, Step
+from rollweave.envs.base import Observation, Score, Step
+from rollweave.envs.handlers.base import Agent, Job, Tool
+from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.tools import converse
 from rollweave.record.images import (
     UNUSED_S,
     ImageError,
@@ -27,9 +31,12 @@ from rollweave.record.turn_log import TurnAnswer, TurnLog, context_digest
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.driver import AgentConfig, Driver
 from rollweave.rollout.env_episode import EnvEpisode
+from rollweave.rollout.gateway.server import GatewayListener
+from rollweave.rollout.handler_episode import HandlerEpisode
 from rollweave.rollout.recorded import RecordedTurns
+from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.events import TrajectoryEnded, TurnWithdrawn
+from rollweave.schema.events import TrajectoryEnded, TurnDone, TurnWithdrawn
 from rollweave.schema.media import Image, PlacedImage, keys_of
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, VersionSpan
 from rollweave.schema.work import StopReason
@@ -192,6 +199,71 @@ async def test_a_sampled_placeholder_ends_the_trajectory(
     )
     ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.MAX_TOKENS, 1)
+
+
+class Watches:
+    """A handler whose tool answers with an image, and whose agent is told so."""
+
+    async def init(self, job: Job) -> None:
+        return
+
+    async def run(self, agent: Agent) -> None:
+        first = Message(role="user", content="look", images=(RED,))
+        await converse(agent, [first], [SEE], calls="text")
+
+    async def eval(self) -> Score:
+        return Score(reward=1.0)
+
+
+async def _see(arguments: dict[str, Any]) -> list[str | Image]:
+    return ["before", GREEN, "after"]
+
+
+SEE = Tool(name="see", description="see", parameters={"type": "object"}, call=_see)
+
+
+@pytest.mark.usefixtures("wired")
+@pytest.mark.parametrize("refused", ["", "the trainer computes text only"])
+async def test_a_handler_and_its_tools_show_images(
+    store: TrajectoryStore, vision: ChatCodec, refused: str
+) -> None:
+    listener = GatewayListener(vision, model="test")
+
+    def make(command: StartInit) -> Driver:
+        return HandlerEpisode(
+            command,
+            make=Watches,
+            agent=AgentConfig(
+                codec=vision,
+                sampling=Sampling(stop_token_ids=vision.stop_token_ids),
+                no_images=refused,
+            ),
+            seed=7,
+            clock=asyncio.get_running_loop().time,
+            sandboxes=Sandboxes("plain"),
+            listener=listener,
+        )
+
+    harness = Harness(store, make=make)
+    harness.engine.answer = answer(vision, "```see\n```")
+
+    def on_post(event: object) -> None:
+        if isinstance(event, TurnDone):
+            harness.engine.answer = answer(vision)
+
+    harness.on_post = on_post
+    ended = await harness.play()
+    await listener.close()
+    if refused:
+        assert ended.stop_reason is StopReason.ENV_ERROR
+        assert f"messages must have no images, got 1: {refused}" in ended.error
+        return
+    assert ended.stop_reason is StopReason.FINISHED
+    assert [request.images for request in harness.engine.requests] == [(RED,), (RED, GREEN)]
+    (sequence,) = store.get([TRAJECTORY])[0].sequences
+    assert "before<image>after" in vision.decode(sequence.tokens)
+    for placed in sequence.images:
+        assert read_image(store.images.directory, placed.image).data
 
 
 def test_a_recorded_turn_is_used_for_the_same_images_only() -> None:

@@ -32,6 +32,7 @@ from rollweave.envs.handlers.sandboxes import StartsSandboxes
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import RollweaveError
+from rollweave.schema.media import Image
 from rollweave.schema.work import StopReason, Task
 
 
@@ -72,13 +73,14 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 class Tool:
     """A tool that the agent may call.
 
-    `parameters` is a JSON schema of an object; `call` receives arguments that match it.
+    `parameters` is a JSON schema of an object; `call` receives arguments that match it,
+    and returns text, or a list of texts and images.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    call: Callable[[dict[str, Any]], Awaitable[str]]
+    call: Callable[[dict[str, Any]], Awaitable[str | list[str | Image]]]
 
 
 class Agent(Protocol):

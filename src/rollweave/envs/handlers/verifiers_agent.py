@@ -16,6 +16,8 @@ from verifiers.types import ToolCall as VerifiersToolCall
 
 from rollweave.envs.handlers.base import Agent, LimitError, Tool
 from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.chat import message_of as parts_message
+from rollweave.schema.media import Image
 
 
 class AgentClient(Client):  # type: ignore[misc]
@@ -80,7 +82,7 @@ class AgentClient(Client):  # type: ignore[misc]
 
 def message_of(message: Any) -> Message:
     """Return a message of verifiers as ours. Raises ValueError for one with more than
-    text.
+    text and images.
     """
     if message.get("reasoning_content"):
         raise ValueError("messages must not have reasoning_content: it belongs in the content")
@@ -89,22 +91,29 @@ def message_of(message: Any) -> Message:
         ToolCall(id=call.id, name=call.name, arguments=call.arguments)
         for call in message.get("tool_calls") or ()
     )
-    return Message(
+    return parts_message(
+        _parts(message.content),
         role=role,
-        content=_text(message.content),
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id") or "",
     )
 
 
-def _text(content: Any) -> str:
+def _parts(content: Any) -> list[str | Image]:
     if content is None or isinstance(content, str):
-        return content or ""
-    parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
-    for part in parts:
-        if part.get("type") != "text":
-            raise ValueError(f"messages must be text, got a part of type {part.get('type')!r}")
-    return "".join(part["text"] for part in parts)
+        return [content or ""]
+    found = list[str | Image]()
+    for part in content:
+        plain = part if isinstance(part, Mapping) else part.model_dump()
+        if plain.get("type") == "image_url":
+            found.append(Image.of_url(plain["image_url"]["url"]))
+        elif plain.get("type") == "text":
+            found.append(plain["text"])
+        else:
+            raise ValueError(
+                f"messages must be text and images, got a part of type {plain.get('type')!r}"
+            )
+    return found
 
 
 def tool_of(tool: Any) -> Tool:
