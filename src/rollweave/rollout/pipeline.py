@@ -307,7 +307,10 @@ class Pipeline:
         command, trajectory = attempt.command, report.trajectory
         for image in report.images:
             self._store.images.add(image)
-        self._append_end(command, trajectory)
+        stored = trajectory
+        if trajectory.stop_reason is StopReason.ENGINE_FAILURE and not trajectory.error:
+            stored = msgspec.structs.replace(trajectory, error=attempt.turns.last_failure)
+        self._append_end(command, stored)
         attempt.turns.close()
         del self._attempts[attempt.key]
         self._spans.episode_over(_lane(attempt.key))

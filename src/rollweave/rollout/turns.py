@@ -156,6 +156,8 @@ class Turns:
     """The reward before the last turn that was requested."""
     plan: tuple[int, ...] = ()
     """The first tokens of the first turn."""
+    last_failure: str = ""
+    """Why the last turn failed that an engine did not answer."""
     _closed: bool = False
     _contexts: dict[int, tuple[tuple[int, ...], tuple[PlacedImage, ...]]] = dataclasses.field(
         default_factory=dict
@@ -613,13 +615,14 @@ class Turns:
         )
 
     def _failed(self, command: StartTurn, error: str) -> None:
+        self.last_failure = shortened(error)
         self.post(
             TurnFailed(
                 trajectory_id=command.trajectory_id,
                 attempt=command.attempt,
                 turn=command.turn,
                 dispatch=command.dispatch,
-                error=shortened(error),
+                error=self.last_failure,
             )
         )
 
