@@ -129,3 +129,40 @@ def test_one_bad_task_of_many_does_not_end_the_run() -> None:
     world.run()
     assert world.finish is not None
     assert world.finish.error == ""
+
+
+class BrokenStep(World):
+    """A world whose environments fail at their first step, which a third of the
+    attempts never get to: their only turn is cut.
+    """
+
+    def __init__(self, *, turns: int) -> None:
+        changes = {"retries": 1, "groups_per_step": 32, "group_size": 2}
+        super().__init__(config(steps=2, rollout=changes), seed=3)
+        self.turns, self.started = turns, itertools.count()
+
+    def execute(self, command: c.Command) -> None:
+        if not isinstance(command, c.StartRun):
+            super().execute(command)
+            return
+        cut = next(self.started) % 3 == 0
+        self.later(
+            e.TrajectoryEnded(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                stop_reason=StopReason.MAX_TOKENS if cut else StopReason.ENV_ERROR,
+                turns=self.turns if cut else 1,
+                tokens=3,
+                error="" if cut else "step raised NameError: x",
+            )
+        )
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_an_attempt_whose_only_turn_was_cut_says_nothing_of_the_environment(turns: int) -> None:
+    world = BrokenStep(turns=turns)
+    world.start()
+    while world.finish is None and world.handled < 3000:
+        world.step()
+    ended = world.finish is not None and "failed in the same way" in world.finish.error
+    assert ended is (turns == 1)

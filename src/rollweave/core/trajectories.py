@@ -58,7 +58,9 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         end_attempt(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
         trajectory.stop = event.stop_reason
-        _learn_passed(run, trajectory, Stage.RUN)
+        # the environment gets no turn that was cut
+        if event.turns > 1 or event.stop_reason is not StopReason.MAX_TOKENS:
+            _learn_passed(run, trajectory, Stage.RUN)
         _count_inherent(run, trajectory)
         attempts.forget_migration(run, trajectory)
         lengths.finish_attempt(run, trajectory, finished=True)
