@@ -820,6 +820,8 @@ def test_an_environment_with_images_is_not_trained_on(tmp_path: Path) -> None:
     assert "\n" not in failed.detail
     planned = dryrun.plan(config, deep=False, trains=False)
     (failed,) = failures(planned.checks)
-    assert "engines of kind vllm take images, got embedded" in failed.detail
-    with pytest.raises(ConfigError, match="engines of kind vllm take images, got embedded"):
+    assert "all engines must be of kind vllm, which takes images, got embedded" in failed.detail
+    with pytest.raises(
+        ConfigError, match="all engines must be of kind vllm, which takes images, got embedded"
+    ):
         examine_service(config)

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
+import gymnasium
+import numpy
 import pytest
 
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
@@ -18,6 +20,7 @@ from rollweave.envs.records import records
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RewardError
+from rollweave.schema.media import Image
 from rollweave.schema.work import Purpose, Task
 
 from .worlds import GUESS, draw, episode, source
@@ -289,3 +292,50 @@ def test_an_episode_has_the_agents_messages() -> None:
     of = episode(new_task(), "a", "b")
     assert isinstance(of, Episode)
     assert of.actions() == ("a", "b")
+
+
+class Pixels(gymnasium.Env[Any, Any]):
+    """Renders pixels that say how many steps were taken."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (gymnasium's declaration)
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode, self._steps = render_mode, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        return 0, 1.0, self._steps == 2, False, {}
+
+    def render(self) -> Any:
+        return numpy.full((2, 3, 3), self._steps, dtype=numpy.uint8)
+
+
+def test_what_an_environment_renders_as_pixels_is_shown_as_an_image() -> None:
+    name = "Pixels-v0"
+    if name not in gymnasium.registry:
+        gymnasium.register(name, entry_point=Pixels)
+    options: dict[str, Any] = {
+        "id": name,
+        "make": {"render_mode": "rgb_array"},
+        "observe": "render",
+        "prompt": "Play.",
+    }
+    assert Gym.shows_images(options)
+    assert not Gym.shows_images({**options, "observe": "value"})
+    assert not Gym.shows_images({"id": "reasoning_gym/chain_sum"})
+    env = Gym(**options)
+    first = env.reset(new_task(seed=1))
+    assert isinstance(first, Observation)
+    (message,) = first.messages
+    assert message.content == "Play."
+    assert message.images == (Image.of_pixels(bytes(18), width=3),)
+    step = env.step("1")
+    assert isinstance(step, Step)
+    assert step.messages[0].images == (Image.of_pixels(bytes([1]) * 18, width=3),)
+    assert step.state_key != first.state_key
+    env.close()

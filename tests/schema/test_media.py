@@ -1,6 +1,7 @@
 """What is an image, and where the images of a message stand."""
 
 import base64
+import io
 
 import msgspec
 import pytest
@@ -136,3 +137,13 @@ def test_a_prompt_has_limits() -> None:
     count = PROMPT_IMAGE_BYTES // IMAGE_BYTES
     assert prompt_error([large] * count) == ""
     assert "bytes, got" in prompt_error([large] * (count + 1))
+
+
+def test_pixels_become_a_png() -> None:
+    pictures = pytest.importorskip("PIL.Image")
+    rgb = bytes(range(2 * 3 * 3))
+    with pictures.open(io.BytesIO(Image.of_pixels(rgb, width=2).data)) as opened:
+        assert (opened.size, opened.mode, opened.tobytes()) == ((2, 3), "RGB", rgb)
+    for wrong, width in ((b"", 1), (rgb, 4), (rgb, 0)):
+        with pytest.raises(ValueError, match="pixels must be rows"):
+            Image.of_pixels(wrong, width=width)

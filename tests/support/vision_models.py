@@ -3,12 +3,12 @@ decoder), with tokenizer, chat template and image processor; and pictures to sho
 """
 
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from rollweave.schema.media import Image
 
 SPECIAL = ("<|start|>", "<|end|>", "<image>", "<pad>")
 TEMPLATE = (
@@ -165,10 +165,5 @@ def _rename(file: Path) -> None:
 def picture(red: int = 0, green: int = 0, blue: int = 0, *, side: int = SIDE) -> bytes:
     """Return a PNG of one color with a darker lower half."""
     upper, lower = bytes((red, green, blue)), bytes((red // 2, green // 2, blue // 2))
-    rows = [b"\0" + (upper if row < side // 2 else lower) * side for row in range(side)]
-    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    parts = ((b"IHDR", head), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in parts
-    )
+    rows = [(upper if row < side // 2 else lower) * side for row in range(side)]
+    return Image.of_pixels(b"".join(rows), width=side).data

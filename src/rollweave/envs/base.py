@@ -30,8 +30,9 @@ which receives the options of the `[[tasks]]` entry:
   episode, computed in the EVAL stage, after the environment is closed. Without it the
   reward is the sum of the steps' rewards.
 
-A class whose observations have images sets `shows_images = True`, so that a run that
-cannot show them is refused before it starts.
+A class whose observations have images sets `shows_images = True`, or has a class method
+`shows_images(options) -> bool`, so that a run that cannot show them is refused before
+it starts.
 
 An instance may also have `close()`, which releases what `reset` acquired.
 """

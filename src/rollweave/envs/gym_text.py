@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rollweave.envs.base import Observation, Options, Step
 from rollweave.io.extras import from_extra
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.media import Image
 from rollweave.schema.work import Task
 
 with from_extra("envs"):
@@ -27,7 +28,8 @@ class GymText:
     With a `Discrete` action space the agent answers one of `actions` (by position), or
     the number if none are named; with a `Text` space its message is the action.
     Observations are written as they are, or as the environment renders itself (`observe
-    = "render"`, with `make = { render_mode = "ansi" }`). `prompt` precedes the first
+    = "render"`): as text with `make = { render_mode = "ansi" }`, and as an image with
+    `render_mode = "rgb_array"`. `prompt` precedes the first
     observation. An invalid action costs 0.1. Whether an episode succeeded is taken from
     `info["success"]` at its end, and is otherwise unknown.
     """
@@ -64,19 +66,21 @@ class GymText:
 
     def reset(self, task: Task) -> Observation:
         value, _ = self._env.reset(seed=task.seed % 2**31)
-        text = self._written(value)
-        return Observation.of(f"{self._prompt}{text}", state_key=text)
+        text, images = self._shown(value)
+        key = images[0].digest if images else text
+        return Observation.of(f"{self._prompt}{text}", state_key=key, images=images)
 
     def step(self, action: str) -> Step:
         parsed = self._parsed(action)
         if parsed is None:
             return Step.of(INVALID, reward=INVALID_REWARD)
         value, reward, terminated, truncated, info = self._env.step(parsed)
-        text, earned = self._written(value), float(reward)
+        (text, images), earned = self._shown(value), float(reward)
         if not (terminated or truncated):
-            return Step.of(text, reward=earned, state_key=text)
+            key = images[0].digest if images else text
+            return Step.of(text, reward=earned, state_key=key, images=images)
         success = bool(info["success"]) if "success" in info else None
-        return Step.of(text, reward=earned, done=True, success=success)
+        return Step.of(text, reward=earned, done=True, success=success, images=images)
 
     def close(self) -> None:
         self._env.close()
@@ -89,9 +93,19 @@ class GymText:
         """
         return [*options.get("actions", ()), INVALID]
 
-    def _written(self, value: Any) -> str:
+    @classmethod
+    def shows_images(cls, options: Options) -> bool:
+        """Return whether these options ask for observations with images."""
+        mode = (options.get("make") or {}).get("render_mode")
+        return options.get("observe") == "render" and mode == "rgb_array"
+
+    def _shown(self, value: Any) -> tuple[str, tuple[Image, ...]]:
+        """Return an observation as text, or as an image."""
         rendering = self._env.render() if self._observe == "render" else value
-        return rendering if isinstance(rendering, str) else str(rendering)
+        if getattr(rendering, "ndim", 0) == 3 and self._observe == "render":
+            pixels: Any = rendering
+            return "", (Image.of_pixels(pixels.astype("uint8").tobytes(), width=pixels.shape[1]),)
+        return rendering if isinstance(rendering, str) else str(rendering), ()
 
     def _parsed(self, action: str) -> Any:
         """Return the environment's action; None for a message that is none."""

@@ -8,6 +8,8 @@ two images are the same if, and only if, their digests are equal.
 import base64
 import binascii
 import hashlib
+import struct
+import zlib
 from collections.abc import Iterable
 from typing import Final, Self
 
@@ -26,6 +28,9 @@ PROMPT_IMAGE_BYTES: Final = 64 << 20
 """Maximum size of the images in the prompt of one turn, all together."""
 
 DIGEST_CHARS: Final = 64
+
+PNG: Final = b"\x89PNG\r\n\x1a\n"
+"""The first bytes of a PNG."""
 
 SUFFIXES: Final = {
     "image/png": "png",
@@ -95,6 +100,19 @@ class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
         return cls.of_base64(body)
 
+    @classmethod
+    def of_pixels(cls, rgb: bytes, *, width: int) -> Self:
+        """Return the PNG of these pixels, three bytes each, row by row. Raises
+        ValueError for bytes that are no rows.
+        """
+        row = 3 * width
+        if width < 1 or not rgb or len(rgb) % row:
+            raise ValueError(f"pixels must be rows of {width} × 3 bytes, got {len(rgb)} bytes")
+        head = struct.pack(">IIBBBBB", width, len(rgb) // row, 8, 2, 0, 0, 0)
+        lines = b"".join(b"\0" + rgb[at : at + row] for at in range(0, len(rgb), row))
+        chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
+        return cls.of(PNG + b"".join(_chunk(kind, body) for kind, body in chunks))
+
     @property
     def url(self) -> str:
         """The image as a data: URL."""
@@ -137,7 +155,7 @@ def media_type_of(data: bytes) -> str:
     """
     if len(data) > IMAGE_BYTES:
         raise ValueError(f"an image must have at most {IMAGE_BYTES} bytes, got {len(data)}")
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+    if data.startswith(PNG):
         return "image/png"
     if data.startswith(b"\xff\xd8\xff"):
         return "image/jpeg"
@@ -149,6 +167,12 @@ def media_type_of(data: bytes) -> str:
         f"an image must be PNG, JPEG, WebP or GIF, got {len(data)} bytes that begin with "
         f"{data[:8]!r}"
     )
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    """Return a chunk of a PNG."""
+    check = zlib.crc32(kind + body)
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
 
 
 def digest_of(data: bytes) -> str:

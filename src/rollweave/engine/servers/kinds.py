@@ -17,11 +17,11 @@ def kind_of(name: ServerName) -> ServerKind:
 
 
 def engines_refuse_images(config: RunConfig) -> str:
-    """Return why no engine of the run takes images, "" if one does: the core gives it
-    the turns that others refuse.
+    """Return why turns with images may find no engine, "" if all engines take them: the
+    core does not choose an engine by what a turn shows.
     """
-    servers = [kind_of(group.server) for group in config.engines if group.server is not None]
-    if any(kind.takes_images for kind in servers):
+    servers = [group.server and kind_of(group.server) for group in config.engines]
+    if all(kind is not None and kind.takes_images for kind in servers):
         return ""
     kinds = ", ".join(sorted({group.kind for group in config.engines}))
-    return f"engines of kind vllm take images, got {kinds}"
+    return f"all engines must be of kind vllm, which takes images, got {kinds}"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
-from rollweave.envs.images import images_of
+from rollweave.envs.images import images_of, shows_images
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.rules import named, rule
 from rollweave.envs.tasks import TaskSource
@@ -116,6 +116,9 @@ def examine_domain(
         if config.warmup.steps:
             transcripts, check = _transcripts(kind, task, where)
             checks.append(check)
+        shows = _guarded(
+            lambda: shows_images(task.env, task.options), PATIENCE_S, "shows_images must return"
+        )
         drawn, repeated = _draw(config, task)
         checks += repeated
         _check_references(config, drawn)
@@ -146,7 +149,7 @@ def examine_domain(
         prompts=prompts,
         drops_overlong=drops is not None and bool(drops(task.options)),
         first=first,
-        shows_images=bool(getattr(kind, "shows_images", False)),
+        shows_images=shows,
         tools=tools,
     )
     return domain, checks

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from rollweave.engine.servers.kinds import engines_refuse_images
+from rollweave.envs.images import shows_images
 from rollweave.envs.registry import resolve
 from rollweave.runtime.preflight.checks import Check, fail, must_pass
 from rollweave.runtime.preflight.environments import Domain, examine_domain
@@ -25,7 +26,7 @@ def _images(config: RunConfig) -> Iterator[Check]:
     """Check that engines take the images that task domains show."""
     refused = engines_refuse_images(config)
     for index, task in enumerate(config.tasks):
-        if refused and getattr(resolve(task.env), "shows_images", False):
+        if refused and shows_images(task.env, task.options):
             name = f"tasks.{index}.env"
             yield fail(name, f"{name} must show no images: {refused}")
 
