@@ -2,8 +2,10 @@
 API: what it gets, what the result says, and what a restart keeps.
 """
 
+import asyncio
 import base64
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.media import Image
 from rollweave.schema.work import Task
 from rollweave.service.backends import backend_factory
-from tests.service.api import call, wait_until
-from tests.support.rollout_service import serving
+from tests.service.api import call, game, wait_until
+from tests.support.fake_runs import until_turns_done
+from tests.support.rollout_service import Program, serving
 from tests.support.services import elsewhere, registered
 from tests.support.vision_models import picture, write_tokenizer
 
@@ -26,17 +29,21 @@ ANSWER = [72, 73]
 
 
 class Pictures:
-    """Shows an image before each of two turns; with `many`, too many for the engine."""
+    """Shows an image before each of two turns; with `many`, too many for the engine.
+    Its steps wait for the file `gate`, if that is given.
+    """
 
     shows_images = True
 
-    def __init__(self, *, many: bool = False) -> None:
-        self._many, self._steps = many, 0
+    def __init__(self, *, many: bool = False, gate: str = "") -> None:
+        self._many, self._gate, self._steps = many, Path(gate), 0
 
     def reset(self, task: Task) -> Observation:
         return Observation.of("look", images=(RED,))
 
     def step(self, action: str) -> Step:
+        while not self._gate.exists():
+            time.sleep(0.01)
         self._steps += 1
         images = (GREEN,) * 16 if self._many else (GREEN,)
         return Step.of("more", images=images, reward=1.0, done=self._steps == 2)
@@ -190,3 +197,29 @@ async def test_an_engine_that_takes_no_images_says_so(
             result = await played(service.address, address, "b")
             assert result["stop_reason"] == "finished"
     assert stands_in.images[-1] == [RED.data, GREEN.data]
+
+
+async def test_a_killed_service_ends_its_rollouts_with_the_same_images(
+    tmp_path: Path, engine: tuple[StandIn, str]
+) -> None:
+    stands_in, address = engine
+    gate = tmp_path / "gate"
+    config = pictured(tmp_path, gate=str(gate))
+    program = Program(config)
+    try:
+        body = {"address": address, "dialect": "vllm"}
+        await call(program.address, "POST", "/v1/engines", body)
+        await call(program.address, "POST", "/v1/rollouts", game(id="x"))
+        await asyncio.to_thread(until_turns_done, config, 1)
+    finally:
+        await asyncio.to_thread(program.kill)
+    gate.touch()
+    with serving(config, make_backend=backend_factory(config)) as service:
+        result = await ended(service.address, "x")
+        for image in (RED, GREEN):
+            path = f"/v1/images/{image.digest}"
+            assert (await call(service.address, "GET", path))[:2] == (200, image.data)
+    assert result["stop_reason"] == "finished", result["error"]
+    assert stands_in.images[-1] == [RED.data, GREEN.data]
+    digests = [each["image"]["digest"] for each in result["sequences"][0]["images"]]
+    assert digests == [RED.digest, GREEN.digest]
