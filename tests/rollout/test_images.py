@@ -25,6 +25,7 @@ from rollweave.record.images import (
     find_image,
     images_of,
     read_image,
+    with_images,
 )
 from rollweave.record.store import TrajectoryReader, TrajectoryStore
 from rollweave.record.turn_log import TurnAnswer, TurnLog, context_digest
@@ -308,6 +309,19 @@ def test_an_image_is_written_once_and_damage_is_one_line(tmp_path: Path) -> None
     for digest in (GREEN.digest, "../../etc/passwd", ""):
         with pytest.raises(ImageError):
             find_image(tmp_path / "images", digest)
+
+
+def test_recorded_messages_get_their_images_back(tmp_path: Path) -> None:
+    images = ImageStore(tmp_path / "images")
+    images.add(RED)
+    shown = Message(role="user", content="ab", images=(RED, RED), image_places=(0, 1))
+    said = Message(role="assistant", content="x")
+    recorded = (shown.without_data(), said)
+    assert recorded[0].images[0].data == b""
+    assert with_images(images.directory, recorded) == (shown, said)
+    gone = Message(role="user", content="", images=(GREEN,)).without_data()
+    with pytest.raises(ImageError, match="cannot be read"):
+        with_images(images.directory, [gone])
 
 
 KILLED = """

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import typer
 from rich.markup import escape
 
@@ -15,6 +16,7 @@ from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.runs import find_run
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.identity import run_id
+from rollweave.record.images import ImageError, with_images
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import (
     Scored,
@@ -77,7 +79,8 @@ async def _rescore_all(
         async def one(entry: StoredAttempt, trajectory: Trajectory) -> None:
             async with slots:
                 try:
-                    store.rescore([await _rescored(rewards, entry, trajectory)])
+                    images = store.images.directory
+                    store.rescore([await _rescored(rewards, entry, trajectory, images)])
                 except EpisodeStopError as error:
                     errors[str(error)] += 1
 
@@ -91,7 +94,9 @@ async def _rescore_all(
     return errors
 
 
-async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajectory) -> Scored:
+async def _rescored(
+    rewards: Rewards, entry: StoredAttempt, trajectory: Trajectory, images: Path
+) -> Scored:
     """Return the new score of an attempt. Raises EpisodeStopError."""
     score = entry.score
     assert score is not None, "only attempts that were evaluated lack rewards"
@@ -106,6 +111,11 @@ async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajecto
             missing=unscored.missing,
         )
     began = time.monotonic()
+    try:
+        conversation = with_images(images, unscored.conversation)
+    except ImageError as error:
+        raise EpisodeStopError(StopReason.REWARD_ERROR, str(error)) from error
+    unscored = msgspec.structs.replace(unscored, conversation=conversation)
     finished = finished_attempt(trajectory.id, trajectory.attempt, trajectory.task, unscored)
     shares = await repeat_comparisons(domain, finished, unscored.comparisons)
     computed = await domain.compute(

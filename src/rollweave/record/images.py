@@ -8,11 +8,14 @@ records do. What a damaged or missing file loses is that image alone.
 import contextlib
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rollweave.io.disk import replace_file, sync, writing
+from rollweave.schema.chat import Message
 from rollweave.schema.media import SUFFIXES, Image, digest_of
 
 UNUSED_S: Final = 86_400.0
@@ -94,6 +97,18 @@ def read_image(directory: Path, image: Image) -> Image:
     if digest_of(data) != image.digest:
         raise ImageError(f"image {path} is damaged: its bytes do not have this digest")
     return Image(digest=image.digest, media_type=image.media_type, data=data)
+
+
+def with_images(directory: Path, messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages of a record with the data of their images. Raises ImageError."""
+    return tuple(
+        msgspec.structs.replace(
+            message, images=tuple(read_image(directory, image) for image in message.images)
+        )
+        if message.images
+        else message
+        for message in messages
+    )
 
 
 def find_image(directory: Path, digest: str) -> Image:
