@@ -429,6 +429,7 @@ class CoServing:
         serving = self._serving.profile
         self._admission = Admission(slo=self._slo, profile=serving, rollout=profile)
         self._progressed = self._clock()
+        self._moved.clear()
         self._activation_s = self._progressed - measuring.started
         self._shared.rollouts = measuring.tenant.memory
         self._shared.begin_step()
@@ -485,6 +486,7 @@ class CoServing:
         loop, memory = tenant.loop, tenant.memory
         if not loop.has_work:
             self._progressed = now
+            self._moved.clear()
             return False
         planner = loop.planner
         slack = self._load.slack(self._serving_loop, admission, now)
