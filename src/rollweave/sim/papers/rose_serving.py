@@ -12,21 +12,8 @@ from typing import Any
 
 from rollweave.schema.base import Struct
 from rollweave.sim.papers.cluster import Setup, mean_of, steps_of
-from rollweave.sim.papers.rose import FROZENLAKE, SERVING, rollout_times
+from rollweave.sim.papers.rose import ALFWORLD, FROZENLAKE, SERVING, rollout_times
 from rollweave.sim.papers.rows import Experiment, Row
-
-ALFWORLD = FROZENLAKE.but(
-    model="qwen3-32b",
-    tasks=("alfworld",),
-    tp=4,
-    rollout_gpus=16,
-    trainer_gpus=32,
-    batch=1024,
-    slots=64,
-)
-"""The set-up of 32B (§6): 16 GPUs for rollouts and 32 for training; 16 trajectories at
-once for each GPU of an engine of four.
-"""
 
 SIZES: Mapping[str, Setup] = {
     "8B": FROZENLAKE.but(policies=("affinity",), serving=SERVING, borrowed=16),
