@@ -58,13 +58,20 @@ def test_the_same_failure_twice_is_not_retried(
 
 
 @pytest.mark.parametrize(
-    ("failed", "under_way", "broken"),
-    [(5, 0, False), (6, 0, True), (6, 6, True), (6, 7, False), (20, 19, True), (20, 21, False)],
+    ("tasks", "failed", "under_way", "broken"),
+    [
+        (5, 40, 0, False),
+        (6, 6, 0, True),
+        (6, 6, 6, True),
+        (6, 6, 7, False),
+        (6, 20, 19, True),
+        (20, 20, 21, False),
+    ],
 )
-def test_code_is_broken_if_more_tasks_fail_than_may_still_succeed(
-    failed: int, under_way: int, broken: bool
+def test_code_is_broken_if_more_attempts_fail_than_may_still_succeed(
+    tasks: int, failed: int, under_way: int, broken: bool
 ) -> None:
-    assert is_broken(failed=failed, under_way=under_way) is broken
+    assert is_broken(tasks=tasks, failed=failed, under_way=under_way) is broken
 
 
 class BrokenFromTheStart(World):
@@ -96,14 +103,15 @@ def test_a_run_whose_code_never_worked_ends_at_once_with_its_error() -> None:
     world = BrokenFromTheStart(lambda group, number: "reward raised NameError: x (reward.py:3)")
     world.run()
     assert world.finish is not None
+    assert " has been scored, and those at " in world.finish.error
     assert "failed in the same way: reward_error: reward raised NameError: x (reward.py:3)" in (
         world.finish.error
     )
     # two batches of groups, which end a run otherwise, have 64 groups of two, each of
     # which is tried twice
     assert world.failed < 96
-    failed = [len(stats.failed) for stats in world.core.state.domains.values()]
-    assert max(failed) >= MIN_BROKEN_TASKS
+    failed = [set(stats.failed.values()) for stats in world.core.state.domains.values()]
+    assert max(map(len, failed)) >= MIN_BROKEN_TASKS
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,39 @@ def test_code_that_has_worked_or_fails_in_many_ways_gets_its_two_batches(
     world.run()
     assert world.finish is not None
     assert "groups in a row failed" in world.finish.error
+
+
+class Flaky(World):
+    """A world in which the first start of one environment of each group fails at once,
+    and all others start, which takes longer.
+    """
+
+    def __init__(self) -> None:
+        changes = {"groups_per_step": 8, "group_size": 4, "max_running": 64}
+        super().__init__(config(steps=1, rollout=changes), seed=3)
+        self.failed: set[str] = set()
+
+    def execute(self, command: c.Command) -> None:
+        if isinstance(command, c.StartInit) and command.group_id not in self.failed:
+            self.failed.add(command.group_id)
+            key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+            error = "reset raised OSError: address in use"
+            reason = StopReason.ENV_ERROR
+            self.later(e.TrajectoryEnded(**key, stop_reason=reason, error=error), 0.1)
+        else:
+            super().execute(command)
+
+    def later(self, event: e.Event, delay: float | None = None) -> None:
+        super().later(event, 2.0 if isinstance(event, e.EnvReady) else delay)
+
+
+def test_failures_that_come_sooner_than_successes_do_not_end_the_run() -> None:
+    """A task has failed in every group before any environment has started."""
+    world = Flaky()
+    world.run()
+    assert world.finish is not None
+    assert world.finish.error == ""
+    assert len(world.failed) >= MIN_BROKEN_TASKS
 
 
 def test_one_bad_task_of_many_does_not_end_the_run() -> None:

@@ -513,7 +513,7 @@ class DomainStats(msgspec.Struct):
     tool_s: float | None = None  # seconds of an environment's step
     passed: dict[Stage, None] = {}  # the stages of its code that an attempt has passed
     error: str = ""  # with which attempts have failed in a stage that none has passed
-    failed: dict[GroupId, None] = {}  # the groups of these attempts
+    failed: dict[TrajectoryId, GroupId] = {}  # the trajectories of these attempts
 
 
 class Pools(msgspec.Struct):

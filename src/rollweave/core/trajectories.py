@@ -101,6 +101,13 @@ def on_reward_failed(run: Run, event: RewardFailed) -> None:
         end_attempt(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
 
 
+_PASSED = {
+    Stage.INIT: "started its environment",
+    Stage.RUN: "come to its end",
+    Stage.EVAL: "been scored",
+}
+
+
 def _learn_passed(run: Run, trajectory: Trajectory, stage: Stage) -> None:
     """Record that the code of the trajectory's task domain works in this stage."""
     stats = run.domain_of(trajectory)
@@ -120,16 +127,16 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
         return
     if stats.error != state.last_failure:
         stats.error, stats.failed = state.last_failure, {}
-    stats.failed[group.id] = None
+    stats.failed[trajectory.id] = group.id
     pools = state.pools
-    others = {
-        state.trajectories[id].group_id
+    under_way = sum(
+        id not in stats.failed and state.groups[state.trajectories[id].group_id].name == group.name
         for id in (*pools.init, *pools.run, *pools.eval_queued, *pools.eval)
-    }
-    under_way = {id for id in others - stats.failed.keys() if state.groups[id].name == group.name}
-    if is_broken(failed=len(stats.failed), under_way=len(under_way)):
+    )
+    tasks = len(set(stats.failed.values()))
+    if is_broken(tasks=tasks, failed=len(stats.failed), under_way=under_way):
         state.error = state.error or (
-            f"no attempt at {group.name} has passed this stage, and those at {len(stats.failed)} "
+            f"no attempt at {group.name} has {_PASSED[trajectory.stage]}, and those at {tasks} "
             f"tasks failed in the same way: {stats.error}"
         )
 

@@ -125,3 +125,13 @@ def test_a_burst_beside_rollouts_makes_few_requests_late(seed: int) -> None:
     alone, lent = (sum(one.late for one in engine.done) for engine in engines)
     assert lent <= alone + 1
     assert engines[1].rollout_s > 0.4 * engines[1].now
+
+
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_each_step_of_a_long_prompt_tells_the_seconds_of_the_whole(tokens: int) -> None:
+    """The last one may compute few tokens, each of which takes many times longer."""
+    admission = Admission(slo=SLO, profile=SERVING, rollout=SERVING)
+    load = ServingLoad()
+    seconds = 2 * (PROMPTS.seconds(tokens) + TOKENS.seconds(4))
+    load.measured(admission, StepWork(tokens, 0, 4, 0, 528), seconds)
+    assert load.longest_s(admission) == pytest.approx(2 * PROMPTS.seconds(528))

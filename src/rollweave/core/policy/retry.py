@@ -60,12 +60,15 @@ same way to count as broken: a few tasks may be wrong, or fail by chance.
 """
 
 
-def is_broken(*, failed: int, under_way: int) -> bool:
+def is_broken(*, tasks: int, failed: int, under_way: int) -> bool:
     """Return whether a task domain's code is broken, in a stage that no attempt has
-    passed yet: attempts at `failed` tasks have failed there with the same error, and
-    attempts at `under_way` others have begun, which may still pass it.
+    passed yet: `failed` trajectories of so many tasks have failed there with the same
+    error, and `under_way` others have begun, which may still pass it.
+
+    Trajectories are compared, and not tasks: where a failure takes less time than a
+    success, many tasks soon have a member that failed, although most may pass.
     """
-    return failed >= max(MIN_BROKEN_TASKS, under_way)
+    return tasks >= MIN_BROKEN_TASKS and failed >= under_way
 
 
 TIMEOUTS_BEFORE_RESTART = 2

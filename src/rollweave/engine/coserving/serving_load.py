@@ -100,13 +100,14 @@ class ServingLoad:
 
     def measured(self, admission: Admission, work: StepWork, seconds: float) -> None:
         """Correct the estimates by a step of the serving model."""
-        if work.prefill_tokens:
-            # Its share of a step with several prompts, or the whole of one that takes
-            # several steps.
-            self._prompts_s.append(seconds * work.longest_prompt / work.prefill_tokens)
         profile = admission.profile
         kind = StepKind.SERVING_PREFILL if work.prefill_tokens else StepKind.SERVING_DECODE
         profiled = profile.chunked.seconds(work.prefill_tokens) + profile.decode.seconds(
             work.decode
         )
+        if work.longest_prompt and profiled > 0:
+            # The step may compute a few last tokens of a long prompt: the profile knows
+            # what the rest takes, and the step by how much the profile is wrong.
+            whole = profile.chunked.seconds(work.longest_prompt)
+            self._prompts_s.append(seconds / profiled * whole)
         admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)
