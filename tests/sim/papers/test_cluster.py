@@ -90,7 +90,7 @@ def test_more_engines_roll_out_faster_and_repetitions_are_equal() -> None:
 
 
 def test_a_run_that_ends_early_gives_no_result() -> None:
-    with pytest.raises(ExperimentError, match="no attempt at gem-math has passed"):
+    with pytest.raises(ExperimentError, match="no attempt at gem-math has started its environment"):
         pace(SMALL, steps=1, vary=lambda work: Failing())
 
 
