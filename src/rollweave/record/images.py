@@ -1,8 +1,8 @@
-"""The images of a run, one file each, by the digest of its bytes.
+"""The images of a run: one file for each, named by the digest of its bytes.
 
-Invariants: a file has the bytes that its name says, or is damaged, which its reader
-finds; it is complete before a record refers to it, and written once, however many
-records do. What a damaged or missing file loses is that image alone.
+Invariants: a file is complete before a record refers to it, and is written once,
+however many records refer to it. Readers compare its bytes with its name, so they find
+a damaged file. If a file is damaged or missing, only that image is lost.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from rollweave.schema.chat import Message
 from rollweave.schema.media import SUFFIXES, Image, digest_of
 
 UNUSED_S: Final = 86_400.0
-"""Seconds for which an image is kept that no record refers to: an attempt that is under
-way may."""
+"""Minimum seconds for which an image that no record refers to is kept, since an attempt
+that is under way may need it.
+"""
 
 
 class ImageError(Exception):
@@ -36,8 +37,8 @@ class ImageStore:
         self._unsynced = set[Path]()
 
     def add(self, image: Image) -> None:
-        """Write an image unless it is there. It then survives the death of this
-        process, and after `sync` a power loss. Raises DiskError.
+        """Write an image unless its file exists. It then survives the death of this
+        process and, after `sync`, a power loss. Raises DiskError.
         """
         if image.name in self._known or not image.data:
             return
@@ -63,8 +64,8 @@ class ImageStore:
                 sync(self.directory)
 
     def remove_unused(self, used: Collection[str]) -> None:
-        """Delete the images, except those with a digest in `used`, and those that were
-        written lately. Raises DiskError.
+        """Delete all images except those with a digest in `used`, and those written
+        less than `UNUSED_S` ago. Raises DiskError.
         """
         before = time.time() - UNUSED_S
         for path in self.directory.glob("*"):
@@ -112,8 +113,8 @@ def with_images(directory: Path, messages: Iterable[Message]) -> tuple[Message, 
 
 
 def find_image(directory: Path, digest: str) -> Image:
-    """Return the image with this digest, with its data. Raises ImageError, also for
-    what is no digest.
+    """Return the image with this digest, with its data. Raises ImageError, also if
+    `digest` is not a SHA-256.
     """
     for kind, suffix in SUFFIXES.items():
         try:

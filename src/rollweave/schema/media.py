@@ -1,8 +1,8 @@
-"""Images that the agent is shown: what is one, and its identity.
+"""Images that are shown to the agent: their formats, limits and identity.
 
-An image is its bytes, exactly as they were given. Nothing here decodes them: the engine
-does. Invariant: an `Image` with data has the digest and the media type of that data, so
-two images are the same if, and only if, their digests are equal.
+An image is a file's bytes, exactly as they were given. Only the engine decodes them.
+Invariant: an `Image` with data has the digest and the media type of that data, so two
+images are the same if, and only if, their digests are equal.
 """
 
 import base64
@@ -28,6 +28,7 @@ PROMPT_IMAGE_BYTES: Final = 64 << 20
 """Maximum size of the images in the prompt of one turn, all together."""
 
 DIGEST_CHARS: Final = 64
+"""Number of characters of a digest."""
 
 PNG: Final = b"\x89PNG\r\n\x1a\n"
 """The first bytes of a PNG."""
@@ -38,7 +39,7 @@ SUFFIXES: Final = {
     "image/webp": "webp",
     "image/gif": "gif",
 }
-"""The media types of images, and the suffixes of their files."""
+"""Media type of an image → the suffix of its file."""
 
 
 TRAINS_TEXT: Final = (
@@ -49,8 +50,8 @@ TRAINS_TEXT: Final = (
 
 
 class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An image by the SHA-256 of its bytes, in hex. Without `data`, as in records, it
-    refers to the file of this digest (`record/images.py`).
+    """An image, identified by the SHA-256 of its bytes in hex. Without `data`, as in
+    records, it refers to the file with this digest (`record/images.py`).
     """
 
     digest: str
@@ -88,7 +89,7 @@ class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @classmethod
     def of_url(cls, url: str) -> Self:
         """Return the image in a data: URL. Raises ValueError, also for any other URL:
-        what is behind it may change, and would not be what the agent saw.
+        what it refers to may change after the agent has seen it.
         """
         scheme, _, rest = url.partition(":")
         head, comma, body = rest.partition(",")
@@ -102,8 +103,8 @@ class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of_pixels(cls, rgb: bytes, *, width: int) -> Self:
-        """Return the PNG of these pixels, three bytes each, row by row. Raises
-        ValueError for bytes that are no rows.
+        """Return these pixels as a PNG; each has three bytes, row by row. Raises
+        ValueError if the bytes are not whole rows.
         """
         row = 3 * width
         if width < 1 or not rgb or len(rgb) % row:
@@ -129,7 +130,9 @@ class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PlacedImage(Struct, frozen=True, kw_only=True):
-    """The image of which token `at` of a sequence is the placeholder."""
+    """An image of a sequence, and the index `at` of the token that stands for it: its
+    placeholder.
+    """
 
     at: int
     image: Image
@@ -140,7 +143,7 @@ class PlacedImage(Struct, frozen=True, kw_only=True):
         return self.at, self.image.digest
 
     def reference(self) -> Self:
-        """Return this without the data of the image."""
+        """Return the same with the image without its data."""
         return type(self)(at=self.at, image=self.image.reference())
 
 
@@ -150,8 +153,8 @@ def keys_of(images: Iterable[PlacedImage]) -> tuple[tuple[int, str], ...]:
 
 
 def media_type_of(data: bytes) -> str:
-    """Return the media type of an image by its first bytes. Raises ValueError for what
-    is none, and for one that is too large.
+    """Return the media type of an image by its first bytes. Raises ValueError if they
+    are not those of an image, or if it is too large.
     """
     if len(data) > IMAGE_BYTES:
         raise ValueError(f"an image must have at most {IMAGE_BYTES} bytes, got {len(data)}")
@@ -181,7 +184,7 @@ def digest_of(data: bytes) -> str:
 
 
 def prompt_error(images: Iterable[Image]) -> str:
-    """Return which limit of a prompt's images these exceed, as a rule and the value
+    """Return which limit a prompt with these images exceeds, as a rule and the value
     that breaks it; "" if none.
     """
     sizes = [len(image.data) for image in images]

@@ -1,25 +1,28 @@
 """Decide whether a rollout step may run now beside a serving model (ROSE §4.1).
 
 One model computes at a time, and serving comes first. A rollout step runs between two
-serving steps if the slack of every serving request covers it:
+serving steps if the slack of every serving request, the time for which it can wait,
+covers the step:
 
     prefill   S_r = arrival + TTFT - now - T_prf(tokens)        (eq. 1)
     decode    S_r = newest token + TPOT - now - T_dec(batch)    (eq. 2)
 
-The smallest slack decides. Each request has the equation of the phase that it is in, so
-a prefill deployment is held to the first one, a decode deployment to the second, and a
-collocated one to both.
+TTFT is the limit on the time to the first token, TPOT that on the time per further
+token; T_prf and T_dec are the profiled seconds of the step. The smallest slack decides.
+Each request has the equation of the phase that it is in, so the first one holds for an
+engine that only computes prompts, the second for one that only decodes, and both for an
+engine that does both.
 
-The paper's deployments have one phase each. If both are computed in one step, the slack
-of a decoding request also covers the prompts in that step, and the slack of a prompt
-covers the decoding requests. The TPOT of a request is a mean over its tokens: a request
-that other prompts have delayed has less slack until it has caught up, and never more
-than equation 2 gives it.
+In the paper, an engine has one phase. If one step computes both, the slack of a
+decoding request also covers the prompts in that step, and the slack of a prompt covers
+the decoding requests. The TPOT of a request is a mean over its tokens: a request that
+other prompts have delayed has less slack than by equation 2 until it has caught up, and
+a request that is early has no more.
 
-The paper profiles T once. Here a profile is corrected online: each measured step gives
-the ratio to its profiled seconds, and estimates are scaled by the 99th percentile of
-recent ratios. So a profile that is too low stops rollouts once a hundredth of the steps
-show it, and one that is too high does not waste slack forever.
+The paper profiles T once. Here a profile is corrected online: each step gives a ratio
+of measured to profiled seconds, and estimates are multiplied by the 99th percentile of
+recent ratios. So if a profile is too low, rollouts stop once more than a hundredth of
+the steps show it; if it is too high, slack is not wasted forever.
 """
 
 import enum
@@ -37,18 +40,21 @@ STALL_S = 2.0
 """Seconds without progress after which a rollout turn is returned (ROSE §4.1)."""
 
 WINDOW = 256
-"""Number of measured steps of a kind that correct its estimates."""
+"""Maximum number of measured steps of a kind, the latest, that correct its estimates.
+"""
 
 FIRST_MARGIN = 1.25
-"""Factor of estimates before anything was measured. It counts as one measured ratio
-until `PROVEN` others were.
+"""Factor of estimates before a step was measured. It counts as one measured ratio until
+`PROVEN` others have been measured.
 """
 
 PROVEN = 32
-"""Number of measured steps of a kind from which on they alone correct its estimates."""
+"""Number of measured steps of a kind from which only they correct its estimates."""
 
 QUANTILE = 0.99
-"""Quantile of the measured ratios by which estimates are scaled, as SLOs are of P99."""
+"""Quantile of the measured ratios by which estimates are multiplied: latency limits are
+those of the 99th percentile, too.
+"""
 
 
 class PrefillMode(enum.StrEnum):
@@ -68,8 +74,8 @@ class StepKind(enum.StrEnum):
 
 
 class Slo(Struct, frozen=True, kw_only=True):
-    """Maximum seconds until the first token, and from each token to the next. A limit
-    is infinite if nothing is promised.
+    """The latency limits of each serving request: maximum seconds to the first token,
+    and maximum mean seconds per further token. Infinity means that there is no limit.
     """
 
     ttft_s: float
@@ -85,8 +91,8 @@ class Curve(Struct, frozen=True):
     """Measured seconds by size (tokens, or sequences), in increasing sizes.
 
     Between two sizes the seconds are interpolated. Beyond the last one they grow in
-    proportion, or with the last slope if that is steeper; below the first one they are
-    those of the first.
+    proportion to the size, or with the last slope if that is steeper. Below the first
+    one they are those of the first.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -133,9 +139,8 @@ class Profile(Struct, frozen=True, kw_only=True):
 
 
 class QueuedPrefill(Struct, frozen=True, kw_only=True):
-    """A serving request without its first token, of whose prompt `tokens` are missing.
-
-    `ahead` tokens of other prompts are computed before it: the paper leaves them out.
+    """A serving request without its first token: `tokens` of its prompt are yet to be
+    computed, after `ahead` tokens of other prompts, which the paper leaves out.
     """
 
     arrived: float
@@ -175,8 +180,8 @@ class Corrections:
         self._unproven = set(StepKind)
 
     def measured(self, kind: StepKind, *, profiled_s: float, seconds: float) -> None:
-        """Learn that a step with this estimate took `seconds`. A step without an
-        estimate teaches nothing.
+        """Record that a step with `profiled_s` took `seconds`. A step without profiled
+        seconds is ignored.
         """
         if profiled_s > 0 and seconds >= 0:
             ratios = self._ratios[kind]
@@ -201,8 +206,8 @@ def ttft_slack(
     factor: float = 1.0,
     beside_s: float = 0.0,
 ) -> float:
-    """Return the seconds of equation 1. Steps that compute the prompt take `beside_s`
-    more for other requests.
+    """Return the slack of equation 1. The steps that compute the prompt take `beside_s`
+    longer, for other requests.
     """
     prefill_s = factor * profile.prefill_s(request.ahead + request.tokens, mode)
     return request.arrived + slo.ttft_s - now - prefill_s - beside_s
@@ -217,16 +222,15 @@ def tpot_slack(
     factor: float = 1.0,
     beside_s: float = 0.0,
 ) -> float:
-    """Return the seconds of equation 2 for a request whose next token is due then, in a
-    batch of this size. The step takes `beside_s` more for prompts.
+    """Return the slack of equation 2 for a request whose next token is due at `due`, in
+    a batch of this size. The step takes `beside_s` longer, for prompts.
     """
     return due - now - factor * profile.decode.seconds(batch) - beside_s
 
 
 class Admission:
-    """The decisions for one serving engine.
-
-    `profile` is that of the serving model, `rollout` that of the rollout model.
+    """Decides for one serving engine. `profile` is that of the serving model, `rollout`
+    that of the rollout model.
     """
 
     def __init__(
@@ -251,12 +255,13 @@ class Admission:
         longest_s: float = 0.0,
         mean_s: float = 0.0,
     ) -> float:
-        """Return the smallest slack of all serving requests, infinity without any.
+        """Return the smallest slack of all serving requests; infinity if there are
+        none.
 
-        The next serving step computes `pending` tokens of prompts that wait. Another
-        prompt may arrive at any time: its request must meet its limit even if the
-        prompt takes `longest_s`, and requests that decode keep time for one that takes
-        `mean_s`. (0: none arrives.)
+        The next serving step computes `pending` tokens of waiting prompts. Another
+        request may arrive at any time. It must meet its limit even if its prompt takes
+        `longest_s`, and requests that decode keep time for a prompt that takes
+        `mean_s`. Either is 0 if none is expected.
         """
         prefill_factor = self.corrections.factor(StepKind.SERVING_PREFILL)
         # a step of both kinds is corrected as a prefill
@@ -308,8 +313,8 @@ class Admission:
         ) + factors.factor(StepKind.ROLLOUT_DECODE) * self.rollout.decode.seconds(decode)
 
     def decoding(self, slack: float, *, most: int) -> int:
-        """Return how many of `most` sequences a rollout step may decode: as many as
-        fit in the slack when they are halved again and again, 0 if not even one does.
+        """Return how many of `most` sequences a rollout step may decode: `most`, halved
+        until the step fits in the slack; 0 if not even one sequence fits.
         """
         decode = most
         while decode and self.step_s(prompt=0, decode=decode) > slack:
@@ -317,9 +322,9 @@ class Admission:
         return decode
 
     def slots(self, *, longest_s: float, most: int) -> int:
-        """Return how many rollouts may decode at once beside serving requests, at
-        least 1: as many as fit in the slack of a request that has just arrived, whose
-        prompt takes `longest_s`, and of one that has just had a token.
+        """Return how many rollouts may hold a slot beside serving requests, at least 1:
+        as many as a step can decode in the slack of a request that has just arrived,
+        whose prompt takes `longest_s`, and of one that has just sampled a token.
         """
         decode_s = self.corrections.factor(StepKind.SERVING_DECODE) * self.profile.decode.seconds(1)
         room = min(self.slo.ttft_s - longest_s, self.slo.tpot_s - decode_s)
@@ -337,7 +342,7 @@ class Admission:
 
 
 def stalled(progressed: float, now: float) -> bool:
-    """Return whether what last progressed at `progressed` has waited too long: a
-    rollout turn is returned, and a step that measures is left out.
+    """Return whether `STALL_S` have passed since the last progress. A rollout turn is
+    then returned, and a step of a profile is left out.
     """
     return now - progressed >= STALL_S

@@ -20,19 +20,19 @@ RETRYABLE = frozenset(
         StopReason.IMAGE_ERROR,
     }
 )
-"""Failures that say nothing about the agent: another attempt may succeed. A time budget
-that was used up would be used up again.
+"""Failures that say nothing about the agent, so that another attempt may succeed. An
+exhausted time budget is none of them: the next attempt would exhaust it, too.
 """
 
 
 MAX_WORLDS_LOST = 5
-"""Number of controllers and workers lost while a trajectory was under way after which
-it is given up: it may be the cause.
+"""Number of controllers and workers lost while a trajectory was under way at which it
+is given up, since it may be the cause.
 """
 
 DETERMINISTIC = frozenset({StopReason.ENV_ERROR, StopReason.REWARD_ERROR})
-"""Stop reasons of failures of code, which describe themselves: the same words twice
-mean a bug that would recur.
+"""Stop reasons of errors that code has raised: the same text twice means a bug that
+would recur.
 """
 
 
@@ -44,8 +44,8 @@ def try_again(
 
     `repeated` is true if the attempt before it failed at the same stage with the same
     text. `worlds` counts the controllers and workers that were lost while the
-    trajectory was under way. Another attempt follows such a loss unless there were too
-    many, since the trajectory is rarely the cause.
+    trajectory was under way. Since the trajectory is rarely the cause, another attempt
+    follows such a loss, regardless of `retries`, until there were `MAX_WORLDS_LOST`.
     """
     if reason in (StopReason.WORLD_LOST, StopReason.WORKER_LOST):
         return worlds < MAX_WORLDS_LOST
@@ -55,25 +55,25 @@ def try_again(
 
 
 MIN_BROKEN_TASKS = 6
-"""Minimum number of tasks at which the code of a task domain must have failed in the
-same way to count as broken: a few tasks may be wrong, or fail by chance.
+"""Minimum number of tasks on which the code of a task domain must fail in the same way
+to count as broken, since a few tasks may be wrong, or fail by chance.
 """
 
 
 def is_broken(*, tasks: int, failed: int, under_way: int) -> bool:
-    """Return whether a task domain's code is broken, in a stage that no attempt has
-    passed yet: `failed` trajectories of so many tasks have failed there with the same
-    error, and `under_way` others have begun, which may still pass it.
+    """Return whether a task domain's code counts as broken at a stage that no attempt
+    has passed yet. `failed` trajectories of `tasks` tasks have failed there with the
+    same error; `under_way` others have begun, and may still pass it.
 
-    Trajectories are compared, and not tasks: where a failure takes less time than a
-    success, many tasks soon have a member that failed, although most may pass.
+    Trajectories are compared, and not tasks: if failures take less time than successes,
+    many tasks soon have a member that has failed, although most members may pass.
     """
     return tasks >= MIN_BROKEN_TASKS and failed >= under_way
 
 
 TIMEOUTS_BEFORE_RESTART = 2
-"""Number of consecutive timeouts of turns at which an engine is restarted: one may be a
-long turn, two are a stuck engine.
+"""Number of consecutive timeouts of turns at which an engine is restarted: one may be
+due to a long turn, two mean that the engine is stuck.
 """
 
 
@@ -87,11 +87,12 @@ def failover(*, restarts: int, limit: int, elsewhere: int, moved: bool = False) 
     """Decide about an engine that has failed, after `restarts` that did not help
     (Laminar §3.3).
 
-    Beyond `limit` restarts the fault is attributed to its machine, which is removed as
-    a whole, so that nothing else fails on it. But if no engine serves `elsewhere`, on
-    other machines, what still works on this one stays; and if the engine has `moved`
-    from a machine that was removed for its failures, the engine is at fault. Raises
-    ValueError for negative counts.
+    Below `limit` restarts, it is restarted. After that the fault is attributed to its
+    machine, which is removed as a whole, so that nothing else fails on it. In two cases
+    only the engine is removed: if no engine serves `elsewhere`, on other machines, so
+    that what still works on this one must stay; and if the engine has `moved` here from
+    a machine that was removed for its failures, so that the engine itself is at fault.
+    Raises ValueError for negative counts.
     """
     for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):
         if count < 0:

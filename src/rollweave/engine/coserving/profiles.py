@@ -1,9 +1,10 @@
-"""Measures the profile of a model beside another one: the seconds of prompts by their
-tokens, and of decode steps by their sequences.
+"""Measure the profile of a model that shares a device with another one: the seconds of
+prompts by their tokens, and of decode steps by their sequences.
 
-All measured steps use the blocks of the first group, which always has memory. It may be
-smaller than one prompt, so sequences share its blocks: what they read is of no use, and
-takes the same time. Other models may compute between two steps.
+All measured steps use the KV blocks of the pool's first group, which always has memory
+(`memory.py`). It may be smaller than one prompt, so sequences share its blocks: what
+they read there is meaningless, but reading it takes the same time. The other model may
+compute between two steps.
 """
 
 import itertools
@@ -20,15 +21,18 @@ from rollweave.engine.sampler import pack, sample
 from rollweave.schema.serving import Sampling
 
 STEPS = 3
-"""Number of measured steps of a size; their median counts. One more goes before."""
+"""Number of measured steps of a size, of which the median counts. One more step before
+them does not count.
+"""
 
 CONTEXT_TOKENS = 128
 """Number of tokens in each sequence that decodes."""
 
 ProfileSteps = Generator[float, bool, Profile]
-"""A measurement step by step. It yields the seconds that the next step is expected to
-take, 0 if nothing is known, and computes it once True is sent. After False, this size
-and larger ones are left out, unless there is none yet; the profile extrapolates them.
+"""A measurement in single steps. It yields the seconds that the next step is expected
+to take, 0 if unknown, and computes it once True is sent. If False is sent, this size
+and all larger ones are left out, and the profile extrapolates to them; but the smallest
+size is measured in any case.
 """
 
 
@@ -45,7 +49,7 @@ def measure_profile(runner: Runner, *, blocks: int, slots: int) -> Profile:
 
 
 def profile_steps(runner: Runner, *, blocks: int, slots: int) -> ProfileSteps:
-    """Measure as `measure_profile` does, when the caller says so."""
+    """Measure as `measure_profile` does, each step when the caller asks for it."""
     longest = runner.shape.context - 1
     sizes = [1 << power for power in range(4, CHUNK_TOKENS.bit_length()) if 1 << power <= longest]
     prefill = yield from measure_curve(
@@ -65,7 +69,7 @@ def profile_steps(runner: Runner, *, blocks: int, slots: int) -> ProfileSteps:
 
 
 class _SharedBlocks(BlockLedger):
-    """A ledger that gives the first `memory` blocks to all sequences in turn."""
+    """A ledger that gives the first `memory` blocks to sequences again and again."""
 
     def __init__(self, *, memory: int, blocks: int, block_tokens: int) -> None:
         super().__init__(blocks=blocks, block_tokens=block_tokens, caching=False)
@@ -75,7 +79,7 @@ class _SharedBlocks(BlockLedger):
         return list(itertools.islice(self._next, count))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Do nothing: the blocks are never short."""
+        """Do nothing: the ledger never runs out of blocks."""
 
 
 def measure_curve(
@@ -84,7 +88,9 @@ def measure_curve(
     *,
     first_s: float = 0.0,
 ) -> Generator[float, bool, Curve]:
-    """Measure each size with steps that compute as they are iterated."""
+    """Measure each size. `steps_of(size)` computes a step whenever it is iterated, and
+    yields its seconds; `first_s` are expected for the first one, 0 if unknown.
+    """
     points: list[tuple[int, float]] = []
     for size in sizes:
         expected = points[-1][1] * size / points[-1][0] if points else first_s

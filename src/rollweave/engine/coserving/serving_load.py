@@ -1,5 +1,5 @@
-"""The requests of a serving engine, as admission of rollouts sees them: when each
-arrived, when its newest token was sampled, and what prompts are to be expected.
+"""The requests of a serving engine, as the admission of rollouts sees them: when each
+arrived, when its newest token was sampled, and how long the next prompt may take.
 """
 
 import threading
@@ -18,29 +18,31 @@ from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
 
 ARRIVAL_S = 60.0
-"""Seconds after which a request that was posted is live, or over: it waits for a step
-at most.
+"""Seconds after which a posted request is live or has ended, since it waits for one
+step at most.
 """
 
 FORGOTTEN = 64
-"""Number of requests that are over, and may still be known."""
+"""Requests that have ended are forgotten once there are this many more requests than
+twice the live ones.
+"""
 
 FIRST_PROMPT = 64
-"""Tokens of the prompt that is expected before there was any."""
+"""Number of tokens in the expected prompt before the first one was computed."""
 
 
 class ServingLoad:
-    """The requests of the serving model. All but `arrive` belongs to the thread that
-    computes.
+    """The requests of the serving model. Only the thread that computes may call its
+    methods, except `arrive`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrived: dict[str, float] = {}
         self._decoding: dict[str, Decoding] = {}
-        """The requests that have tokens, and some that had."""
+        """The requests that have sampled a token, with some that have ended."""
         self._prompts_s: deque[float] = deque(maxlen=WINDOW)
-        """Seconds of the latest prompts."""
+        """Estimated seconds of each of the latest prompts."""
 
     def arrive(self, id: str, now: float) -> None:
         """Record, on any thread, that a request has arrived."""
@@ -48,8 +50,8 @@ class ServingLoad:
             self._arrived[id] = now
 
     def longest_s(self, admission: Admission) -> float:
-        """Return the seconds that the prompt of the next request takes at most: the
-        99th percentile of the latest ones.
+        """Return the seconds that the prompt of the next request may take: the 99th
+        percentile of the latest ones.
         """
         if not self._prompts_s:
             return FIRST_MARGIN * admission.profile.prefill_s(FIRST_PROMPT, admission.mode)
@@ -73,7 +75,7 @@ class ServingLoad:
                 }
 
     def slack(self, loop: EngineLoop, admission: Admission, now: float) -> float:
-        """Return the slack of all requests, and of one that arrives now."""
+        """Return the smallest slack of all requests and of one that arrives now."""
         planner, prefills, decodes, ahead = loop.planner, [], [], 0
         for entry in [*planner.running, *planner.waiting]:
             decoding = self._decoding.get(entry.id)
@@ -106,8 +108,8 @@ class ServingLoad:
             work.decode
         )
         if work.longest_prompt and profiled > 0:
-            # The step may compute a few last tokens of a long prompt: the profile knows
-            # what the rest takes, and the step by how much the profile is wrong.
+            # The step may compute only the last few tokens of a long prompt. So take
+            # the profiled seconds of the whole, times the ratio of this step.
             whole = profile.chunked.seconds(work.longest_prompt)
             self._prompts_s.append(seconds / profiled * whole)
         admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)

@@ -2,9 +2,9 @@
 
 vLLM masks the logits with a grammar before it takes any log-prob. Invariant: the
 log-prob of a token of a constrained answer is that of the model's full distribution at
-the temperature of its request, before the mask, as with the embedded engine. Answers
-for which this is not ensured are refused. They end with one of the stop tokens of their
-request, and not with the token that the tokenizer calls its end.
+the temperature of its request, before the mask, as with the embedded engine. Requests
+for which this is not ensured are refused. A constrained answer ends with a stop token
+of its request, and not with another end-of-sequence token of the tokenizer.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ MIN_TEMPERATURE = 1e-5
 """The temperature below which vLLM takes the most likely token."""
 
 KEPT = "rollweave_unmasked"
-"""The attribute of a batch with its constrained rows, and their logits before the
-mask.
+"""The attribute of a batch that holds the indices of its constrained rows, and their
+logits before the mask.
 """
 
 
 def register() -> None:
-    """Let vLLM answer as described, in any of its processes. Idempotent."""
+    """Patch vLLM in this process, which may be any of its processes. Idempotent."""
     from vllm.sampling_params import SamplingParams
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -34,7 +34,7 @@ def register() -> None:
     _refuse(SamplingParams)
     _end(GuidanceBackend)
     _keep(gpu_model_runner)
-    if HAS_TRITON:  # without it there is only the first model runner
+    if HAS_TRITON:  # without it, vLLM has only the first model runner
         from vllm.v1.worker.gpu.sample.sampler import Sampler
         from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -42,8 +42,8 @@ def register() -> None:
 
 
 def _refuse(params: Any) -> None:
-    """Refuse constrained answers where several tokens are sampled at once, whose rows
-    are others.
+    """Refuse constrained requests with speculative decoding, where a request has
+    several rows of logits in a step.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -78,7 +78,7 @@ def _keep(module: Any) -> None:
 
 
 def _keep_second(worker: Any, sampler: Any) -> None:
-    """Do the same with the second model runner, which needs Triton."""
+    """Have the second model runner, which needs Triton, do the same."""
     apply, sample = worker.apply_grammar_bitmask, sampler.__call__
 
     def apply_grammar_bitmask(
@@ -105,8 +105,9 @@ def keep(batch: Any, constrained: Sequence[str], logits: Any) -> None:
 
 
 def restore(batch: Any, output: Any, temperatures: Any) -> None:
-    """Give the tokens that a batch has sampled their log-probs before the mask.
-    `temperatures` [rows] are those of the requests, or None if all are greedy.
+    """Replace the log-probs of the constrained tokens that a batch has sampled by those
+    before the mask. `temperatures` [rows] are those of the requests, or None if all are
+    greedy.
     """
     kept = vars(batch).pop(KEPT, None)
     if kept is None or output.logprobs_tensors is None:
@@ -121,7 +122,7 @@ def restore(batch: Any, output: Any, temperatures: Any) -> None:
 
 
 def _end(backend: Any) -> None:
-    """Let a complete answer end with the stop tokens of its request, and no other."""
+    """Let a complete answer end with a stop token of its request, and with no other."""
     from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
     class Grammar(GuidanceGrammar):  # type: ignore[misc]
@@ -161,8 +162,8 @@ def _end(backend: Any) -> None:
 
 
 def allow_ends(row: Any, own: int, ends: Sequence[int], complete: bool) -> None:
-    """Allow the tokens `ends` in a row of a bitmask, 32 tokens a number, if the text is
-    complete; never `own`, unless it is one of them.
+    """Allow the tokens `ends` in a row of a bitmask, 32 tokens in each number, if the
+    text is complete. Forbid `own`, unless it is one of `ends` and the text is complete.
     """
     words = row.numpy().view(np.uint32)
     words[own // 32] &= ~np.uint32(1 << (own % 32))
