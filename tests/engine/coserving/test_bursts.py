@@ -100,8 +100,9 @@ class VirtualEngine:
     def as_loop(self) -> EngineLoop:
         def entry(request: Request) -> Any:
             prompt = request.arrival.prompt_tokens
-            computed = prompt if request.times else 0
-            return SimpleNamespace(id=request.id, tokens=range(prompt), computed=computed)
+            tokens = prompt + len(request.times)
+            computed = tokens - 1 if request.times else 0
+            return SimpleNamespace(id=request.id, tokens=range(tokens), computed=computed)
 
         live = {
             one.id: SimpleNamespace(logprobs=one.times) for one in [*self.running, *self.waiting]

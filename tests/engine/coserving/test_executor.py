@@ -346,6 +346,23 @@ def test_a_rollout_without_progress_is_handed_back(
         borrower.close()
 
 
+def test_a_prompt_is_computed_where_a_step_that_also_decodes_would_not_fit(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        borrower.replies.wait_for(Ready)
+        monkeypatch.setattr(Admission, "chunk", lambda self, slack, *, decode: 0 if decode else 16)
+        for number in range(3):
+            borrower.send(asks(f"r{number}", prompt=100, first=number))
+        finishes = [result.finish for result in borrower.replies.results(3).values()]
+        assert finishes == [FinishReason.LENGTH] * 3
+        borrower.close()
+
+
 def test_a_rollout_that_only_others_leave_waiting_is_handed_back(
     models: dict[str, tuple[Path, torch.nn.Module]],
     tmp_path: Path,

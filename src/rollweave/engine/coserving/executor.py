@@ -496,7 +496,8 @@ class CoServing:
         planner.slots = admission.slots(
             longest_s=self._load.longest_s(admission), most=loop.spec.max_slots
         )
-        planner.decoding = admission.decoding(slack, most=len(planner.running))
+        sampling = [one for one in planner.running if len(one.tokens) - one.computed == 1]
+        planner.decoding = admission.decoding(slack, most=len(sampling))
         planner.chunk_tokens = admission.chunk(slack, decode=planner.decoding)
         computed = bool(planner.decoding or planner.chunk_tokens) and loop.step()
         if computed:

@@ -55,7 +55,7 @@ def profile_steps(runner: Runner, *, blocks: int, slots: int) -> ProfileSteps:
     prefill = yield from measure_curve(
         sizes or [1], lambda size: _prefill_steps(runner, blocks, size)
     )
-    context = min(CONTEXT_TOKENS, longest - STEPS - 2)
+    context = max(1, min(CONTEXT_TOKENS, longest - STEPS - 2))
     batches = [1 << power for power in range(slots.bit_length())]
     decode = yield from measure_curve(
         batches,

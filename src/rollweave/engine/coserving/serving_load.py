@@ -78,11 +78,12 @@ class ServingLoad:
         """Return the smallest slack of all requests and of one that arrives now."""
         planner, prefills, decodes, ahead = loop.planner, [], [], 0
         for entry in [*planner.running, *planner.waiting]:
+            missing = len(entry.tokens) - entry.computed
             decoding = self._decoding.get(entry.id)
             if decoding is not None:
                 decodes.append(decoding)
+                ahead += missing - 1  # one that lost its KV computes its tokens again
                 continue
-            missing = len(entry.tokens) - entry.computed
             prefills.append(
                 QueuedPrefill(
                     arrived=self._arrived.get(entry.id, now),
