@@ -104,19 +104,23 @@ def test_tokens_get_the_logprobs_of_the_logits_before_the_mask(
     plugin.keep(batch, ["d", "b", "gone"], logits)
     logits[[1, 3], :30] = float("-inf")
     tokens = torch.tensor([[3], [35], [5], [36]], dtype=torch.int32)
-    theirs = torch.full((4, 1), -7.0)
+    theirs = torch.full((4, 3), -7.0)
+    listed = torch.tensor([[3, 35, 3], [35, 36, 35], [5, 36, 5], [36, 36, 3]])
     temperatures = None if greedy else torch.tensor([2.0, 0.5, 1.0, 0.0])
     output = SimpleNamespace(
-        sampled_token_ids=tokens, logprobs_tensors=SimpleNamespace(logprobs=theirs)
+        sampled_token_ids=tokens,
+        logprobs_tensors=SimpleNamespace(logprobs=theirs, logprob_token_ids=listed),
     )
     plugin.restore(batch, output, temperatures)
     scales = torch.tensor([1.0, 1.0 if greedy else 0.5, 1.0, 1.0])
     wanted = (before / scales[:, None]).log_softmax(-1).gather(1, tokens.long())[:, 0]
-    assert theirs[[0, 2], 0].tolist() == [-7.0, -7.0]
-    assert torch.allclose(theirs[[1, 3], 0], wanted[[1, 3]])
+    expected = torch.full((4, 3), -7.0)
+    for row in (1, 3):
+        expected[row, listed[row] == tokens[row]] = wanted[row]
+    assert torch.allclose(theirs, expected)
     theirs[:] = -7.0  # the next step of the batch has no constrained row
     plugin.restore(batch, output, temperatures)
-    assert set(theirs[:, 0].tolist()) == {-7.0}
+    assert set(theirs.ravel().tolist()) == {-7.0}
 
 
 def test_the_second_model_runner_is_hooked_at_the_same_places(plugin: ModuleType) -> None:
@@ -135,7 +139,9 @@ def test_the_second_model_runner_is_hooked_at_the_same_places(plugin: ModuleType
             logprobs = logits.log_softmax(-1).max(dim=-1, keepdim=True)
             return SimpleNamespace(
                 sampled_token_ids=logprobs.indices,
-                logprobs_tensors=SimpleNamespace(logprobs=logprobs.values),
+                logprobs_tensors=SimpleNamespace(
+                    logprobs=logprobs.values, logprob_token_ids=logprobs.indices
+                ),
             )
 
     plugin._keep_second(Worker, Sampler)

@@ -118,7 +118,9 @@ def restore(batch: Any, output: Any, temperatures: Any) -> None:
         logits = logits / scales.masked_fill(scales < MIN_TEMPERATURE, 1.0)[:, None]
     tokens = output.sampled_token_ids[rows].long()
     logprobs = logits.log_softmax(dim=-1).gather(1, tokens)
-    output.logprobs_tensors.logprobs[rows, 0] = logprobs[:, 0]
+    # The token may also be among the most likely ones, which other clients ask for.
+    found, theirs = output.logprobs_tensors, output.logprobs_tensors.logprobs[rows]
+    found.logprobs[rows] = theirs.where(found.logprob_token_ids[rows] != tokens, logprobs)
 
 
 def _end(backend: Any) -> None:
