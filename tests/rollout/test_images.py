@@ -379,6 +379,27 @@ async def test_a_missing_image_leaves_the_record_readable(
         read_image(store.images.directory, sequence.images[0].image)
 
 
+def test_an_image_that_is_shown_again_is_kept_for_its_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1.8e9]
+    monkeypatch.setattr("rollweave.record.images.time.time", lambda: clock[0])
+    images = ImageStore(tmp_path / "images")
+    images.add(RED)
+    file = images.directory / RED.name
+    os.utime(file, (clock[0], clock[0]))
+    clock[0] += UNUSED_S + 5
+    images.add(RED)
+    images.remove_unused(())
+    assert file.exists()
+    os.utime(file, (clock[0], clock[0]))
+    clock[0] += UNUSED_S + 5
+    images.remove_unused(())
+    assert not file.exists()
+    images.add(RED)
+    assert file.exists()
+
+
 async def test_images_that_no_record_needs_are_deleted_with_the_last_segment(
     tmp_path: Path, vision: ChatCodec
 ) -> None:

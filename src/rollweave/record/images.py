@@ -6,6 +6,7 @@ a damaged file. If a file is damaged or missing, only that image is lost.
 """
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Collection, Iterable
@@ -33,25 +34,28 @@ class ImageStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._known = set[str]()
+        self._known: dict[str, float] = {}
+        """The names of files that exist, and when their use was last noted."""
         self._unsynced = set[Path]()
 
     def add(self, image: Image) -> None:
         """Write an image unless its file exists. It then survives the death of this
         process and, after `sync`, a power loss. Raises DiskError.
         """
-        if image.name in self._known or not image.data:
+        now = time.time()
+        noted = self._known.get(image.name, -math.inf)
+        if not image.data or abs(now - noted) < UNUSED_S / 2:
             return
         path = self.directory / image.name
         with writing(path):
             self.directory.mkdir(parents=True, exist_ok=True)
         if _is_complete(path, image):
             with contextlib.suppress(OSError):
-                os.utime(path)  # it is in use again
+                os.utime(path, (now, now))  # it is in use again
         else:
             replace_file(path, image.data, synced=False)
             self._unsynced.add(path)
-        self._known.add(image.name)
+        self._known[image.name] = now
 
     def sync(self) -> None:
         """Force all written images to the disk. Raises DiskError."""
@@ -74,7 +78,7 @@ class ImageStore:
             with writing(path), contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
                     path.unlink()
-                    self._known.discard(path.name)
+                    self._known.pop(path.name, None)
 
 
 def _is_complete(path: Path, image: Image) -> bool:
