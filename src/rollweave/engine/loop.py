@@ -344,14 +344,7 @@ class EngineLoop:
                 if isinstance(error, ValueError | EngineError)
                 else f"{type(error).__name__}: {error}"
             )
-            result = GenerateResult(
-                id=request.id,
-                tokens=(),
-                logprobs=(),
-                versions=(),
-                finish=FinishReason.ERROR,
-                error=error_text,
-            )
+            result = GenerateResult.empty(request.id, FinishReason.ERROR, error_text)
             self._reply(Generated(result=result))
             return
         self._live[request.id] = state

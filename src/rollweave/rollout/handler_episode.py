@@ -398,7 +398,7 @@ class HandlerEpisode:
                 answer = await self._port.turn(number, tokens, sampling, on_tokens, images)
             except EpisodeStopError as stop:
                 if stop.reason is StopReason.MAX_TOKENS:  # the agent may go on with less
-                    return _too_long(session, str(stop))
+                    return GenerateResult.empty(session, FinishReason.CONTEXT, str(stop))
                 self._stop = stop
                 if self._stage_task is not None:
                     self._stage_task.cancel()
@@ -546,13 +546,6 @@ def declared(tool: Tool) -> str:
         "parameters": dict(tool.parameters),
     }
     return valid(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
-
-
-def _too_long(id: str, error: str) -> GenerateResult:
-    """Return the result of a turn whose prompt exceeds the engine's context."""
-    return GenerateResult(
-        id=id, tokens=(), logprobs=(), versions=(), finish=FinishReason.CONTEXT, error=error
-    )
 
 
 def _valid(message: Message) -> Message:

@@ -7,7 +7,7 @@ one request never stalls another.
 
 import enum
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
 from rollweave.schema.events import StepTime
@@ -207,6 +207,11 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[float, ...] = ()
     routes: Routes | None = None
     error: str = ""
+
+    @classmethod
+    def empty(cls, id: str, finish: FinishReason, error: str = "") -> Self:
+        """Return a result without a token."""
+        return cls(id=id, tokens=(), logprobs=(), versions=(), finish=finish, error=error)
 
 
 # KV that moves between engines (Heddle §5.3).

@@ -339,14 +339,7 @@ class HttpEngine:
             too_long = error.status == 400 and any(text in str(error) for text in TOO_LONG)
             if not request.images or not too_long:
                 raise
-            return GenerateResult(
-                id=request.id,
-                tokens=(),
-                logprobs=(),
-                versions=(),
-                finish=FinishReason.CONTEXT,
-                error=str(error),
-            )
+            return GenerateResult.empty(request.id, FinishReason.CONTEXT, str(error))
 
     async def _request_abort(self, call: _Call, work: asyncio.Task[GenerateResult]) -> None:
         """Ask the server to answer now with the tokens so far, if it can, and give it

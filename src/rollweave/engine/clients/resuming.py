@@ -111,6 +111,4 @@ def _moved(versions: Sequence[VersionSpan], count: int) -> tuple[VersionSpan, ..
 
 def unextended_result(request: GenerateRequest, finish: FinishReason) -> GenerateResult:
     """Return a result with only the tokens that `request` resumes."""
-    return merged_result(
-        request, GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=finish)
-    )
+    return merged_result(request, GenerateResult.empty(request.id, finish))

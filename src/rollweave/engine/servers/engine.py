@@ -382,14 +382,7 @@ class ServerEngine:
         result = (
             answer.result()
             if error is None
-            else GenerateResult(
-                id=request_id,
-                tokens=(),
-                logprobs=(),
-                versions=(),
-                finish=FinishReason.ERROR,
-                error=str(error),
-            )
+            else GenerateResult.empty(request_id, FinishReason.ERROR, str(error))
         )
         self._reply(Generated(result=result))
 
