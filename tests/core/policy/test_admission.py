@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollweave.core.policy.admission import (
@@ -19,6 +19,7 @@ from rollweave.core.policy.admission import (
     Decoding,
     PrefillMode,
     Profile,
+    Progress,
     QueuedPrefill,
     Slo,
     StepKind,
@@ -204,3 +205,46 @@ def test_a_curve_must_be_a_measurement(points: tuple[tuple[int, float], ...]) ->
 def test_a_turn_is_stalled_after_two_seconds() -> None:
     assert not stalled(10.0, 10.0 + STALL_S - 0.01)
     assert stalled(10.0, 10.0 + STALL_S)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 1.5),
+            st.sampled_from(["step", "none", "restart"]),
+            st.dictionaries(st.sampled_from("abc"), st.integers(0, 1)),
+        ),
+        max_size=12,
+    )
+)
+@example([(1.0, "step", {"a": 1, "b": 0})] * 4)
+def test_a_turn_is_given_back_after_two_seconds_without_progress(
+    events: list[tuple[float, str, dict[str, int]]],
+) -> None:
+    """Against a search through all that has happened; each event adds computed tokens
+    to the turns in a slot. Others are live without one.
+    """
+    progress, now, stepped, totals = Progress(), 0.0, 0.0, dict.fromkeys("abc", 0)
+    history: list[tuple[float, dict[str, int]]] = []
+    for wait_s, event, more in events:
+        now += wait_s
+        if event == "restart":
+            progress.restart(now)
+            stepped, history = now, []
+            continue
+        if event == "step":
+            progress.stepped(now)
+            stepped = now
+        for name, tokens in more.items():
+            totals[name] += tokens
+        history.append((now, {name: totals[name] for name in more}))
+        late = []
+        for name in more:
+            since = now
+            for at, computed in reversed(history):
+                if computed.get(name) != totals[name]:
+                    break
+                since = at
+            late += [name] if now - since >= STALL_S else []
+        expected = ["a", "b", "c", "waits"] if now - stepped >= STALL_S else late
+        assert progress.stalled(["a", "b", "c", "waits"], history[-1][1], now) == expected

@@ -101,8 +101,8 @@ class VirtualEngine:
         def entry(request: Request) -> Any:
             prompt = request.arrival.prompt_tokens
             tokens = prompt + len(request.times)
-            computed = tokens - 1 if request.times else 0
-            return SimpleNamespace(id=request.id, tokens=range(tokens), computed=computed)
+            missing = 1 if request.times else tokens
+            return SimpleNamespace(id=request.id, missing=missing)
 
         live = {
             one.id: SimpleNamespace(logprobs=one.times) for one in [*self.running, *self.waiting]

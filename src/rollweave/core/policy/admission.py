@@ -29,7 +29,7 @@ import enum
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from rollweave.schema.base import Struct
 
@@ -175,9 +175,11 @@ class Corrections:
     """The factors by which estimates of each kind of step are scaled."""
 
     def __init__(self, *, window: int = WINDOW, first_margin: float = FIRST_MARGIN) -> None:
-        self._ratios = {kind: deque([first_margin], maxlen=window) for kind in StepKind}
+        self._first_margin = first_margin
+        self._ratios: dict[StepKind, deque[float]] = {
+            kind: deque(maxlen=window) for kind in StepKind
+        }
         self._factors = dict.fromkeys(StepKind, first_margin)
-        self._unproven = set(StepKind)
 
     def measured(self, kind: StepKind, *, profiled_s: float, seconds: float) -> None:
         """Record that a step with `profiled_s` took `seconds`. A step without profiled
@@ -186,10 +188,8 @@ class Corrections:
         if profiled_s > 0 and seconds >= 0:
             ratios = self._ratios[kind]
             ratios.append(seconds / profiled_s)
-            if kind in self._unproven and len(ratios) > PROVEN:
-                self._unproven.remove(kind)
-                ratios.popleft()
-            self._factors[kind] = percentile(ratios)
+            unproven = [self._first_margin] if len(ratios) < PROVEN else []
+            self._factors[kind] = percentile([*unproven, *ratios])
 
     def factor(self, kind: StepKind) -> float:
         """Return the factor: the 99th percentile of the ratios in the window."""
@@ -248,7 +248,7 @@ class Admission:
     def slack(
         self,
         now: float,
-        prefills: Iterable[QueuedPrefill],
+        prefills: Sequence[QueuedPrefill],
         decodes: Sequence[Decoding],
         *,
         pending: int = 0,
@@ -269,21 +269,20 @@ class Admission:
             prefill_factor if pending else self.corrections.factor(StepKind.SERVING_DECODE)
         )
         decode_s = decode_factor * self.profile.decode.seconds(len(decodes))
-        slacks, ahead = [], 0
-        for request in prefills:
-            slacks.append(
-                ttft_slack(
-                    request,
-                    slo=self.slo,
-                    profile=self.profile,
-                    mode=self.mode,
-                    now=now,
-                    factor=prefill_factor,
-                    beside_s=decode_s,
-                )
+        slacks = [
+            ttft_slack(
+                request,
+                slo=self.slo,
+                profile=self.profile,
+                mode=self.mode,
+                now=now,
+                factor=prefill_factor,
+                beside_s=decode_s,
             )
-            ahead = max(ahead, request.ahead + request.tokens)
+            for request in prefills
+        ]
         if longest_s:
+            ahead = max((request.ahead + request.tokens for request in prefills), default=0)
             ahead_s = prefill_factor * self.profile.prefill_s(ahead, self.mode)
             slacks.append(self.slo.ttft_s - ahead_s - decode_s - longest_s)
         if decodes:
@@ -316,10 +315,7 @@ class Admission:
         """Return how many of `most` sequences a rollout step may decode: `most`, halved
         until the step fits in the slack; 0 if not even one sequence fits.
         """
-        decode = most
-        while decode and self.step_s(prompt=0, decode=decode) > slack:
-            decode //= 2
-        return decode
+        return _halved(most, lambda decode: self.step_s(prompt=0, decode=decode) <= slack)
 
     def slots(self, *, longest_s: float, most: int) -> int:
         """Return how many rollouts may hold a slot beside serving requests, at least 1:
@@ -335,10 +331,16 @@ class Admission:
         have: the largest power of two up to `CHUNK_TOKENS` whose step fits in the
         slack, 0 if none does.
         """
-        tokens = CHUNK_TOKENS
-        while tokens and self.step_s(prompt=tokens, decode=decode) > slack:
-            tokens //= 2
-        return tokens
+        return _halved(
+            CHUNK_TOKENS, lambda prompt: self.step_s(prompt=prompt, decode=decode) <= slack
+        )
+
+
+def _halved(most: int, fits: Callable[[int], bool]) -> int:
+    """Return `most`, halved until it fits; 0 if not even 1 does."""
+    while most and not fits(most):
+        most //= 2
+    return most
 
 
 def stalled(progressed: float, now: float) -> bool:
@@ -346,3 +348,37 @@ def stalled(progressed: float, now: float) -> bool:
     then returned, and a step of a profile is left out.
     """
     return now - progressed >= STALL_S
+
+
+class Progress:
+    """The latest progress of the rollouts on a lent engine. A turn that holds a slot may
+    be left out of steps in which others fit.
+    """
+
+    def __init__(self) -> None:
+        self._stepped = 0.0
+        self._computed: dict[str, tuple[int, float]] = {}
+        """The computed tokens of each turn in a slot, and since when it has them."""
+
+    def restart(self, now: float) -> None:
+        """Note that no turn waited for a step until now."""
+        self._stepped = now
+        self._computed.clear()
+
+    def stepped(self, now: float) -> None:
+        """Note that a step of rollouts ended now."""
+        self._stepped = now
+
+    def stalled(self, live: Iterable[str], computed: Mapping[str, int], now: float) -> list[str]:
+        """Return the turns to give back: all that are `live` if there was no step for
+        too long, otherwise those in a slot that had none. `computed` has the computed
+        tokens of each turn in a slot.
+        """
+        before = self._computed
+        self._computed = {
+            id: before[id] if id in before and before[id][0] == tokens else (tokens, now)
+            for id, tokens in computed.items()
+        }
+        if stalled(self._stepped, now):
+            return list(live)
+        return [id for id, (_, since) in self._computed.items() if stalled(since, now)]

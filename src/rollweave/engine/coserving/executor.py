@@ -25,6 +25,7 @@ from rollweave.core.policy.admission import (
     FIRST_MARGIN,
     Admission,
     Profile,
+    Progress,
     Slo,
     StepKind,
     stalled,
@@ -99,9 +100,7 @@ class CoServing:
         self._ready = False
         self._admission: Admission | None = None
         self._measuring: _Measuring | None = None
-        self._progressed = 0.0
-        self._moved: dict[str, tuple[int, float]] = {}
-        """The computed tokens of each rollout in a slot, and since when it has them."""
+        self._progress = Progress()
         self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
         self._rollout_busy_s = self._activation_s = 0.0
@@ -428,9 +427,9 @@ class CoServing:
         assert self._serving.profile is not None
         serving = self._serving.profile
         self._admission = Admission(slo=self._slo, profile=serving, rollout=profile)
-        self._progressed = self._clock()
-        self._moved.clear()
-        self._activation_s = self._progressed - measuring.started
+        now = self._clock()
+        self._progress.restart(now)
+        self._activation_s = now - measuring.started
         self._shared.rollouts = measuring.tenant.memory
         self._shared.begin_step()
 
@@ -444,7 +443,7 @@ class CoServing:
             if isinstance(command, Load):
                 self._shared.begin_step()
             if isinstance(command, Add) and not self._borrowed.loop.has_work:
-                self._progressed = self._clock()
+                self._progress.restart(self._clock())
         self._borrowed.loop.post(command)
 
     def _recall(self, reason: str) -> None:
@@ -485,8 +484,7 @@ class CoServing:
         assert admission is not None
         loop, memory = tenant.loop, tenant.memory
         if not loop.has_work:
-            self._progressed = now
-            self._moved.clear()
+            self._progress.restart(now)
             return False
         planner = loop.planner
         slack = self._load.slack(self._serving_loop, admission, now)
@@ -496,32 +494,20 @@ class CoServing:
         planner.slots = admission.slots(
             longest_s=self._load.longest_s(admission), most=loop.spec.max_slots
         )
-        sampling = [one for one in planner.running if len(one.tokens) - one.computed == 1]
-        planner.decoding = admission.decoding(slack, most=len(sampling))
+        sampling = sum(entry.missing == 1 for entry in planner.running)
+        planner.decoding = admission.decoding(slack, most=sampling)
         planner.chunk_tokens = admission.chunk(slack, decode=planner.decoding)
         computed = bool(planner.decoding or planner.chunk_tokens) and loop.step()
         if computed:
             self._rollout_steps += 1
-            self._progressed = self._clock()
+            self._progress.stepped(self._clock())
         self._return_stalled(loop)
         return computed
 
     def _return_stalled(self, loop: EngineLoop) -> None:
-        """Return the turns in a slot that did not progress for too long, because only
-        others fit between serving steps; and all turns if none did.
-        """
-        now, before = self._clock(), self._moved
-        self._moved = {
-            entry.id: before[entry.id]
-            if entry.id in before and before[entry.id][0] == entry.computed
-            else (entry.computed, now)
-            for entry in loop.planner.running
-        }
-        late = (
-            list(loop.live)
-            if stalled(self._progressed, now)
-            else [id for id, (_, at) in self._moved.items() if stalled(at, now)]
-        )
+        """Return the turns that did not progress for too long."""
+        computed = {entry.id: entry.computed for entry in loop.planner.running}
+        late = self._progress.stalled(loop.live, computed, self._clock())
         if late:
             self._stalls += 1
         for id in late:

@@ -43,6 +43,8 @@ class ServingLoad:
         """The requests that have sampled a token, with some that have ended."""
         self._prompts_s: deque[float] = deque(maxlen=WINDOW)
         """Estimated seconds of each of the latest prompts."""
+        self._longest_s = self._mean_s = 0.0
+        """Their 99th percentile, and their mean: 0 before the first one."""
 
     def arrive(self, id: str, now: float) -> None:
         """Record, on any thread, that a request has arrived."""
@@ -55,7 +57,7 @@ class ServingLoad:
         """
         if not self._prompts_s:
             return FIRST_MARGIN * admission.profile.prefill_s(FIRST_PROMPT, admission.mode)
-        return percentile(self._prompts_s)
+        return self._longest_s
 
     def stepped(self, loop: EngineLoop, now: float) -> None:
         """Note the tokens of a step that ended now."""
@@ -78,27 +80,26 @@ class ServingLoad:
         """Return the smallest slack of all requests and of one that arrives now."""
         planner, prefills, decodes, ahead = loop.planner, [], [], 0
         for entry in [*planner.running, *planner.waiting]:
-            missing = len(entry.tokens) - entry.computed
             decoding = self._decoding.get(entry.id)
             if decoding is not None:
                 decodes.append(decoding)
-                ahead += missing - 1  # one that lost its KV computes its tokens again
+                ahead += entry.missing - 1  # one that lost its KV computes its tokens again
                 continue
             prefills.append(
                 QueuedPrefill(
                     arrived=self._arrived.get(entry.id, now),
-                    tokens=missing,
+                    tokens=entry.missing,
                     ahead=ahead,
                 )
             )
-            ahead += missing
+            ahead += entry.missing
         return admission.slack(
             now,
             prefills,
             decodes,
             pending=min(ahead, planner.chunk_tokens),
             longest_s=self.longest_s(admission),
-            mean_s=sum(self._prompts_s) / len(self._prompts_s) if self._prompts_s else 0.0,
+            mean_s=self._mean_s,
         )
 
     def measured(self, admission: Admission, work: StepWork, seconds: float) -> None:
@@ -113,4 +114,6 @@ class ServingLoad:
             # the profiled seconds of the whole, times the ratio of this step.
             whole = profile.chunked.seconds(work.longest_prompt)
             self._prompts_s.append(seconds / profiled * whole)
+            self._longest_s = percentile(self._prompts_s)
+            self._mean_s = sum(self._prompts_s) / len(self._prompts_s)
         admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)

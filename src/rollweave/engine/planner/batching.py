@@ -55,6 +55,11 @@ class Entry:
     """Number of first tokens whose log-probs are wanted: none comes from the cache."""
 
     @property
+    def missing(self) -> int:
+        """Number of tokens that are not computed yet; a sequence that decodes has 1."""
+        return len(self.tokens) - self.computed
+
+    @property
     def order(self) -> tuple[float, int]:
         return (-self.rank, self.arrival)
 
@@ -216,12 +221,11 @@ class Batcher:
         prefill: list[tuple[Entry, int]] = []
         budget = self.chunk_tokens
         for entry in self.running:
-            remaining = len(entry.tokens) - entry.computed
-            if remaining == 1:
+            if entry.missing == 1:
                 if len(decode) < self.decoding:
                     decode.append(entry)
             elif budget:
-                count = min(remaining, budget)
+                count = min(entry.missing, budget)
                 prefill.append((entry, count))
                 budget -= count
         left, self._left = self._left, []
