@@ -12,7 +12,7 @@ reads only the segments from there on.
 """
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -27,7 +27,7 @@ from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.media import PlacedImage
 from rollweave.schema.packing import packed
-from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory, Unscored
+from rollweave.schema.work import Blame, Purpose, StopReason, TokenSequence, Trajectory, Unscored
 
 RECORD = 1
 SEGMENT = RecordFormat(
@@ -92,6 +92,12 @@ class Rescored(TaggedStruct, frozen=True, kw_only=True):
 
 class _EndedSequence(msgspec.Struct):
     images: tuple[PlacedImage, ...] = ()
+
+
+def _digests(sequences: Sequence[TokenSequence | _EndedSequence]) -> Iterator[str]:
+    """Yield the digests of the images of these sequences."""
+    for sequence in sequences:
+        yield from (placed.image.digest for placed in sequence.images)
 
 
 class _EndedTrajectory(msgspec.Struct):
@@ -201,8 +207,7 @@ def _scan(
                 nbytes=len(record.payload),
             )
             keys.append(entry)
-            for sequence in key.trajectory.sequences:
-                images.update(placed.image.digest for placed in sequence.images)
+            images.update(_digests(key.trajectory.sequences))
         end = record.end
     return end
 
@@ -314,8 +319,7 @@ class TrajectoryStore:
         payload = packed(record)
         offset = self._write(payload)
         used = self._images.setdefault(self._segment, set())
-        for sequence in trajectory.sequences:
-            used.update(placed.image.digest for placed in sequence.images)
+        used.update(_digests(trajectory.sequences))
         self._index[trajectory.id] = StoredAttempt(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,

@@ -62,11 +62,16 @@ class Message(Struct, frozen=True, kw_only=True):
                 f"{len(self.images)} images, got {self.image_places}"
             )
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The characters of the content before which the images stand."""
+        return self.image_places or (0,) * len(self.images)
+
     def parts(self) -> list[str | Image]:
         """Return the text and the images in their order, without empty text."""
         found: list[str | Image] = []
-        start, places = 0, self.image_places or (0,) * len(self.images)
-        for image, place in zip(self.images, places, strict=True):
+        start = 0
+        for image, place in zip(self.images, self.places, strict=True):
             found += [self.content[start:place], image]
             start = place
         return [part for part in (*found, self.content[start:]) if part != ""]
@@ -102,5 +107,4 @@ def image_key(message: Message) -> tuple[object, ...]:
     """Return a key that is equal for the same images at the same places in the text."""
     if not message.images:
         return ()
-    places = message.image_places or (0,) * len(message.images)
-    return (tuple(image.digest for image in message.images), places)
+    return (tuple(image.digest for image in message.images), message.places)

@@ -75,7 +75,9 @@ class Call:
     beyond their placeholders, as far as the engine has counted them.
     """
     expansion: int = 0
-    """The same of the images of its own prompt, once it is answered."""
+    """Number of tokens that the images of its own prompt have beyond their
+    placeholders; 0 until the engine has counted them.
+    """
     text: str | None = None
     conversation: Conversation | None = None
     """Its conversation until it is in a sequence; None of a completion."""
