@@ -351,8 +351,8 @@ def stalled(progressed: float, now: float) -> bool:
 
 
 class Progress:
-    """The latest progress of the rollouts on a lent engine. A turn that holds a slot may
-    be left out of steps in which others fit.
+    """The latest progress of the rollouts on a lent engine. A turn that holds a slot
+    may be left out of steps in which others fit.
     """
 
     def __init__(self) -> None:
