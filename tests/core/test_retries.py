@@ -3,15 +3,18 @@ time.
 """
 
 import itertools
+import random
 from collections.abc import Callable
+from typing import cast
 
+import msgspec
 import pytest
 
 from rollweave.core.policy.retry import MIN_BROKEN_TASKS, is_broken
 from rollweave.core.state import Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import StopReason, Task
 from tests.support.core import config
 from tests.support.random_world import World
 
@@ -79,8 +82,10 @@ class BrokenFromTheStart(World):
     the number of the failure. If it `works`, the first of each domain has a value.
     """
 
-    def __init__(self, error: Callable[[str, int], str], *, works: bool = False) -> None:
-        changes = {"retries": 1, "groups_per_step": 32, "group_size": 2}
+    def __init__(
+        self, error: Callable[[str, int], str], *, works: bool = False, groups: int = 32
+    ) -> None:
+        changes = {"retries": 1, "groups_per_step": groups, "group_size": 2}
         super().__init__(config(steps=2, rollout=changes), seed=3)
         self.error, self.works, self.failed = error, works, 0
 
@@ -110,25 +115,131 @@ def test_a_run_whose_code_never_worked_ends_at_once_with_its_error() -> None:
     # two batches of groups, which end a run otherwise, have 64 groups of two, each of
     # which is tried twice
     assert world.failed < 96
-    failed = [set(stats.failed.values()) for stats in world.core.state.domains.values()]
+    failed = [
+        {failure.task for failure in stats.failed.values()}
+        for stats in world.core.state.domains.values()
+    ]
     assert max(map(len, failed)) >= MIN_BROKEN_TASKS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "reward raised KeyError: '{group}' (/envs/reward.py:3)",
+        "reward raised ValueError: no answer for {group}, which is new (/envs/reward.py:3)",
+        "the prompt has 1{number} tokens, max_tokens is 512",
+        "the scoring command ended with status 1: opened /tasks/{group}\n  line {number}\n"
+        "FileNotFoundError: '/tasks/{group}.json'",
+    ],
+)
+def test_errors_that_name_their_task_are_the_same_failure(words: str) -> None:
+    world = BrokenFromTheStart(lambda group, number: words.format(group=group, number=number))
+    world.run()
+    assert world.finish is not None
+    assert "failed in the same way: reward_error: " in world.finish.error
+    assert world.failed < 96
 
 
 @pytest.mark.parametrize(
     ("error", "works"),
     [
         (lambda group, number: "reward raised NameError: x", True),
-        (lambda group, number: f"reward raised OSError: port {number} is taken", False),
+        (lambda group, number: f"reward raised OSError: x (reward.py:{number})", False),
     ],
     ids=["it has worked", "other errors"],
 )
 def test_code_that_has_worked_or_fails_in_many_ways_gets_its_two_batches(
     error: Callable[[str, int], str], works: bool
 ) -> None:
-    world = BrokenFromTheStart(error, works=works)
+    world = BrokenFromTheStart(error, works=works, groups=8)
     world.run()
     assert world.finish is not None
     assert "groups in a row failed" in world.finish.error
+
+
+class Mixed(BrokenFromTheStart):
+    """A world that draws `tasks` tasks again and again. The rewards of each domain fail
+    until the domain has failed `failures` times, some of them for a second cause, each
+    with other words. `judge` is a slow reference for the end of the run.
+    """
+
+    def __init__(self, *, tasks: int, failures: int, second: float) -> None:
+        super().__init__(self.words, groups=8)
+        self.draws, self.tasks = random.Random(3), tasks
+        self.failures, self.second = failures, second
+        self.history: list[tuple[str, str, str, int]] = []  # domain, trajectory, cause, task
+        self.expected = False
+
+    def words(self, group: str, number: int) -> str:
+        cause = "KeyError" if self.draws.random() < self.second else "OSError"
+        return f"reward raised {cause}: {number} of {group} (/envs/reward.py:3)"
+
+    def execute(self, command: c.Command) -> None:
+        if isinstance(command, c.StartEval):
+            state = self.core.state
+            name = state.groups[state.trajectories[command.trajectory_id].group_id].name
+            self.works = sum(past[0] == name for past in self.history) >= self.failures
+        super().execute(command)
+
+    def later(self, event: e.Event, delay: float | None = None) -> None:
+        if isinstance(event, e.GroupSubmitted):
+            task = msgspec.structs.replace(event.task, seed=event.task.seed % self.tasks)
+            event = msgspec.structs.replace(event, task=task)
+        super().later(event, delay)
+
+    def feed(self, event: e.Event) -> None:
+        if isinstance(event, e.RewardFailed) and not self.core.state.error:
+            self.expected = self.judge(event)
+        super().feed(event)
+        assert ("failed in the same way" in self.core.state.error) is self.expected
+
+    def judge(self, event: e.RewardFailed) -> bool:
+        state = self.core.state
+        failed = state.trajectories.get(event.trajectory_id)
+        if failed is None or failed.stage is not Stage.EVAL or failed.attempt != event.attempt:
+            return False
+        group = state.groups[failed.group_id]
+        if group.name in state.domains and Stage.EVAL in state.domains[group.name].passed:
+            return False
+        cause = event.error.split()[2]
+        task = cast(Task, group.task).seed
+        self.history.append((group.name, failed.id, cause, task))
+        last = {past[1]: past for past in self.history if past[0] == group.name}
+        alike = [past for past in last.values() if past[2] == cause]
+        begun = [
+            one.id
+            for one in state.trajectories.values()
+            if one.stage in (Stage.INIT, Stage.RUN, Stage.EVAL_QUEUED, Stage.EVAL)
+            and state.groups[one.group_id].name == group.name
+            and one.id not in [past[1] for past in alike]
+        ]
+        return len({past[3] for past in alike}) >= MIN_BROKEN_TASKS and len(alike) >= len(begun)
+
+
+NEVER = 10**6
+
+
+@pytest.mark.parametrize(
+    ("tasks", "failures", "second", "ends"),
+    [
+        (100, NEVER, 0.0, True),
+        (6, NEVER, 0.1, True),
+        (5, NEVER, 0.0, False),
+        (100, NEVER, 0.5, None),
+        (100, 4, 0.0, False),
+        (100, 12, 0.2, None),
+    ],
+)
+def test_a_run_ends_when_enough_of_its_tasks_have_failed_alike(
+    tasks: int, failures: int, second: float, ends: bool | None
+) -> None:
+    """In each event, the core ends the run exactly if the slow reference does."""
+    world = Mixed(tasks=tasks, failures=failures, second=second)
+    world.start()
+    while world.finish is None and world.handled < 400:
+        world.step()
+    assert world.expected is ends or ends is None
+    assert len(world.history) > MIN_BROKEN_TASKS or failures < MIN_BROKEN_TASKS
 
 
 class Flaky(World):

@@ -83,6 +83,18 @@ def test_a_run_writes_all_its_results(tmp_path: Path) -> None:
     assert_no_processes(config)
 
 
+def test_an_environment_that_never_starts_ends_the_run_after_a_few_tasks(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        task={"env": "tests.support.game:Broken"},
+        rollout={"groups_per_step": 16, "max_running": 4},
+    )
+    summary = run(config)
+    assert "no attempt at game has started its environment, and those at 6 tasks" in summary.error
+    assert re.search(r"reset raised KeyError: 'map_\d+' \(.*game\.py:\d+\)", summary.error)
+    assert summary.account.balanced
+
+
 def test_success_is_reported_only_if_an_environment_defines_it(tmp_path: Path) -> None:
     """Every reward is above 0; the periodic evaluation that falls after the last step
     is not the only evaluation.

@@ -43,6 +43,13 @@ class Game:
         return Step(reward=float(self._seed % 2), done=True, success=self._seed % 2 == 1)
 
 
+class Broken(Game):
+    """A game that never starts, for a reason that names its task."""
+
+    def reset(self, task: Task) -> Observation:
+        raise KeyError(f"map_{task.seed}")
+
+
 class Rewarded(Game):
     """An environment that gives rewards, but does not define success."""
 

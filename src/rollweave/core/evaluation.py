@@ -169,8 +169,7 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
         assert trajectory.reward is not None, "a scored trajectory has a reward"
         assert group.task is not None, "its episode was played"
         evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
-        task = f"{group.task.seed} {group.task.payload}"
-        evaluation.scored.setdefault(group.name, {})[task] = None
+        evaluation.scored.setdefault(group.name, {})[group.task.content] = None
         evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(
             trajectory.success
         )

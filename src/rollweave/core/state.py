@@ -18,7 +18,7 @@ from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.engines import EnginePhase
 from rollweave.schema.events import StepTime
 from rollweave.schema.hosts import HostSlot, RankSlot
-from rollweave.schema.work import Decoding, Purpose, StopReason, Task
+from rollweave.schema.work import Decoding, Purpose, StopReason, Task, TaskContent
 
 
 class Stage(enum.StrEnum):
@@ -481,7 +481,7 @@ class Evaluation(msgspec.Struct):
     pending: dict[GroupId, None] = {}
     rewards: dict[str, list[float]] = {}
     successes: dict[str, int] = {}
-    scored: dict[str, dict[str, None]] = {}  # the tasks with a reward, by task domain
+    scored: dict[str, dict[TaskContent, None]] = {}  # the tasks with a reward, by task domain
     failed: dict[str, int] = {}
     last_failure: str = ""  # stop reason of the last failed episode, and its description
     started: bool = False  # engines serve `version`
@@ -495,6 +495,15 @@ class Phase(enum.StrEnum):
     SAVING = "saving"  # the final checkpoint
     EVALUATING = "evaluating"  # the final evaluation
     FINISHED = "finished"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failed attempt: what it has in common with others that fail in the same way
+    (`schema/failures`), and its task.
+    """
+
+    kind: str
+    task: TaskContent
 
 
 class DomainStats(msgspec.Struct):
@@ -512,8 +521,8 @@ class DomainStats(msgspec.Struct):
     turn_s: float | None = None  # seconds of a turn on its engine
     tool_s: float | None = None  # seconds of an environment's step
     passed: dict[Stage, None] = {}  # the stages of its code that an attempt has passed
-    error: str = ""  # with which attempts have failed in a stage that none has passed
-    failed: dict[TrajectoryId, GroupId] = {}  # the trajectories of these attempts
+    # the last failure of each that failed in a stage that none has passed
+    failed: dict[TrajectoryId, Failure] = {}
 
 
 class Pools(msgspec.Struct):

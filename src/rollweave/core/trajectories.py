@@ -11,7 +11,7 @@ from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.retry import DETERMINISTIC, MAX_WORLDS_LOST, is_broken
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Stage, Trajectory
+from rollweave.core.state import ALIVE, Failure, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import (
     CancelTrajectory,
@@ -27,6 +27,7 @@ from rollweave.schema.events import (
     RewardReady,
     TrajectoryEnded,
 )
+from rollweave.schema.failures import failure_kind
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
 # Events.
@@ -112,7 +113,7 @@ def _learn_passed(run: Run, trajectory: Trajectory, stage: Stage) -> None:
     """Record that the code of the trajectory's task domain works in this stage."""
     stats = run.domain_of(trajectory)
     if stage not in stats.passed:
-        stats.passed[stage], stats.error, stats.failed = None, "", {}
+        stats.passed[stage], stats.failed = None, {}
 
 
 def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
@@ -125,19 +126,20 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
     known = trajectory.stage in stats.passed or trajectory.stage is Stage.CLOSING
     if known or reason not in DETERMINISTIC or group.purpose is Purpose.SERVE:
         return
-    if stats.error != state.last_failure:
-        stats.error, stats.failed = state.last_failure, {}
-    stats.failed[trajectory.id] = group.id
+    assert group.task is not None, "its attempt was begun"
+    kind = failure_kind(state.last_failure)
+    stats.failed[trajectory.id] = Failure(kind=kind, task=group.task.content)
+    alike = {id: failure.task for id, failure in stats.failed.items() if failure.kind == kind}
     pools = state.pools
     under_way = sum(
-        id not in stats.failed and state.groups[state.trajectories[id].group_id].name == group.name
+        id not in alike and state.groups[state.trajectories[id].group_id].name == group.name
         for id in (*pools.init, *pools.run, *pools.eval_queued, *pools.eval)
     )
-    tasks = len(set(stats.failed.values()))
-    if is_broken(tasks=tasks, failed=len(stats.failed), under_way=under_way):
+    tasks = len(set(alike.values()))
+    if is_broken(tasks=tasks, failed=len(alike), under_way=under_way):
         state.error = state.error or (
             f"no attempt at {group.name} has {_PASSED[trajectory.stage]}, and those at {tasks} "
-            f"tasks failed in the same way: {stats.error}"
+            f"tasks failed in the same way: {state.last_failure}"
         )
 
 

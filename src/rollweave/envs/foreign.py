@@ -9,6 +9,7 @@ import traceback
 from typing import Any
 
 from rollweave.schema.errors import RollweaveError
+from rollweave.schema.failures import raised
 from rollweave.schema.text import shortened, valid
 
 _NAME = type.__dict__["__name__"]
@@ -34,13 +35,13 @@ def describe_error(method: str, error: BaseException) -> str:
     # `isinstance` would also consult the exception's `__class__`.
     if issubclass(type(error), RollweaveError):
         return f"{method}: {text}"
-    return valid(f"{method} raised {type_name(error)}: {text}{_place(error)}")
+    return valid(raised(method, type_name(error), text, _place(error)))
 
 
 def _place(error: BaseException) -> str:
     try:
         frames = traceback.extract_tb(error.__traceback__)
-        return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     except BaseException:
         return ""
 

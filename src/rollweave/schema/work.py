@@ -129,6 +129,9 @@ class Limits(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"limits.{name} must be positive, got {getattr(self, name)}")
 
 
+TaskContent = tuple[int, str]
+
+
 class Task(Struct, frozen=True, kw_only=True):
     """A task to attempt.
 
@@ -141,6 +144,13 @@ class Task(Struct, frozen=True, kw_only=True):
     payload: str = "{}"
     tag: str = ""
     limits: Limits = Limits()
+
+    @property
+    def content(self) -> TaskContent:
+        """The seed and the payload: the same for each time that a task domain's task is
+        drawn, while `id` is that of the draw.
+        """
+        return self.seed, self.payload
 
 
 class SegmentKind(enum.StrEnum):

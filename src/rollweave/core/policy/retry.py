@@ -62,8 +62,9 @@ to count as broken, since a few tasks may be wrong, or fail by chance.
 
 def is_broken(*, tasks: int, failed: int, under_way: int) -> bool:
     """Return whether a task domain's code counts as broken at a stage that no attempt
-    has passed yet. `failed` trajectories of `tasks` tasks have failed there with the
-    same error; `under_way` others have begun, and may still pass it.
+    has passed yet. `failed` trajectories at `tasks` distinct tasks have failed there in
+    the same way (`schema/failures`); `under_way` others have begun, and may still pass
+    it.
 
     Trajectories are compared, and not tasks: if failures take less time than successes,
     many tasks soon have a member that has failed, although most members may pass.
