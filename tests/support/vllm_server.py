@@ -108,7 +108,9 @@ class VllmApp:
                 ),
                 device_config=SimpleNamespace(device_type="cpu"),
                 weight_transfer_config=SimpleNamespace(backend="rollweave"),
-                structured_outputs_config=SimpleNamespace(backend="guidance"),
+                structured_outputs_config=SimpleNamespace(
+                    backend="guidance", enable_in_reasoning=True
+                ),
             )
         )
 

@@ -49,6 +49,7 @@ ABOUT = About(
     device="cpu",
     transfer="rollweave",
     grammars="guidance",
+    constrains_reasoning=True,
     routes=(*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT),
 )
 
@@ -242,6 +243,10 @@ def test_the_model_and_the_settings_of_a_server_are_checked(
         ({"transfer": "nccl"}, "must have weight transfer rollweave, got nccl"),
         ({"architectures": ("LlamaForCausalLM",)}, "architecture Qwen3ForCausalLM, got Llama"),
         ({"grammars": "auto"}, "must have --structured-outputs-config.backend guidance, got auto"),
+        (
+            {"constrains_reasoning": False},
+            "must have --structured-outputs-config.enable_in_reasoning true, got false",
+        ),
         ({"logprobs": "processed_logprobs"}, "--logprobs-mode raw_logprobs, got processed"),
         ({"context": 299}, "must have --max-model-len of at least 300, got 299"),
         ({"policy": "fcfs"}, "must have --scheduling-policy priority, got fcfs"),

@@ -3,6 +3,7 @@ the plug-in that need nothing of it.
 """
 
 import importlib
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,48 @@ def test_a_constrained_turn_starts_over() -> None:
         rest = remaining_request(asked, text_only=False)
         assert isinstance(rest, GenerateRequest)
         assert (rest.tokens, rest.resumed) == (tokens, None)
+
+
+@pytest.mark.parametrize(
+    ("constrained", "speculative", "parser", "whole", "words"),
+    [
+        (True, None, "", False, ""),
+        (True, None, "qwen3", True, ""),
+        (False, object(), "qwen3", False, ""),
+        (True, object(), "", False, "without speculative decoding"),
+        (True, None, "qwen3", False, r"enable_in_reasoning .* got the parser qwen3"),
+    ],
+)
+def test_a_server_that_would_not_constrain_each_token_refuses(
+    plugin: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    constrained: bool,
+    speculative: object,
+    parser: str,
+    whole: bool,
+    words: str,
+) -> None:
+    exceptions = ModuleType("vllm.exceptions")
+    exceptions.VLLMValidationError = ValueError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.exceptions", exceptions)
+    seen = []
+
+    class Params:
+        structured_outputs = object() if constrained else None
+
+        def verify(self, *arguments: object) -> None:
+            seen.append(arguments)
+
+    plugin._refuse(Params)
+    config = SimpleNamespace(reasoning_parser=parser, enable_in_reasoning=whole)
+    asked = ("model", speculative, config, "tokenizer")
+    if words:
+        with pytest.raises(ValueError, match=words):
+            Params().verify(*asked)
+    else:
+        Params().verify(*asked)
+    assert seen == ([] if words else [asked])
 
 
 @pytest.mark.parametrize("greedy", [False, True])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jsonschema
+import msgspec
 import pytest
 
 from rollweave.engine.clients.client import EngineClient
@@ -67,8 +68,8 @@ def expected(path: Path, asked: GenerateRequest, tokens: Sequence[int]) -> list[
 async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
     tmp_path: Path, scaled: bool
 ) -> None:
-    """At every temperature that such a run has, and beside turns without a
-    constraint.
+    """At every temperature that such a run has, beside turns without a constraint, and
+    also if the server parses reasoning.
     """
     directory = tmp_path / "model"
     directory.mkdir()
@@ -87,7 +88,10 @@ async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
             request("cold", LETTERS, temperature=0.7),
             request("hot json", JSON, temperature=1.7, max_tokens=200),
         ]
-    async with started(model, tmp_path, vllm_spec(scaled_logprobs=scaled)) as (engine, _):
+    spec = vllm_spec(scaled_logprobs=scaled)
+    if scaled:
+        spec = msgspec.structs.replace(spec, args=("--reasoning-parser", "deepseek_r1"))
+    async with started(model, tmp_path, spec) as (engine, _):
         results = await asyncio.gather(*(engine.generate(each) for each in asked))
         for one, result in zip(asked, results, strict=True):
             text, constraint = text_of(result), one.sampling.constraint

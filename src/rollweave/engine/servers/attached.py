@@ -91,6 +91,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     transfer: str = ""
     grammars: str = ""
+    constrains_reasoning: bool = False
     preempts: bool = False
     deterministic: bool = False
     replicas: int = 1

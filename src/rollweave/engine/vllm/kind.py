@@ -42,6 +42,9 @@ class VllmKind:
         yield "weight transfer", "rollweave", about.transfer, about.transfer == "rollweave"
         grammars = about.grammars == GRAMMARS
         yield "--structured-outputs-config.backend", GRAMMARS, about.grammars, grammars
+        # else a reasoning parser would exempt the tokens of the reasoning
+        whole = about.constrains_reasoning
+        yield "--structured-outputs-config.enable_in_reasoning", True, whole, whole
         yield "--logprobs-mode", logprobs, about.logprobs, about.logprobs == logprobs
         yield "--scheduling-policy", "priority", about.policy, about.policy == "priority"
         yield at_least("--max-model-len", settings.context, about.context)

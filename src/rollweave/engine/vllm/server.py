@@ -126,7 +126,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         "kv-cache-memory-bytes": kv_bytes,
         "scheduling-policy": "priority",
         "weight-transfer-config": json.dumps({"backend": NAME}),
-        "structured-outputs-config": json.dumps({"backend": GRAMMARS}),
+        "structured-outputs-config": json.dumps({"backend": GRAMMARS, "enable_in_reasoning": True}),
         "middleware": "rollweave_vllm.Guard",
     }
     if settings.moves_kv:

@@ -43,20 +43,36 @@ def register() -> None:
 
 def _refuse(params: Any) -> None:
     """Refuse constrained requests with speculative decoding, where a request has
-    several rows of logits in a step.
+    several rows of logits in a step, and those of which a reasoning parser would exempt
+    the first tokens.
     """
     from vllm.exceptions import VLLMValidationError
 
     verify = params.verify
 
-    def verified(self: Any, model: Any, speculative: Any, *others: Any, **more: Any) -> None:
+    def verified(
+        self: Any, model: Any, speculative: Any, structured: Any, *others: Any, **more: Any
+    ) -> None:
         if self.structured_outputs is not None and speculative is not None:
             raise VLLMValidationError(
                 "a constrained answer needs vLLM without speculative decoding"
             )
-        verify(self, model, speculative, *others, **more)
+        if self.structured_outputs is not None and exempts_reasoning(structured):
+            raise VLLMValidationError(
+                "a constrained answer needs vLLM with --structured-outputs-config."
+                "enable_in_reasoning or without a reasoning parser, got the parser "
+                f"{structured.reasoning_parser}"
+            )
+        verify(self, model, speculative, structured, *others, **more)
 
     params.verify = verified
+
+
+def exempts_reasoning(config: Any) -> bool:
+    """Return whether vLLM, with this configuration of structured outputs, constrains
+    only the tokens after the reasoning.
+    """
+    return bool(config.reasoning_parser) and not config.enable_in_reasoning
 
 
 def _keep(module: Any) -> None:

@@ -20,7 +20,8 @@ OPTIONS = (
     "--disable-uvicorn-access-log",
     "--scheduling-policy=priority",
     f"--weight-transfer-config={json.dumps({'backend': NAME})}",
-    f"--structured-outputs-config={json.dumps({'backend': 'guidance'})}",
+    "--structured-outputs-config="
+    f"{json.dumps({'backend': 'guidance', 'enable_in_reasoning': True})}",
     "--middleware=rollweave_vllm_leases.LeasedGuard",
 )
 """Arguments without which the server cannot be an engine; the user's come last."""
@@ -58,7 +59,7 @@ def about(config: Any) -> dict[str, Any]:
     import vllm
 
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    transfer = config.weight_transfer_config
+    transfer, grammars = config.weight_transfer_config, config.structured_outputs_config
     return {
         "version": vllm.__version__,
         **rollweave_leases.about_model(model.model, model, context=model.max_model_len),
@@ -70,7 +71,8 @@ def about(config: Any) -> dict[str, Any]:
         "prefix_cache": bool(cache.enable_prefix_caching),
         "device": str(config.device_config.device_type),
         "transfer": transfer.backend if transfer is not None else "",
-        "grammars": config.structured_outputs_config.backend,
+        "grammars": grammars.backend,
+        "constrains_reasoning": grammars.enable_in_reasoning,
     }
 
 
