@@ -39,8 +39,11 @@ def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
     """Return NeMo-RL's message log: one message per segment with exactly its tokens,
     and `generation_logprobs` for sampled ones.
 
-    Contents are empty: nothing is rendered to be tokenized again.
+    Contents are empty: nothing is rendered to be tokenized again. Raises ValueError for
+    a sequence with images, whose placeholders would be computed as text.
     """
+    if sequence.images:
+        raise ValueError(f"sequence must have no images, got {len(sequence.images)}")
     log = []
     for segment in sequence.segments:
         tokens = torch.tensor(sequence.tokens[segment.start : segment.end], dtype=torch.int64)
@@ -60,7 +63,7 @@ def rollout(
 
     A rollout that failed, or that is not one sequence, has `loss_multiplier` 0 and its
     group's mean reward: it is not trained on and does not change the baseline. Raises
-    the errors of `Rollouts.run`.
+    the errors of `Rollouts.run` and of `message_log_of`.
     """
     tasks = [json.dumps(info["rollweave"], sort_keys=True) for info in batch["extra_env_info"]]
     requests = []
