@@ -1,6 +1,7 @@
 """What is an image, and where the images of a message stand."""
 
 import base64
+import hashlib
 import io
 
 import msgspec
@@ -33,6 +34,17 @@ def test_the_first_bytes_say_the_media_type(kind: str) -> None:
     image = Image.of(HEADS[kind] + b"rest")
     assert image.media_type == kind
     assert Image.of_url(image.url) == image
+
+
+def test_an_image_has_the_digest_and_a_copy_of_its_bytes() -> None:
+    data = bytearray(PNG)
+    image = Image.of(bytes(data))
+    same = Image.of(data)  # type: ignore[arg-type]
+    data[-1] ^= 1
+    assert image == same == Image(digest=image.digest, media_type="image/png", data=PNG)
+    assert image.digest == hashlib.sha256(PNG).hexdigest()
+    with pytest.raises(ValueError, match="must have its digest"):
+        Image(digest=image.digest, media_type="image/png", data=bytes(data))
 
 
 @pytest.mark.parametrize(

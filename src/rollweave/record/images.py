@@ -17,7 +17,7 @@ import msgspec
 
 from rollweave.io.disk import replace_file, sync, writing
 from rollweave.schema.chat import Message
-from rollweave.schema.media import SUFFIXES, Image, digest_of
+from rollweave.schema.media import SUFFIXES, Image
 
 UNUSED_S: Final = 86_400.0
 """Minimum seconds for which an image that no record refers to is kept, since an attempt
@@ -96,12 +96,14 @@ def read_image(directory: Path, image: Image) -> Image:
     """Return an image of the store in `directory` with its data. Raises ImageError."""
     path = directory / image.name
     try:
-        data = path.read_bytes()
+        found = Image.of(path.read_bytes())
     except OSError as error:
         raise ImageError(f"image {path} cannot be read: {error.strerror or error}") from error
-    if digest_of(data) != image.digest:
+    except ValueError as error:
+        raise ImageError(f"image {path} is damaged: {error}") from error
+    if found.digest != image.digest:
         raise ImageError(f"image {path} is damaged: its bytes do not have this digest")
-    return Image(digest=image.digest, media_type=image.media_type, data=data)
+    return found
 
 
 def with_images(directory: Path, messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Final, Self
 
+from msgspec.structs import force_setattr
+
 from rollweave.schema.base import Struct
 
 IMAGE_BYTES: Final = 8 << 20
@@ -76,7 +78,9 @@ class Image(Struct, frozen=True, kw_only=True, omit_defaults=True):
         ValueError.
         """
         kind = media_type_of(data)
-        return cls(digest=digest_of(data), media_type=kind, data=bytes(data))
+        image = cls(digest=digest_of(data), media_type=kind)
+        force_setattr(image, "data", bytes(data))  # the check would compute the digest again
+        return image
 
     @classmethod
     def of_base64(cls, text: str) -> Self:
