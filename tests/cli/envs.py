@@ -162,3 +162,11 @@ class Pictures(Fine):
     """Says that its observations have images."""
 
     shows_images = True
+
+
+class Unsure(Fine):
+    """Fails when it is asked whether its observations have images."""
+
+    @classmethod
+    def shows_images(cls, options: Options) -> bool:
+        raise KeyError("images")

@@ -31,7 +31,7 @@ from rollweave.runtime.preflight.service import examine_service, leave_out_overl
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
@@ -825,3 +825,6 @@ def test_an_environment_with_images_is_not_trained_on(tmp_path: Path) -> None:
         ConfigError, match="all engines must be of kind vllm, which takes images, got embedded"
     ):
         examine_service(config)
+    unsure = loads(text.replace("envs:Pictures", "envs:Unsure"))
+    with pytest.raises(RollweaveError, match="shows_images must return: KeyError: 'images'"):
+        examine_service(unsure)

@@ -30,6 +30,7 @@ from rollweave.runtime.preflight.environments import (
     Domain,
     examine_domain,
     examine_rules,
+    refuse_images,
 )
 from rollweave.runtime.preflight.layout import Layout
 from rollweave.runtime.preflight.machine import cores
@@ -119,7 +120,10 @@ def plan(
         *_cpu(config, hosts),
         *_servers(config, elsewhere=hosts is not None),
         *_restrictions(config, domains),
-        *_images(config, domains, trains=trains),
+        *refuse_images(
+            (domain.name for domain in domains if domain.shows_images),
+            TRAINS_TEXT if trains else engines_refuse_images(config),
+        ),
         *_rewards(config, elsewhere=hosts is not None),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
@@ -319,20 +323,6 @@ def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
         for url, about in zip(group.address, servers, strict=True)
     )
     return ok(f"{field}.address", detail)
-
-
-def _images(config: RunConfig, domains: Sequence[Domain], *, trains: bool) -> Iterator[Check]:
-    """Check that what shows the agent images is not trained on, and that engines take
-    them.
-    """
-    for domain in domains:
-        if not domain.shows_images:
-            continue
-        name = f"{domain.name}.env"
-        if trains:
-            yield fail(name, f"{name} must show no images: {TRAINS_TEXT}")
-        elif refused := engines_refuse_images(config):
-            yield fail(name, f"{name} must show no images: {refused}")
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:

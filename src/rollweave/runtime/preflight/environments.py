@@ -9,7 +9,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,9 +116,7 @@ def examine_domain(
         if config.warmup.steps:
             transcripts, check = _transcripts(kind, task, where)
             checks.append(check)
-        shows = _guarded(
-            lambda: shows_images(task.env, task.options), PATIENCE_S, "shows_images must return"
-        )
+        shows = declares_images(task)
         drawn, repeated = _draw(config, task)
         checks += repeated
         _check_references(config, drawn)
@@ -153,6 +151,21 @@ def examine_domain(
         tools=tools,
     )
     return domain, checks
+
+
+def declares_images(task: TaskConfig) -> bool:
+    """Return whether the domain's class says that its agent is shown images. Raises
+    BrokenError.
+    """
+    return _guarded(
+        lambda: shows_images(task.env, task.options), PATIENCE_S, "shows_images must return"
+    )
+
+
+def refuse_images(domains: Iterable[str], reason: str) -> Iterator[Check]:
+    """Refuse these task domains, which show images, if there is a `reason` to."""
+    for name in domains if reason else ():
+        yield fail(f"{name}.env", f"{name}.env must show no images: {reason}")
 
 
 def examine_rules(config: RunConfig) -> Iterator[Check]:

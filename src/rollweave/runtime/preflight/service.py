@@ -1,34 +1,30 @@
 """Check what can be known about a service before it starts."""
 
 import contextlib
-from collections.abc import Iterator
 
 from rollweave.engine.servers.kinds import engines_refuse_images
-from rollweave.envs.images import shows_images
 from rollweave.envs.registry import resolve
-from rollweave.runtime.preflight.checks import Check, fail, must_pass
-from rollweave.runtime.preflight.environments import Domain, examine_domain
+from rollweave.runtime.preflight.checks import Check, must_pass
+from rollweave.runtime.preflight.environments import (
+    Domain,
+    declares_images,
+    examine_domain,
+    refuse_images,
+)
 from rollweave.runtime.preflight.model import check_context, check_prompts, without_overlong
 from rollweave.schema.config.root import RunConfig
 
 
 def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
-    """Check that the model has room for the longest sequences, unless only registered
-    engines compute them, and leave out overlong prompts, as `leave_out_overlong` does.
+    """Check that engines take the images that tasks show, and that the model has room
+    for the longest sequences, unless only registered engines compute them. Leave out
+    overlong prompts, as `leave_out_overlong` does.
     """
     if config.serve.engines == "local":
-        must_pass(list(_images(config)))
+        shown = (f"tasks.{at}" for at, task in enumerate(config.tasks) if declares_images(task))
+        must_pass(list(refuse_images(shown, engines_refuse_images(config))))
         must_pass(check_context(config))
     return leave_out_overlong(config)
-
-
-def _images(config: RunConfig) -> Iterator[Check]:
-    """Check that engines take the images that task domains show."""
-    refused = engines_refuse_images(config)
-    for index, task in enumerate(config.tasks):
-        if refused and shows_images(task.env, task.options):
-            name = f"tasks.{index}.env"
-            yield fail(name, f"{name} must show no images: {refused}")
 
 
 def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
