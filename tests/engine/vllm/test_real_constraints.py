@@ -43,6 +43,9 @@ SCHEMA: dict[str, Any] = {
 }
 JSON = Constraint(kind="json", text=json.dumps(SCHEMA))
 LETTERS = Constraint(kind="regex", text="[ab]{3}/?")
+PARSES = ("--reasoning-parser", "hunyuan_a13b")
+"""Arguments of a server for which the reasoning of these answers never ends."""
+
 LONG = Constraint(kind="regex", text="[ab]{400}")
 
 
@@ -90,7 +93,7 @@ async def test_answers_have_the_form_and_logprobs_of_the_whole_distribution(
         ]
     spec = vllm_spec(scaled_logprobs=scaled)
     if scaled:
-        spec = msgspec.structs.replace(spec, args=("--reasoning-parser", "deepseek_r1"))
+        spec = msgspec.structs.replace(spec, args=PARSES)
     async with started(model, tmp_path, spec) as (engine, _):
         results = await asyncio.gather(*(engine.generate(each) for each in asked))
         for one, result in zip(asked, results, strict=True):
@@ -153,3 +156,16 @@ async def a_turn_starts_over(engine: EngineClient) -> None:
     result = await engine.generate(whole)
     assert result.resumed_tokens == 0
     assert re.fullmatch(LETTERS.text, text_of(result))
+
+
+async def test_a_server_that_would_exempt_the_reasoning_constrains_nothing(tmp_path: Path) -> None:
+    """Its arguments replace the setting that a run gives it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    model = cast(Weights, SimpleNamespace(model=checkpoint(directory, head_dim=32)))
+    args = (*PARSES, "--structured-outputs-config", json.dumps({"backend": "guidance"}))
+    spec = msgspec.structs.replace(vllm_spec(), args=args)
+    async with started(model, tmp_path, spec) as (engine, _):
+        with pytest.raises(EngineError, match=r"enable_in_reasoning .* the parser hunyuan_a13b"):
+            await engine.generate(request("refused", LETTERS))
+        assert (await engine.generate(request("free", None, max_tokens=3))).tokens
