@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import Forked
+
 PATHS = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 """PYTHONPATH with this repository's tests and the tested package."""
 
@@ -30,7 +32,7 @@ def shell() -> Iterator[Shell]:
                 "from rollweave.cli.entry import main; main()",
                 *arguments,
             ]
-            process = subprocess.Popen(
+            process = Forked(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
             )
             stack.enter_context(process)

@@ -21,6 +21,7 @@ from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateRequest, Sampling
 from tests.support.engines import environment, tiny_checkpoint
+from tests.support.forking import forked
 from tests.support.real_gateway import checkpoint
 
 
@@ -42,7 +43,7 @@ async def started(
         *options,
     ]
     command += ["--token-file", str(model / "token")]
-    process = await asyncio.create_subprocess_exec(
+    process = await forked(
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -13,6 +13,7 @@ before the imports) use `subprocess.Popen`.
 """
 
 import ast
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -32,6 +33,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -41,8 +43,20 @@ REQUEST_BYTES = 1 << 20
 FIRST_SPARE_FD = 500
 """File descriptors from here on are none that a test process passes to a child."""
 
+COMMAND_LINE = ("rollweave.cli.entry", "rollweave.cli.main")
+"""Modules of the command line, which import the module of a command when it runs."""
+
+ENGINE = ("rollweave.engine.coserving.executor", "rollweave.engine.loop")
+TRAINER = ("rollweave.runtime.entrypoints.trainer", "torch._dynamo")
+
 IMPORTED_LATER = {
-    "rollweave.runtime.entrypoints.predictor": "rollweave.train.lengths.regressors",
+    "rollweave.cli.engine": ENGINE,
+    "rollweave.cli.entry": ("rollweave.cli.main",),
+    "rollweave.cli.train": (*ENGINE, *TRAINER),
+    "rollweave.runtime.entrypoints.engine": ENGINE,
+    "rollweave.runtime.entrypoints.predictor": ("rollweave.train.lengths.regressors",),
+    "rollweave.runtime.entrypoints.trainer": TRAINER,
+    "tests.support.vllm_server": ENGINE,
 }
 """Modules that a module imports before it is ready, but not at its top."""
 
@@ -53,7 +67,7 @@ class Forked(subprocess.Popen[Any]):
     """A child process that the server forks if it is an interpreter's."""
 
     def _execute_child(self, *given: Any) -> None:
-        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+        names = list(inspect.signature(super()._execute_child).parameters)
         values = {
             name.removeprefix("unused_"): value for name, value in zip(names, given, strict=True)
         }
@@ -83,6 +97,12 @@ class Forked(subprocess.Popen[Any]):
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(values[end] for end in ends))
+
+
+async def forked(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """Start a child as `asyncio.create_subprocess_exec` does, by `Forked`."""
+    with mock.patch("subprocess.Popen", Forked):
+        return await asyncio.create_subprocess_exec(*command, **options)
 
 
 class Server:
@@ -172,19 +192,32 @@ def preload(argv: list[str]) -> None:
     An error is left to the program.
     """
     with contextlib.suppress(Exception):
-        source = argv[1]
         if "-m" in argv:
             module = argv[argv.index("-m") + 1]
             source = Path(importlib.util.find_spec(module).origin).read_text()
-            if module in IMPORTED_LATER:
-                importlib.import_module(IMPORTED_LATER[module])
-        for node in ast.parse(source).body:
-            match node:
-                case ast.Import():
-                    for alias in node.names:
-                        importlib.import_module(alias.name)
-                case ast.ImportFrom(module=str(name), level=0):
-                    importlib.import_module(name)
+            modules, arguments = [module], argv[argv.index("-m") + 2 :]
+        else:
+            source, modules, arguments = argv[1], list[str](), argv[2:]
+        modules += imported(source)
+        if arguments and any(module in COMMAND_LINE for module in modules):
+            modules.append(f"rollweave.cli.{arguments[0]}")
+        for module in modules[1 if "-m" in argv else 0 :]:
+            importlib.import_module(module)
+        for module in modules:
+            for later in IMPORTED_LATER.get(module, ()):
+                importlib.import_module(later)
+
+
+def imported(source: str) -> list[str]:
+    """Return the modules that a program imports at its top."""
+    names = list[str]()
+    for node in ast.parse(source).body:
+        match node:
+            case ast.Import():
+                names += [alias.name for alias in node.names]
+            case ast.ImportFrom(module=str(name), level=0):
+                names.append(name)
+    return names
 
 
 def take_descriptors(received: list[int], numbers: list[int]) -> None:
@@ -212,6 +245,8 @@ def run(request: Request, paths: list[str]) -> NoReturn:
         2, "w", closefd=False, errors="backslashreplace", buffering=1
     )
     status = 0
+    if "-m" in request["argv"]:  # it is executed anew, as the interpreter does
+        sys.modules.pop(request["argv"][request["argv"].index("-m") + 1], None)
     try:
         if option == "-m":
             sys.argv[:] = ["-m", *arguments]

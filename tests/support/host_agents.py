@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import Forked
+
 ROOT = Path(__file__).parents[2]
 
 SECRET = "a secret of the tests"
@@ -39,7 +41,7 @@ class Agents:
 
     def start(self, *names: str, resource: str | None = None) -> None:
         for name in names:
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = Forked(
                 [
                     *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
                     *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),

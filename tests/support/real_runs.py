@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import StepTrained
+from tests.support.forking import Forked
 
 ROOT = Path(__file__).parents[2]
 GROUPS, MEMBERS = 2, 4
@@ -98,9 +98,7 @@ class Life:
         env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
         self._output = directory / "output"
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, env=env, cwd=ROOT, stdout=output, stderr=output
-            )
+            self.process = Forked(command, env=env, cwd=ROOT, stdout=output, stderr=output)
 
     @property
     def output(self) -> str:

@@ -23,6 +23,7 @@ from rollweave.service import launch
 from rollweave.service.backends import BackendFactory, backend_factory
 from rollweave.service.service import Service
 from tests.support.fake_runs import FAKES, ROOT, make_config
+from tests.support.forking import Forked
 
 WAIT_S = 60.0
 
@@ -145,9 +146,7 @@ class Program:
             str(port),
         ]
         with (Path(config.run.dir) / "stderr").open("wb") as stderr:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr
-            )
+            self.process = Forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
         if not self.address:

@@ -44,6 +44,7 @@ from rollweave.schema.serving import (
 )
 from tests.support.asgi import relayed
 from tests.support.engines import ROOT, engine_in_thread, environment
+from tests.support.forking import Forked
 
 SECRET = "open sesame"
 PREFIX = "generate-tokens-"
@@ -380,7 +381,7 @@ def running(
     """Start a server that has `token`, and yield it once it is healthy; kill it at the
     end.
     """
-    process = subprocess.Popen(command, env=variables, cwd=ROOT)
+    process = Forked(command, env=variables, cwd=ROOT)
     try:
         wait_healthy(port, process, token, start_s)
         yield process

@@ -3,7 +3,6 @@ a store whose address rank 0 writes to a file.
 """
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from rollweave.train.distributed import ALONE, RankGroup, join_ranks, join_store, open_store
+from tests.support.forking import Forked
 from tests.support.training import ROOT
 
 WAIT_S = 200.0
@@ -45,7 +45,7 @@ def run_ranks(count: int, worker: str, out: Path, *arguments: Path | str) -> Non
         "STORE": f"{out}.store",
     }
     ranks = [
-        subprocess.Popen(
+        Forked(
             [sys.executable, "-m", f"tests.train.{worker}", *map(str, arguments), str(out)],
             cwd=ROOT,
             env=environment | {"RANK": str(rank)},

@@ -12,6 +12,7 @@ from typing import Any
 from rollweave.runtime.hosts.listener import HostListener, RemoteHost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.hosts import HostAccepted
+from tests.support.forking import forked
 
 SECRET = b"correct horse"
 ROOT = Path(__file__).parents[3]
@@ -81,7 +82,7 @@ async def agent(
     address: str, *options: str, secret: bytes = SECRET, name: str = "b"
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run `rollweave host`, and kill it in the end."""
-    process = await asyncio.create_subprocess_exec(
+    process = await forked(
         *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
         *("host", "--join", address, "--name", name, *options),
         env={**os.environ, "ROLLWEAVE_HOST_SECRET": secret.decode(), "PYTHONPATH": str(ROOT)},
