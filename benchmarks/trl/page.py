@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import t as student
 
 from benchmarks.trl.curve import Evaluation, LearningCurve
 from rollweave.io.disk import replace_file
@@ -54,6 +53,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, math.inf
+    from scipy.stats import t as student  # a second, and only here
+
     quantile = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
     return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
 

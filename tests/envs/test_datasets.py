@@ -15,7 +15,6 @@ import pytest
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
 from rollweave.envs.gym import Gym
 from rollweave.envs.jsonl import Jsonl
-from rollweave.envs.reasoning import INSTRUCTION, answer_in
 from rollweave.envs.records import records
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.config.training import FINAL_TASKS_FROM
@@ -184,6 +183,8 @@ def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
 
 
 def test_reasoning_prompts_and_scores(tmp_path: Path) -> None:
+    from rollweave.envs.reasoning import INSTRUCTION  # reasoning-gym takes a second
+
     options: Any = {"make": {"min_terms": 2, "max_terms": 2}, "prompt": "Sums. "}
     of = reasoning(tmp_path, "chain_sum", **options)
     task = draw(of, "r")
@@ -234,6 +235,8 @@ def test_refuses_invalid_reasoning_options() -> None:
     ],
 )
 def test_the_answer_in_a_text(text: str, answer: str) -> None:
+    from rollweave.envs.reasoning import answer_in  # reasoning-gym takes a second
+
     assert answer_in(text) == answer
 
 

@@ -332,29 +332,34 @@ def plane(claimed: int, data: bytes) -> bytes:
 
 
 HUGE = (1 << 32) - 1
-ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 30))
-COMPRESSED_ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 22))
-UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 26))
 
-BOMBS: dict[str, tuple[int, bytes]] = {
-    "a plane of 4 GiB": (WHOLE, plane(HUGE, b"x")),
-    "a frame of 1 GiB": (WHOLE, plane(300, ZEROS[:200])),
-    "a whole frame of 4 MiB": (WHOLE, plane(1 << 22, COMPRESSED_ZEROS)),
-    "a frame that does not say": (WHOLE, plane(300, UNSIZED[:200])),
-    "changes of 4 GiB": (SPARSE, struct.pack("<BIB", 0, HUGE, 1)),
-    "gaps of 4 GiB": (SPARSE, struct.pack("<BIB", 0, 3, 1) + plane(HUGE, b"x")),
-    "wide gaps": (SPARSE, struct.pack("<BIB", 0, 3, 8) + plane(3, b"abc")),
-    "limits without end": (SPARSE, b"\xff" * 40),
-    "a position beyond the end": (SPARSE, struct.pack("<BIB", 0, 2, 1) + plane(3, b"\xff\xff\0")),
-    "a body of another form": (RAW, b"x" * 10),
-    "no such form": (9, b""),
+
+def zeros(count: int, *, sized: bool = True) -> bytes:
+    return zstandard.ZstdCompressor(write_content_size=sized).compress(bytes(count))
+
+
+BOMBS: dict[str, Callable[[], tuple[int, bytes]]] = {
+    "a plane of 4 GiB": lambda: (WHOLE, plane(HUGE, b"x")),
+    "a frame of 1 GiB": lambda: (WHOLE, plane(300, zeros(1 << 30)[:200])),
+    "a whole frame of 4 MiB": lambda: (WHOLE, plane(1 << 22, zeros(1 << 22))),
+    "a frame that does not say": lambda: (WHOLE, plane(300, zeros(1 << 26, sized=False)[:200])),
+    "changes of 4 GiB": lambda: (SPARSE, struct.pack("<BIB", 0, HUGE, 1)),
+    "gaps of 4 GiB": lambda: (SPARSE, struct.pack("<BIB", 0, 3, 1) + plane(HUGE, b"x")),
+    "wide gaps": lambda: (SPARSE, struct.pack("<BIB", 0, 3, 8) + plane(3, b"abc")),
+    "limits without end": lambda: (SPARSE, b"\xff" * 40),
+    "a position beyond the end": lambda: (
+        SPARSE,
+        struct.pack("<BIB", 0, 2, 1) + plane(3, b"\xff\xff\0"),
+    ),
+    "a body of another form": lambda: (RAW, b"x" * 10),
+    "no such form": lambda: (9, b""),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_claims_beyond_the_block_allocate_nothing(name: str) -> None:
     base, block = samples()[1]
-    form, body = BOMBS[name]
+    form, body = BOMBS[name]()
     forged = sealed(block, body=body, form=form)
     tracemalloc.start()
     try:

@@ -4,11 +4,9 @@ structured output, and one sequence where it resends its history.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 
 from rollweave.rollout.gateway.anthropic_messages import MessagesApi
 from rollweave.rollout.gateway.refusals import RequestError
@@ -24,6 +22,9 @@ from tests.support.scripted_gateway import (
     gateway,
 )
 
+if TYPE_CHECKING:  # seconds, and in the tests alone
+    from anthropic import AsyncAnthropic
+
 TOOL: Any = {
     "name": "add",
     "description": "The sum of two numbers.",
@@ -37,7 +38,9 @@ USER: Any = {"role": "user", "content": "hi"}
 ASK: dict[str, Any] = {"model": "any", "max_tokens": 400}
 
 
-def anthropic_client(client: Client) -> AsyncAnthropic:
+def anthropic_client(client: Client) -> "AsyncAnthropic":
+    from anthropic import AsyncAnthropic
+
     return AsyncAnthropic(
         base_url=client.url + client.access.path.removesuffix("/v1"),
         api_key=client.access.token,
@@ -46,7 +49,7 @@ def anthropic_client(client: Client) -> AsyncAnthropic:
     )
 
 
-async def answer(api: AsyncAnthropic, streamed: bool, **asked: Any) -> Any:
+async def answer(api: "AsyncAnthropic", streamed: bool, **asked: Any) -> Any:
     if not streamed:
         return await api.messages.create(**ASK, **asked)
     async with api.messages.stream(**ASK, **asked) as stream:
@@ -194,16 +197,18 @@ def test_fields_without_effect_have_none() -> None:
 
 
 async def test_a_tool_must_be_called_and_errors_have_anthropics_form() -> None:
+    from anthropic import AuthenticationError, BadRequestError
+
     script = Script([engine_result(CODEC.encode_turn(' {"a": 1, "b": 2}}\n</tool_call>'))])
     async with gateway(script) as (_, client), anthropic_client(client) as api:
         choice: Any = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
         called = await api.messages.create(**ASK, messages=[USER], tools=[TOOL], tool_choice=choice)
         assert called.content[0].input == {"a": 1, "b": 2}  # type: ignore[union-attr]
         assert "</tool_call>" in script.requests[0][2].stop
-        with pytest.raises(anthropic.BadRequestError, match="reasoning_effort must be null"):
+        with pytest.raises(BadRequestError, match="reasoning_effort must be null"):
             await api.messages.create(**ASK, messages=[USER], output_config={"effort": "high"})
         other = api.with_options(api_key="wrong")
-        with pytest.raises(anthropic.AuthenticationError, match="token must be that of"):
+        with pytest.raises(AuthenticationError, match="token must be that of"):
             await other.messages.create(**ASK, messages=[USER])
         status, body = await client.post({}, path="/messages")
         assert (status, body["type"]) == (400, "error")
@@ -211,6 +216,8 @@ async def test_a_tool_must_be_called_and_errors_have_anthropics_form() -> None:
 
 
 async def test_an_engine_answers_in_a_form_token_by_token(tmp_path: Path) -> None:
+    from anthropic import AsyncAnthropic
+
     directory = checkpoint(tmp_path)
     schema = {
         "type": "object",

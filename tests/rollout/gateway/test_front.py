@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 from openai import (
     APIError,
     APIStatusError,
@@ -268,9 +266,11 @@ def test_a_histogram_counts_each_value_once_and_in_order() -> None:
 
 
 async def test_all_apis_are_served(url: str) -> None:
+    import anthropic  # seconds, and only here
+
     async with (
         AsyncOpenAI(base_url=url + "/v1", api_key=TOKEN, max_retries=0) as openai,
-        AsyncAnthropic(base_url=url, auth_token=TOKEN, max_retries=0) as api,
+        anthropic.AsyncAnthropic(base_url=url, auth_token=TOKEN, max_retries=0) as api,
     ):
         answer = await openai.responses.create(model="any", input="hi", max_output_tokens=5)
         assert answer.usage is not None

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
@@ -125,6 +124,8 @@ async def test_responses_and_tool_results_have_images() -> None:
 
 
 async def test_messages_have_images_also_in_results() -> None:
+    from anthropic import AsyncAnthropic  # seconds, and only here
+
     sees = Sees()
 
     def block(image: Image) -> dict[str, Any]:

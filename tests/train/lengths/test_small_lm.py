@@ -11,7 +11,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.train.lengths import build_regressor
-from rollweave.train.lengths.small_lm import BATCH, backbone
 from tests.support.revealed_lengths import quality, teach, trajectories
 
 VOCABULARY = 97
@@ -56,6 +55,8 @@ def test_reads_an_informative_plan(checkpoint: str, name: str) -> None:
 
 
 def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) -> None:
+    from rollweave.train.lengths.small_lm import BATCH, backbone  # scikit-learn takes a second
+
     backbone.cache_clear()
     states = backbone(checkpoint)
     plans = [tuple(range(1, 2 + number % 7 * 5)) for number in range(2 * BATCH + 3)]
@@ -68,6 +69,8 @@ def test_states_do_not_depend_on_the_batch_or_on_earlier_plans(checkpoint: str) 
 
 
 def test_folds_ids_unknown_to_the_checkpoint(checkpoint: str) -> None:
+    from rollweave.train.lengths.small_lm import backbone
+
     states = backbone(checkpoint)
     assert states([(3 + VOCABULARY, 2**31)]) == pytest.approx(states([(3, 2**31 % VOCABULARY)]))
 
