@@ -128,60 +128,67 @@ async def test_drops_only_requests_that_cannot_be_read(
 SURROGATE = b"%ED%B2%80"
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "header", "body"),
-    [
-        ("GET", b"/v1/rollouts/" + SURROGATE, b"", b""),
-        ("GET", b"/v1/rollouts/%FF%00", b"", b""),
-        ("GET", b"/v1/rollouts/\xff", b"", b""),
-        ("DELETE", b"/v1/rollouts/" + SURROGATE, b"", b""),
-        ("DELETE", b"/v1/engines/" + SURROGATE, b"", b""),
-        ("DELETE", b"/v1/engines/a?drain=" + SURROGATE, b"", b""),
-        ("GET", b"/v1/rollouts/a?wait=%FF", b"", b""),
-        ("GET", b"/v1/completions?after=" + SURROGATE, b"", b""),
-        ("GET", b"/v1/events", b"Last-Event-ID: \xff\r\n", b""),
-        ("GET", b"/v1/handlers", b"Authorization: Bearer \xff\xfe\r\n", b""),
-        ("GET", b"/" + SURROGATE, b"", b""),
-        ("POST", b"/v1/rollouts", b"", rb'{"handler": "\ud800", "index": 1}'),
-        ("POST", b"/v1/rollouts", b"", rb'{"handler": "\udc80\ud800", "index": 1}'),
-        ("POST", b"/v1/rollouts", b"", b'{"handler": "\xff", "index": 1}'),
-        ("POST", b"/v1/rollouts", b"", rb'{"handler": "game", "payload": {"\udc80": "\ud800"}}'),
-        ("POST", b"/v1/rollouts", b"", rb'{"handler": "game", "id": "\u0000", "index": 1}'),
-        ("POST", b"/v1/engines", b"", rb'{"address": "http://\ud800:1", "dialect": "vllm"}'),
-        ("POST", b"/add_llm_server", b"", rb'{"address": "\ud800"}'),
-        ("POST", b"/cancel", b"", rb'{"job_id": "\ud800"}'),
-        ("POST", b"/cancel", b"", rb'{"job_id": "\u0000"}'),
-        ("POST", b"/process", b"", rb'{"instance": {"data_source": "\ud800"}}'),
-        (
-            "POST",
-            b"/process",
-            b"",
-            rb'{"instance": {"data_source": "game", "x": "\ud800"}, '
-            rb'"sampling_params": {"\udc80": 1}}',
-        ),
-    ],
-)
-async def test_invalid_text_of_a_client_never_causes_a_500(
-    tmp_path: Path, method: str, path: bytes, header: bytes, body: bytes
-) -> None:
+REQUESTS = [
+    ("GET", b"/v1/rollouts/" + SURROGATE, b"", b""),
+    ("GET", b"/v1/rollouts/%FF%00", b"", b""),
+    ("GET", b"/v1/rollouts/\xff", b"", b""),
+    ("DELETE", b"/v1/rollouts/" + SURROGATE, b"", b""),
+    ("DELETE", b"/v1/engines/" + SURROGATE, b"", b""),
+    ("DELETE", b"/v1/engines/a?drain=" + SURROGATE, b"", b""),
+    ("GET", b"/v1/rollouts/a?wait=%FF", b"", b""),
+    ("GET", b"/v1/completions?after=" + SURROGATE, b"", b""),
+    ("GET", b"/v1/events", b"Last-Event-ID: \xff\r\n", b""),
+    ("GET", b"/v1/handlers", b"Authorization: Bearer \xff\xfe\r\n", b""),
+    ("GET", b"/" + SURROGATE, b"", b""),
+    ("POST", b"/v1/rollouts", b"", rb'{"handler": "\ud800", "index": 1}'),
+    ("POST", b"/v1/rollouts", b"", rb'{"handler": "\udc80\ud800", "index": 1}'),
+    ("POST", b"/v1/rollouts", b"", b'{"handler": "\xff", "index": 1}'),
+    ("POST", b"/v1/rollouts", b"", rb'{"handler": "game", "payload": {"\udc80": "\ud800"}}'),
+    ("POST", b"/v1/rollouts", b"", rb'{"handler": "game", "id": "\u0000", "index": 1}'),
+    ("POST", b"/v1/engines", b"", rb'{"address": "http://\ud800:1", "dialect": "vllm"}'),
+    ("POST", b"/add_llm_server", b"", rb'{"address": "\ud800"}'),
+    ("POST", b"/cancel", b"", rb'{"job_id": "\ud800"}'),
+    ("POST", b"/cancel", b"", rb'{"job_id": "\u0000"}'),
+    ("POST", b"/process", b"", rb'{"instance": {"data_source": "\ud800"}}'),
+    (
+        "POST",
+        b"/process",
+        b"",
+        rb'{"instance": {"data_source": "game", "x": "\ud800"}, '
+        rb'"sampling_params": {"\udc80": 1}}',
+    ),
+]
+"""Method, path, header and body of requests with text that is none."""
+
+
+async def status_of(address: str, method: str, path: bytes, header: bytes, body: bytes) -> int:
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (
+        method.encode(),
+        path,
+        host.encode(),
+        port.encode(),
+    )
+    writer.write(
+        head
+        + header
+        + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        + body
+    )
+    async with asyncio.timeout(30):
+        status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
+async def test_invalid_text_of_a_client_never_causes_a_500(tmp_path: Path) -> None:
+    failures = []
     with serving(service_config(tmp_path)) as service:
         await call(service.address, "POST", "/start", {})
-        host, port = service.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (
-            method.encode(),
-            path,
-            host.encode(),
-            port.encode(),
-        )
-        writer.write(
-            head
-            + header
-            + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-            + body
-        )
-        async with asyncio.timeout(30):
-            status = int((await reader.readline()).split()[1])
-        writer.close()
-        assert status < 500
-        assert (await call(service.address, "GET", "/health"))[0] == 200
+        for request in REQUESTS:
+            status = await status_of(service.address, *request)
+            health = (await call(service.address, "GET", "/health"))[0]
+            if status >= 500 or health != 200:
+                failures.append((request, status, health))
+    assert failures == []
