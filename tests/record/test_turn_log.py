@@ -30,6 +30,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
+from tests.support.properties import examples
 
 CONTEXT = context_digest((1, 2, 3), Sampling())
 
@@ -360,7 +361,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(steps=STEPS, segment_bytes=st.sampled_from([1, 300, 900, 3_000]))
 def test_the_log_has_what_a_dictionary_of_records_has(
     steps: list[Step], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory

@@ -100,6 +100,17 @@ def left_of(folders: list[str]) -> list[str]:
     ]
 
 
+LEFT_OUT = (
+    *("site-packages", "dist-packages", "config-*", "__pycache__", "test", "unittest"),
+    *("distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"),
+    *("_codecs_*", "_curses*", "_decimal*", "_hashlib*", "_sqlite3*", "_ssl*", "_test*"),
+    *("_tkinter*", "_elementtree*", "pyexpat*"),
+)
+"""Parts of Python's library that nothing in a small image needs, and whose copying,
+packing and hashing would take most of the time of tests of images.
+"""
+
+
 def image(folder: Path) -> str:
     """A small image: this machine's programs by links into a copy of nothing but what
     Python needs.
@@ -116,19 +127,9 @@ def image(folder: Path) -> str:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     library = Path(os.__file__).parent
     target = root / "usr" / "lib" / version
-    ignore = shutil.ignore_patterns(
-        "site-packages",
-        "dist-packages",
-        "test",
-        "idlelib",
-        "ensurepip",
-        "config-*",
-        "__pycache__",
-        "tkinter",
-    )
-    shutil.copytree(library, target, ignore=ignore)
-    for extension in (library / "lib-dynload").glob("*.so"):
-        _libraries(root, extension)
+    shutil.copytree(library, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for extension in (target / "lib-dynload").glob("*.so"):
+        _libraries(root, library / "lib-dynload" / extension.name)
     for shared in python.glob("lib/libpython*.so*"):
         _install(root, shared, to=f"usr/lib/{shared.name}")
     return str(root)

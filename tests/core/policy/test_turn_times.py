@@ -128,7 +128,9 @@ def test_estimates_need_a_turn() -> None:
 @settings(max_examples=examples(200))
 @given(seed=st.integers(0, 9999), rows=st.integers(1, 12), ridge=st.sampled_from([1e-4, 0.1, 1.0]))
 def test_no_other_non_negative_point_is_better(seed: int, rows: int, ridge: float) -> None:
-    """The slow reference descends coordinate by coordinate until nothing changes."""
+    """The slow reference descends coordinate by coordinate until nothing changes but by
+    rounding errors, which may alternate forever.
+    """
     chance = np.random.default_rng(seed)
     columns, weights = chance.normal(size=(rows, 3)), chance.uniform(0, 1, size=rows)
 
@@ -143,7 +145,7 @@ def test_no_other_non_negative_point_is_better(seed: int, rows: int, ridge: floa
             rest = columns @ slow - columns[:, at] * slow[at] - 1
             curvature = weights @ np.square(columns[:, at]) + ridge
             slow[at] = max(0.0, (ridge - weights @ (columns[:, at] * rest)) / curvature)
-        if (slow == before).all():
+        if np.abs(slow - before).max() <= 1e-13:
             break
     solution = non_negative_ridge(columns, weights, ridge)
     assert (solution >= 0).all()
