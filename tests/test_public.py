@@ -129,6 +129,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "first",
     ["import rollweave.train.files", "from rollweave.train import files", "import rollweave"],

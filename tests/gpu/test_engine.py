@@ -13,6 +13,7 @@ from rollweave.engine.paged_attention import PagedAttention
 from rollweave.engine.runner import Runner
 from rollweave.schema.serving import EngineSpec, FinishReason
 from tests.support.tiny_models import VOCAB, build, drive, logprob_error, request, save, spec
+from tests.support.variants import mostly_extended
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.3}
 """Maximum error of a log-prob; bfloat16 has three digits."""
@@ -96,7 +97,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     return made
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_extended(["float32", "bfloat16"], {"float32"}))
 @pytest.mark.parametrize(
     "heads", [{}, {"num_key_value_heads": 4}, {"num_attention_heads": 6}], ids=["2", "1", "3"]
 )

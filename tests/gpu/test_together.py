@@ -34,6 +34,7 @@ from tests.gpu.conftest import CUDA
 from tests.support.real_runs import lake
 from tests.support.tiny_models import build, request, save
 from tests.support.trainers import VOCABULARY, make_batch, make_config
+from tests.support.variants import mostly_extended
 
 BLOCK = 16
 PROMPT = [(5 * at + 3) % VOCABULARY for at in range(43)]
@@ -104,7 +105,7 @@ def scored(trainer: Trainer, result: GenerateResult) -> list[float]:
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["loaded", "staged"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_extended(["float32", "bfloat16"], {"float32"}))
 async def test_an_engine_computes_with_the_weights_that_the_trainer_publishes(
     start: Start, path: Path, tmp_path: Path, device: str, dtype: str, staged: bool
 ) -> None:

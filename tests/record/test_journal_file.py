@@ -18,6 +18,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineLost, EngineSuspended, Event, StopRequested, TimerFired
 from tests.support.properties import examples
+from tests.support.variants import mostly_extended
 
 Records = list[tuple[float, Event]]
 
@@ -71,7 +72,9 @@ def test_appended_records_are_read(
     assert path.stat().st_size == ends[-1]
 
 
-@pytest.mark.parametrize("snapshot", [None, b"", b"state of the core"])
+@pytest.mark.parametrize(
+    "snapshot", mostly_extended([None, b"", b"state of the core"], {None, b"state of the core"})
+)
 def test_journal_cut_at_any_byte_opens_as_its_complete_records(
     tmp_path: Path, snapshot: bytes | None
 ) -> None:

@@ -259,6 +259,7 @@ class NoImages:
 IMAGE = SandboxSpec(image="a.toml")
 
 
+@pytest.mark.variants
 async def test_the_wait_for_an_image_is_not_counted(
     store: TrajectoryStore, listener: GatewayListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

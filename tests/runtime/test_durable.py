@@ -129,6 +129,7 @@ def test_a_service_or_simulation_is_not_resumed_as_training(tmp_path: Path, kind
         run(config, resume=True)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("change", ["tokenizer.json", "config.json", "tokenizer_config.json"])
 def test_a_changed_model_file_is_named(tmp_path: Path, change: str) -> None:
     config = make_config(tmp_path, steps=2)

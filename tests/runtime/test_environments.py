@@ -12,9 +12,13 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason
 from tests.support.fake_runs import lines, make_config, replay, run, run_dir, trained
 from tests.support.game import Blocking
+from tests.support.variants import mostly_extended
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded"])
+@pytest.mark.parametrize(
+    "mode",
+    mostly_extended(["sync", "one_step", "stream", "partial", "bounded"], {"sync", "bounded"}),
+)
 def test_every_mode_keeps_its_bound_of_staleness(tmp_path: Path, mode: str) -> None:
     rollout = {"mode": mode, "alpha": 1, "spare_members": 1}
     config = make_config(

@@ -17,6 +17,12 @@ from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
 from tests.support.sandboxes import ISOLATING, NAMES, SPEC, left_of, opened, python
+from tests.support.variants import mostly_extended
+
+WITHOUT_ZYGOTE = pytest.mark.parametrize(
+    "backend", mostly_extended(NAMES, {"bubblewrap", "plain"}), indirect=True
+)
+"""A fork of the zygote differs in its start alone from what bubblewrap starts."""
 
 
 @pytest_asyncio.fixture(params=NAMES)
@@ -45,6 +51,7 @@ async def test_a_program_runs_and_its_result_is_complete(backend: Backend) -> No
     assert sandbox.ended == "stopped"
 
 
+@pytest.mark.variants
 async def test_files_round_trip_and_commands_see_them(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     data = os.urandom(3 * MIB)
@@ -61,6 +68,7 @@ async def test_files_round_trip_and_commands_see_them(backend: Backend) -> None:
         await sandbox.read(f"{home}/missing")
 
 
+@pytest.mark.variants
 async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(
     backend: Backend,
 ) -> None:
@@ -72,6 +80,7 @@ async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(
     assert (await sandbox.exec(["ls"])).stdout == b""
 
 
+@pytest.mark.variants
 async def test_a_command_that_times_out_is_killed_and_the_sandbox_survives(
     backend: Backend,
 ) -> None:
@@ -81,6 +90,7 @@ async def test_a_command_that_times_out_is_killed_and_the_sandbox_survives(
     assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
 
 
+@pytest.mark.variants
 async def test_output_is_truncated_at_the_limit(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(output_bytes=2048)))
     result = await sandbox.exec(["head", "-c", "1000000", "/dev/zero"])
@@ -126,6 +136,7 @@ async def test_a_stop_sends_sigterm_before_sigkill(backend: Backend) -> None:
         await sandbox.exec(["true"])
 
 
+@WITHOUT_ZYGOTE
 async def test_a_stop_kills_commands_that_ignore_sigterm(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     deaf = asyncio.create_task(
@@ -171,6 +182,7 @@ async def test_a_kill_ends_pending_calls(backend: Backend) -> None:
     await sandbox.stop()
 
 
+@pytest.mark.variants
 async def test_a_killed_sandbox_runs_no_further_call(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec())
     sandbox.kill()
@@ -206,6 +218,7 @@ async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) ->
     assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
 
 
+@WITHOUT_ZYGOTE
 async def test_a_snapshot_of_selected_paths_has_nothing_else(backend: Backend) -> None:
     first = await backend.start(SPEC)
     script = (
@@ -249,6 +262,7 @@ async def test_a_snapshot_of_selected_paths_has_nothing_else(backend: Backend) -
             await first.snapshot(only=only, at=at)
 
 
+@pytest.mark.variants
 async def test_exceeding_wall_time_ends_a_sandbox_with_the_limit_as_reason(
     backend: Backend,
 ) -> None:
@@ -257,6 +271,7 @@ async def test_exceeding_wall_time_ends_a_sandbox_with_the_limit_as_reason(
         await sandbox.exec(["sleep", "60"], timeout_s=60.0)
 
 
+@WITHOUT_ZYGOTE
 async def test_exceeding_cpu_time_ends_a_sandbox_with_the_limit_as_reason(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(cpu_s=1.5)))
     with pytest.raises(SandboxLostError, match="cpu_s"):
@@ -274,6 +289,7 @@ async def test_closing_the_back_end_ends_its_sandboxes_and_refuses_starts() -> N
         await running
 
 
+@WITHOUT_ZYGOTE
 @pytest.mark.parametrize("end", ["kill", "stop"])
 async def test_a_reply_of_a_sandbox_that_was_told_to_end_is_no_result(
     backend: Backend, end: str
@@ -339,6 +355,7 @@ async def test_the_uid_inside_is_as_specified(isolating: Backend) -> None:
     ).stdout.split()[0] == b"0"
 
 
+@pytest.mark.variants
 async def test_a_missing_command_is_refused_and_the_sandbox_survives(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     with pytest.raises(SandboxError):
@@ -365,6 +382,7 @@ def test_refuses_invalid_specifications(wrong: dict[str, object], message: str) 
         msgspec.convert(wrong, SandboxSpec)
 
 
+@pytest.mark.variants
 async def test_tools_work_inside(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     bash, cells = Bash(sandbox), IPython(sandbox)
@@ -385,6 +403,7 @@ def test_a_garbage_collected_back_end_leaves_no_folder() -> None:
     assert left_of(folders) == []
 
 
+@WITHOUT_ZYGOTE
 async def test_sandboxes_on_the_hosts_network_have_separate_addresses(backend: Backend) -> None:
     """Two servers on the same port, found by their sandbox's name where there is an
     /etc/hosts of ours.

@@ -68,6 +68,7 @@ async def test_names_persist_and_the_last_value_is_the_result(cells: IPython) ->
     assert (await well(cells, "'žluťoučký 🐴'")).result == "'žluťoučký 🐴'"
 
 
+@pytest.mark.variants
 async def test_output_is_separate_from_the_result_and_in_order(cells: IPython) -> None:
     result = await well(
         cells,
@@ -227,6 +228,7 @@ async def test_the_agents_modules_are_not_shadowed(cells: IPython, tmp_path: Pat
     ).result == "(1, 2, '__main__')"
 
 
+@pytest.mark.variants
 async def test_concurrent_cells_take_turns(cells: IPython) -> None:
     await well(cells, "n = 0")
     result = await asyncio.gather(*(cells.run("n += 1; n") for _ in range(10)))

@@ -27,7 +27,7 @@ from rollweave.train.trainer import Trainer
 from rollweave.train.values import load_value_model
 from rollweave.train.weights import load_named_tensors
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
-from tests.support.variants import mostly_slow
+from tests.support.variants import mostly_extended, mostly_slow
 from tests.train.asking import published, trained
 from tests.train.compare import assert_all_close
 
@@ -68,7 +68,12 @@ def test_a_value_is_a_product_of_the_hidden_state_before_the_token(model_dir: Pa
     assert "lm_head.weight" not in critic.tensors()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_extended(
+        ["qwen3", "qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl"], {"qwen3_moe", "gemma3"}
+    ),
+)
 def test_a_value_of_a_model_of_transformers_is_one_of_its_own_hidden_states(
     tmp_path: Path, name: str
 ) -> None:

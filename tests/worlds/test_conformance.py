@@ -45,6 +45,24 @@ def simulated(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, P
 World = Callable[..., tuple[RunConfig, Path]]
 
 
+def in_both_worlds(*fast: str) -> pytest.MarkDecorator:
+    """Run a test in every mode. Modes are decisions of the core, which both worlds
+    share: live runs of those that are not in `fast` are extended.
+    """
+    return pytest.mark.parametrize(
+        ("world", "mode"),
+        [
+            pytest.param(
+                world,
+                mode,
+                marks=[pytest.mark.extended] if world is live and mode not in fast else [],
+            )
+            for world in (live, simulated)
+            for mode in MODES
+        ],
+    )
+
+
 def judge(config: RunConfig, journal: Path) -> Referee:
     referee, replay = Referee(), Replay(journal, config)
     referee.watch(replay)
@@ -52,8 +70,7 @@ def judge(config: RunConfig, journal: Path) -> Referee:
     return referee
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [live, simulated])
+@in_both_worlds("sync", "partial", "decoupled")
 def test_a_run_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> None:
     referee = judge(*world(tmp_path, mode, eval={"every": 2, "episodes": 2}))
     assert referee.owed() == []
@@ -95,8 +112,7 @@ def test_a_run_that_schedules_trajectories_keeps_the_contract(
     } <= referee.seen  # a live run may end before its predictor is up
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [live, simulated])
+@in_both_worlds("bounded")
 def test_a_run_with_prefill_engines_keeps_the_contract(
     world: World, mode: str, tmp_path: Path
 ) -> None:
