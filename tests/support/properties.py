@@ -20,6 +20,19 @@ def register_profiles() -> None:
     settings.load_profile("dev")
 
 
+FAST_EVENTS = 3
+"""Events of a random run from one check of all invariants to the next in the fast
+suite, which the checks take half of.
+"""
+
+
+def checked_every() -> int:
+    """Return after how many events the loaded profile checks the invariants of a random
+    run: every event if it is ``thorough``. Only ``dev`` derandomizes.
+    """
+    return FAST_EVENTS if settings.default.derandomize else 1
+
+
 def examples(thorough: int) -> int:
     """Scale a number of examples, stated for ``thorough``, to the loaded profile."""
     return max(1, thorough * settings.default.max_examples // THOROUGH)

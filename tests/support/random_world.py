@@ -20,6 +20,7 @@ from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from tests.support.properties import checked_every
 from tests.support.turn_records import TurnRecords
 
 
@@ -271,7 +272,8 @@ class World:
             (self.ready_workers.add if joined else self.ready_workers.discard)(event.worker_id)
         self.note_memory(event)
         out = self.core.handle(self.now, event)
-        self.core.check()
+        if self.handled % checked_every() == 0 or any(isinstance(one, c.Finish) for one in out):
+            self.core.check()
         self.journal.append((self.now, event))
         self.commands.append(out)
         for command in out:

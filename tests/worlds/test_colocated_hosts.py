@@ -13,6 +13,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.hardware import GPUS_PER_MACHINE
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
+from tests.support.properties import checked_every
 from tests.support.referee import Referee
 from tests.support.simulation import config
 
@@ -36,8 +37,8 @@ def in_turn(
 
 
 class Judged(World):
-    """A simulated world whose events a referee judges, and after each of which the core
-    is checked, and the processes on each GPU are counted.
+    """A simulated world whose events a referee judges, and after each of which the
+    processes on each GPU are counted; the core is checked after `checked_every` events.
     """
 
     def __init__(self, run_config: RunConfig) -> None:
@@ -53,7 +54,8 @@ class Judged(World):
         self.seen.update(type(command).__name__ for command in commands)
 
     def check(self) -> None:
-        self.core.check()
+        if self.events % checked_every() == 0:
+            self.core.check()
         state = self.core.state
         engines = Counter(
             (engine.host, gpu) for engine in state.engines.values() for gpu in engine.devices
@@ -76,6 +78,7 @@ class Judged(World):
     def finish(self) -> str:
         while self.over is None:
             self.step()
+        self.core.check()
         account = self.core.account()
         assert (account.balanced, account.in_flight) == (True, 0)
         return self.over

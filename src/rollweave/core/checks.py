@@ -1,6 +1,6 @@
 """Invariants of the whole state.
 
-Tests check them after every event; production code never does.
+Tests check them after every event, or after every few; production code never does.
 """
 
 import math
