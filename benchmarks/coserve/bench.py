@@ -9,13 +9,14 @@ each way of sharing in turn. Ways of sharing are settings of the engine: with a 
 that nothing exceeds, serving and rollouts take turns step by step.
 """
 
-import math
 import random
 import secrets
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from benchmarks.contract import Figure, Result
 from benchmarks.coserve.borrowing_run import BorrowingRun
 from benchmarks.coserve.cores import Cores
 from benchmarks.coserve.engine_program import PAGE_BYTES
+from benchmarks.coserve.figures import (
+    QUIET_S,
+    delay_ms,
+    largest,
+    quantile,
+    tpot_p99,
+    ttft_p99,
+    yield_ms,
+)
 from benchmarks.coserve.load import (
     BURST,
     OUTPUT_MEDIAN,
@@ -61,11 +71,8 @@ LENT_S = 600.0
 """Maximum seconds until a run's model computes in the serving engine."""
 
 POLL_S = 0.1
-WATCH_S = 0.02
+WATCH_S = 0.05
 """Seconds between two readings of the engine's statistics in a burst."""
-
-QUIET_S = 0.1
-"""Seconds without a rollout step after which rollouts are out of the way."""
 
 CALIBRATIONS, SLICES, REMAPS = 7, 21, 200
 
@@ -104,23 +111,34 @@ OF_EACH_WAY = (
 OF_DUAL = (
     "pages_moved_per_s",
     "activation_s",
+    "activation_seconds_over_alone",
     "burst_missed",
+    "burst_missed_alone",
+    "burst_missed_over_alone",
+    "burst_seconds_over_alone",
     "burst_yield_ms",
+    "burst_delay_ms",
     "idle_footprint_mb",
 )
 
 
 class CoservePlan(Struct, frozen=True, kw_only=True):
-    """Length of the bench: seconds of each load and of a burst, and the ways."""
+    """Length of the bench: seconds of each load, the number of engines that have a
+    burst while they are lent and one after the loan, the seconds of a burst and those
+    after it, and the ways.
+    """
 
     load_s: float
+    bursts: int
     burst_s: float
     after_s: float
     ways: tuple[str, ...]
 
 
-FULL = CoservePlan(load_s=120.0, burst_s=3.0, after_s=15.0, ways=tuple(WAYS))
-QUICK = CoservePlan(load_s=4.0, burst_s=0.5, after_s=2.0, ways=("dual", "without_admission"))
+FULL = CoservePlan(load_s=120.0, bursts=6, burst_s=3.0, after_s=6.0, ways=tuple(WAYS))
+QUICK = CoservePlan(
+    load_s=4.0, bursts=1, burst_s=0.5, after_s=2.0, ways=("dual", "without_admission")
+)
 
 CONDITIONS = {
     "ttft_p99_over_alone": "P99 of the time to the first token, seen by the load generator, by "
@@ -133,9 +151,17 @@ CONDITIONS = {
     "share_of_idle_harvested": "seconds of rollout steps by the seconds in which serving computed "
     "nothing. The run asks for no more than its trajectories need",
     "burst_yield_ms": f"from the beginning of a burst of {BURST} times the load until the last "
-    f"rollout step before the first {QUIET_S:g} s without any; null if rollouts paused at no "
-    "time",
-    "burst_missed": "requests of the burst beyond a limit; burst_missed_alone: of the engine alone",
+    f"rollout step before the first {QUIET_S:g} s without any, the largest of all bursts; null if "
+    "rollouts paused at no time in one",
+    "burst_delay_ms": "for how long some request waited for a rollout step in a burst, the mean",
+    "burst_missed": "requests of a burst beyond a limit, the mean; burst_missed_alone: of the same "
+    "engine when it was taken back, beside the same run",
+    "burst_seconds_over_alone": "mean seconds of a burst's requests over those of the same burst "
+    "after the loan, the median of all bursts",
+    "activation_s": "from the run's request until its model was ready in the engine",
+    "activation_seconds_over_alone": "mean seconds of requests that follow each other at once "
+    "from the start of an engine until its first rollout step, in which the run's model is read "
+    "and measured, over those after the loan; the median of all engines with a burst",
     "idle_footprint_mb": "memory of the processes of an engine that was taken back, less that of "
     "one that never lent itself",
     "idle_step_over_plain": "seconds of a step of an engine with --lend and no borrower by those "
@@ -214,17 +240,8 @@ class _Bench:
             self._arrivals = bursty(self._rate, self._plan.load_s, seed=0)
             alone = self._offer(plain, self._arrivals)
             self._ttft_s, self._tpot_s = ttft_p99(alone.served), tpot_p99(alone.served)
-            self._burst_arrivals = with_burst(
-                self._rate,
-                before_s=BURST_FROM_S,
-                burst_s=self._plan.burst_s,
-                after_s=self._plan.after_s,
-                seed=0,
-            )
-            burst = self._offer(plain, self._burst_arrivals)
             self._figures["ttft_p99_alone_ms"] = 1e3 * self._ttft_s
             self._figures["tpot_p99_alone_ms"] = 1e3 * self._tpot_s
-            self._figures["burst_missed_alone"] = self._missed_in_burst(burst.served)
             self._progress(
                 f"alone: {len(alone.served)} requests, P99 {1e3 * self._ttft_s:.0f} ms to the "
                 f"first token and {1e3 * self._tpot_s:.1f} ms a token"
@@ -272,8 +289,10 @@ class _Bench:
             loaded = self._loaded(engine)
             self._note(name, loaded)
             if name == "dual":
-                self._burst(engine)
-                self._footprint(engine)
+                self._take_back(engine)
+                self._figures["idle_footprint_mb"] = engine.memory_mb() - self._plain_mb
+        if name == "dual":
+            self._bursts(run, limits)
 
     def _leave_out(self, name: str, why: str) -> None:
         """Record that a way of sharing was not measured."""
@@ -330,22 +349,68 @@ class _Bench:
             f"{100 * figures['share_of_idle_harvested']:.0f} % of the idle time"
         )
 
-    def _burst(self, engine: ServingEngine) -> None:
-        report = self._offer(engine, self._burst_arrivals, watch_s=WATCH_S)
-        self._figures["burst_missed"] = self._missed_in_burst(report.served)
-        self._figures["burst_yield_ms"] = yield_ms(report, since=BURST_FROM_S)
+    def _bursts(self, run: BorrowingRun, limits: Sequence[str]) -> None:
+        """Offer each burst to an engine twice: while it is lent, and after the loan.
+        Steps take longer at some times than at others, so the two follow at once.
+        """
+        lent, alone, activations = [], [], []
+        for seed in range(self._plan.bursts):
+            arrivals = with_burst(
+                self._rate,
+                before_s=BURST_FROM_S,
+                burst_s=self._plan.burst_s,
+                after_s=self._plan.after_s,
+                seed=seed,
+            )
+            with self._engine("--lend", run.address, *limits) as engine:
+                with _Asking(engine) as asking:
+                    self._until_lent(engine, run)
+                lent.append(self._offer(engine, arrivals, watch_s=WATCH_S))
+                self._take_back(engine)
+                alone.append(self._offer(engine, arrivals, watch_s=WATCH_S))
+                after_s = [_seconds_of_one(engine, number) for number in range(CALIBRATIONS)]
+                activations.append(statistics.mean(asking.seconds) / statistics.mean(after_s))
+        self._compare(lent, alone)
+        self._figures["activation_seconds_over_alone"] = statistics.median(activations)
+        self._conditions["activations"] = f"{[round(one, 2) for one in activations]}"
+
+    def _compare(self, lent: Sequence[LoadReport], alone: Sequence[LoadReport]) -> None:
+        """Note the bursts of a lent engine beside those after the loan."""
+        missed = [self._missed_in_burst(report) for report in lent]
+        missed_alone = [self._missed_in_burst(report) for report in alone]
+        ratios = [
+            self._burst_s(one) / self._burst_s(other)
+            for one, other in zip(lent, alone, strict=True)
+        ]
+        yields = [yield_ms(report, since=BURST_FROM_S) for report in lent]
+        end = BURST_FROM_S + self._plan.burst_s
+        delays = [delay_ms(report, since=BURST_FROM_S, until=end) for report in lent]
+        self._figures |= {
+            "burst_missed": statistics.mean(missed),
+            "burst_missed_alone": statistics.mean(missed_alone),
+            "burst_missed_over_alone": sum(missed) / max(1, sum(missed_alone)),
+            "burst_seconds_over_alone": statistics.median(ratios),
+            "burst_yield_ms": largest(yields),
+            "burst_delay_ms": statistics.mean(delays),
+        }
         self._conditions["burst"] = (
             f"{self._plan.burst_s:g} s at {BURST} times {self._rate:.2f} requests a second, from "
-            "one request to the next, which is within 100 ms"
+            f"one request to the next, which is within 100 ms; missed in each burst: {missed} "
+            f"lent, {missed_alone} alone, of {[len(self._in_burst(report)) for report in lent]}; "
+            f"seconds over those alone {[round(one, 2) for one in ratios]}; delays "
+            f"{[round(one, 1) for one in delays]} ms"
+        )
+        self._progress(
+            f"bursts: {missed} requests beyond a limit lent, {missed_alone} alone, "
+            f"{statistics.median(ratios):.2f} times as long"
         )
 
-    def _footprint(self, engine: ServingEngine) -> None:
-        """Take the engine back, and measure what is left of the loan."""
+    def _take_back(self, engine: ServingEngine) -> None:
+        """End the loan of an engine."""
         engine.process.send_signal(TAKE_BACK)
         deadline = time.monotonic() + LENT_S
         while engine.stats()["lending"]["lent"] and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        self._figures["idle_footprint_mb"] = engine.memory_mb() - self._plain_mb
 
     # All
 
@@ -380,19 +445,39 @@ class _Bench:
             or (one.tpot_s or 0.0) > MARGIN * self._tpot_s
         )
 
-    def _missed_in_burst(self, served: Sequence[Served]) -> int:
+    def _in_burst(self, report: LoadReport) -> list[Served]:
         end = BURST_FROM_S + self._plan.burst_s
-        return sum(self._violates(one) for one in served if BURST_FROM_S <= one.at < end)
+        return [one for one in report.served if BURST_FROM_S <= one.at < end]
+
+    def _burst_s(self, report: LoadReport) -> float:
+        return statistics.mean(one.last_s for one in self._in_burst(report) if one.tokens)
+
+    def _missed_in_burst(self, report: LoadReport) -> int:
+        return sum(map(self._violates, self._in_burst(report)))
 
 
-def yield_ms(report: LoadReport, *, since: float) -> float | None:
-    """Return the milliseconds from `since` until the last rollout step before rollouts
-    paused; None if they did not.
+class _Asking:
+    """Typical requests, each once the one before is answered, while the context lasts.
+    `seconds` are those of each.
     """
-    for one in report.watched:
-        if one.at >= since and one.age_s >= QUIET_S:
-            return 1e3 * max(0.0, one.at - one.age_s - since)
-    return None
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine, self._over = engine, threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> "_Asking":
+        self._asked = self._pool.submit(self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+        self._asked.result()
+
+    def _ask(self) -> None:
+        while not self._over.is_set():
+            self.seconds.append(_seconds_of_one(self._engine, len(self.seconds)))
 
 
 def remap_us() -> float:
@@ -409,23 +494,6 @@ def remap_us() -> float:
         one, other = other, one
     pool.close()
     return 1e6 * statistics.median(times)
-
-
-def ttft_p99(served: Sequence[Served]) -> float:
-    """Return the P99 of the seconds to the first token, infinite for one that never
-    came.
-    """
-    return quantile([one.first_s if one.tokens else math.inf for one in served], 0.99)
-
-
-def tpot_p99(served: Sequence[Served]) -> float:
-    """Return the P99 of the seconds per further token."""
-    return quantile([one.tpot_s for one in served if one.tpot_s is not None], 0.99)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that this share of the values does not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def _named(way: str, figure: str) -> str:

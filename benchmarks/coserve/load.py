@@ -77,13 +77,13 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 class Watched(Struct, frozen=True, kw_only=True):
-    """The number of rollout steps at a moment of the plan, and the seconds since the
-    last one ended.
+    """A moment of the plan: the seconds since the last rollout step ended, and for how
+    long requests have waited for such steps so far.
     """
 
     at: float
-    steps: int
     age_s: float
+    delay_s: float
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
@@ -218,7 +218,7 @@ class _Watch:
                 lending = (await response.json())["lending"]
             at = time.monotonic() - started
             self.seen.append(
-                Watched(at=at, steps=lending["rollout_steps"], age_s=lending["rollout_age_s"])
+                Watched(at=at, age_s=lending["rollout_age_s"], delay_s=lending["delay_s"])
             )
             await asyncio.sleep(every_s)
 

@@ -4,8 +4,15 @@ import math
 
 import pytest
 
-from benchmarks.coserve.bench import BURST_FROM_S, quantile, remap_us, ttft_p99, yield_ms
+from benchmarks.coserve.bench import BURST_FROM_S, remap_us
 from benchmarks.coserve.engine_program import FixedHalf
+from benchmarks.coserve.figures import (
+    delay_ms,
+    largest,
+    quantile,
+    ttft_p99,
+    yield_ms,
+)
 from benchmarks.coserve.load import BURST, LoadReport, Served, Watched, bursty, with_burst
 from rollweave.sim.traffic import SECOND_PEAKS
 
@@ -44,9 +51,21 @@ def test_a_burst_is_ten_times_the_load() -> None:
 def test_rollouts_are_out_of_the_way(
     watched: list[tuple[float, float]], expected: float | None
 ) -> None:
-    seen = tuple(Watched(at=at, steps=0, age_s=age) for at, age in watched)
+    seen = tuple(Watched(at=at, age_s=age, delay_s=0.0) for at, age in watched)
     found = yield_ms(LoadReport(served=(), watched=seen), since=BURST_FROM_S)
     assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_delay_of_a_burst_is_that_between_its_ends() -> None:
+    seen = tuple(
+        Watched(at=at, age_s=0.0, delay_s=delay)
+        for at, delay in ((0.9, 0.5), (1.1, 0.51), (3.9, 0.52), (4.1, 0.7))
+    )
+    report = LoadReport(served=(), watched=seen)
+    assert delay_ms(report, since=1.0, until=4.0) == pytest.approx(20.0)
+    assert delay_ms(LoadReport(served=()), since=1.0, until=4.0) == 0.0
+    assert largest([1.0, 3.0, 2.0]) == 3.0
+    assert largest([1.0, None]) is None
 
 
 def served(first_s: float, *, tokens: int = 5) -> Served:

@@ -282,7 +282,8 @@ class LendingStats(Struct, frozen=True, kw_only=True):
     `lent` is true while a run's model computes here. `cuts` of the budget returned
     pages to serving. `aborted` rollouts were returned, among them all that were live
     at each of the `stalls`. Rollout steps took `rollout_busy_s`, and the latest one
-    ended `rollout_age_s` ago. `activation_s` is the time from the latest run's request
+    ended `rollout_age_s` ago. A serving request waited for a step of a run's model for
+    `delay_s` of all time. `activation_s` is the time from the latest run's request
     until its model was ready.
     """
 
@@ -299,6 +300,7 @@ class LendingStats(Struct, frozen=True, kw_only=True):
     rollout_tokens: int
     rollout_busy_s: float
     rollout_age_s: float
+    delay_s: float
     activation_s: float
 
 

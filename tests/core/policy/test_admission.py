@@ -17,6 +17,7 @@ from rollweave.core.policy.admission import (
     Corrections,
     Curve,
     Decoding,
+    Latest,
     PrefillMode,
     Profile,
     Progress,
@@ -49,6 +50,12 @@ DECODES = st.lists(
     ),
     max_size=5,
 )
+
+
+def growing(points: tuple[tuple[int, float], ...]) -> Curve:
+    """Return a curve on which no larger size is faster."""
+    sizes, seconds = zip(*points, strict=True)
+    return Curve(tuple(zip(sizes, sorted(seconds), strict=True)))
 
 
 def slow_seconds(points: tuple[tuple[int, float], ...], size: int) -> float:
@@ -213,38 +220,68 @@ def test_a_turn_is_stalled_after_two_seconds() -> None:
             st.floats(0, 1.5),
             st.sampled_from(["step", "none", "restart"]),
             st.dictionaries(st.sampled_from("abc"), st.integers(0, 1)),
+            st.sets(st.sampled_from("abc")),
         ),
         max_size=12,
     )
 )
-@example([(1.0, "step", {"a": 1, "b": 0})] * 4)
+@example([(1.0, "step", {"a": 1, "b": 0}, {"a", "b"})] * 4)
+@example([(1.0, "step", {"a": 1}, {"a", "b"}), (1.0, "step", {"b": 1}, {"b"})] * 3)
 def test_a_turn_is_given_back_after_two_seconds_without_progress(
-    events: list[tuple[float, str, dict[str, int]]],
+    events: list[tuple[float, str, dict[str, int], set[str]]],
 ) -> None:
-    """Against a search through all that has happened; each event adds computed tokens
-    to the turns in a slot. Others are live without one.
+    """Against a search through all steps; each adds computed tokens to the turns in a
+    slot. Others are live without one, or have ended.
     """
     progress, now, stepped, totals = Progress(), 0.0, 0.0, dict.fromkeys("abc", 0)
     history: list[tuple[float, dict[str, int]]] = []
-    for wait_s, event, more in events:
+    for wait_s, event, more, live in events:
         now += wait_s
         if event == "restart":
             progress.restart(now)
             stepped, history = now, []
             continue
         if event == "step":
-            progress.stepped(now)
+            for name, tokens in more.items():
+                totals[name] += tokens
+            history.append((now, {name: totals[name] for name in more}))
+            progress.stepped(history[-1][1], now)
             stepped = now
-        for name, tokens in more.items():
-            totals[name] += tokens
-        history.append((now, {name: totals[name] for name in more}))
         late = []
-        for name in more:
-            since = now
+        for name in history[-1][1] if history else ():
             for at, computed in reversed(history):
                 if computed.get(name) != totals[name]:
                     break
                 since = at
-            late += [name] if now - since >= STALL_S else []
-        expected = ["a", "b", "c", "waits"] if now - stepped >= STALL_S else late
-        assert progress.stalled(["a", "b", "c", "waits"], history[-1][1], now) == expected
+            late += [name] if now - since >= STALL_S and name in live else []
+        expected = sorted(live) if now - stepped >= STALL_S else late
+        assert progress.stalled(sorted(live), now) == expected
+
+
+@given(st.lists(st.floats(0, 10), min_size=1), st.integers(1, 40), st.lists(st.floats(0, 10)))
+def test_the_latest_values_are_those_of_a_sorted_window(
+    values: list[float], size: int, more: list[float]
+) -> None:
+    latest = Latest(size)
+    for value in values:
+        latest.add(value)
+    window = values[-size:]
+    assert len(latest) == len(window)
+    assert latest.mean == pytest.approx(sum(window) / len(window))
+    for added in ([], more):
+        all_of_them = sorted([*window, *added])
+        share = sum(one <= latest.percentile(*added) for one in all_of_them) / len(all_of_them)
+        assert share >= 0.99
+        below = [one for one in all_of_them if one < latest.percentile(*added)]
+        assert len(below) / len(all_of_them) < 0.99
+
+
+@given(POINTS, POINTS, st.floats(-1, 2))
+def test_a_step_is_admitted_if_any_is(
+    prompts: tuple[tuple[int, float], ...], tokens: tuple[tuple[int, float], ...], slack: float
+) -> None:
+    curves = [growing(prompts), growing(tokens)]
+    profile = Profile(mono=curves[0], chunked=curves[0], decode=curves[1])
+    admission = Admission(slo=Slo(ttft_s=1, tpot_s=1), profile=profile, rollout=profile)
+    any_fits = admission.decoding(slack, most=1) or admission.chunk(slack, decode=0)
+    assert admission.admits(slack) == bool(any_fits)

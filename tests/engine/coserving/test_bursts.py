@@ -136,3 +136,25 @@ def test_each_step_of_a_long_prompt_tells_the_seconds_of_the_whole(tokens: int) 
     seconds = 2 * (PROMPTS.seconds(tokens) + TOKENS.seconds(4))
     load.measured(admission, StepWork(tokens, 0, 4, 0, 528), seconds)
     assert load.longest_s(admission) == pytest.approx(2 * PROMPTS.seconds(528))
+
+
+def test_a_request_with_the_id_of_a_former_one_waits_for_its_first_token() -> None:
+    admission = Admission(slo=SLO, profile=SERVING, rollout=SERVING)
+
+    def seen(*, tokens: int, sampled: int) -> EngineLoop:
+        entry = SimpleNamespace(id="again", missing=1 if sampled else tokens)
+        live = {"again": SimpleNamespace(logprobs=[0.0] * sampled)}
+        planner = SimpleNamespace(running=[entry], waiting=[], chunk_tokens=CHUNK)
+        return cast(EngineLoop, SimpleNamespace(planner=planner, live=live))
+
+    load, fresh = ServingLoad(), ServingLoad()
+    load.arrive("again", 1.0)
+    load.stepped(seen(tokens=20, sampled=1), 1.1)
+    for one in (load, fresh):
+        one.arrive("again", 5.0)
+        waiting = one.slack(seen(tokens=20, sampled=0), admission, 5.0)
+        assert waiting == pytest.approx(fresh.slack(seen(tokens=20, sampled=0), admission, 5.0))
+        assert waiting > 0
+        one.stepped(seen(tokens=20, sampled=1), 5.05)
+        decoding = one.slack(seen(tokens=20, sampled=1), admission, 5.05)
+        assert decoding == pytest.approx(SLO.tpot_s - 1.25 * TOKENS.seconds(1), rel=0.01)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -343,6 +344,41 @@ def test_a_rollout_without_progress_is_handed_back(
         borrower.send(asks("r", prompt=370))  # the budget is two groups of 128 tokens
         assert borrower.replies.results(1)["r"].finish is FinishReason.RETURNED
         assert lender.executor.stats().stalls == 1
+        borrower.close()
+
+
+def test_the_time_for_which_users_wait_for_rollouts_is_told(
+    models: dict[str, tuple[Path, torch.nn.Module]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that arrives in a step of the run's model waits until it ends."""
+    with lending(models["qwen3"][0], tmp_path) as lender:
+        lender.replies.wait_for(Ready)
+        borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
+        borrower.replies.wait_for(Ready)
+        lender.until(lambda: lender.executor.stats().lent)
+        assert lender.executor.stats().delay_s == 0.0
+        begun, may_end = threading.Event(), threading.Event()
+        computing = CoServing._step
+
+        def slow(executor: CoServing, *args: Any) -> bool:
+            begun.set()
+            assert may_end.wait(WAIT_S)
+            return computing(executor, *args)
+
+        monkeypatch.setattr(CoServing, "_step", slow)
+        borrower.send(asks("r", tokens=1))
+        assert begun.wait(WAIT_S)
+        time.sleep(0.2)  # nobody waits in this time
+        asked = time.monotonic()
+        lender.executor.post(asks("s", tokens=1))
+        time.sleep(0.05)
+        may_end.set()
+        lender.replies.results(1)
+        waited_s = time.monotonic() - asked
+        assert 0.05 <= lender.executor.stats().delay_s <= waited_s
+        borrower.replies.results(1)
         borrower.close()
 
 

@@ -27,9 +27,9 @@ the steps show it; if it is too high, slack is not wasted forever.
 
 import enum
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rollweave.schema.base import Struct
 
@@ -164,11 +164,35 @@ class Decoding(Struct, frozen=True, kw_only=True):
         return min(self.newest + tpot_s, self.first + self.tokens * tpot_s)
 
 
-def percentile(values: Collection[float]) -> float:
-    """Return the 99th percentile of measured values: the smallest that at most a
-    hundredth of them exceed.
-    """
-    return sorted(values)[math.ceil(QUANTILE * len(values)) - 1]
+class Latest:
+    """The latest measured values, `size` at most."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._size = size
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        """Add a value, in place of the oldest one if there are `size` others."""
+        if len(self._values) == self._size:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        self._values.append(value)
+        insort(self._sorted, value)
+
+    @property
+    def mean(self) -> float:
+        """Their mean. There must be at least one."""
+        return sum(self._values) / len(self._values)
+
+    def percentile(self, *more: float) -> float:
+        """Return the 99th percentile of these values and `more`: the smallest that at
+        most a hundredth of them exceed.
+        """
+        values = sorted([*self._sorted, *more]) if more else self._sorted
+        return values[math.ceil(QUANTILE * len(values)) - 1]
 
 
 class Corrections:
@@ -176,9 +200,7 @@ class Corrections:
 
     def __init__(self, *, window: int = WINDOW, first_margin: float = FIRST_MARGIN) -> None:
         self._first_margin = first_margin
-        self._ratios: dict[StepKind, deque[float]] = {
-            kind: deque(maxlen=window) for kind in StepKind
-        }
+        self._ratios = {kind: Latest(window) for kind in StepKind}
         self._factors = dict.fromkeys(StepKind, first_margin)
 
     def measured(self, kind: StepKind, *, profiled_s: float, seconds: float) -> None:
@@ -187,9 +209,9 @@ class Corrections:
         """
         if profiled_s > 0 and seconds >= 0:
             ratios = self._ratios[kind]
-            ratios.append(seconds / profiled_s)
+            ratios.add(seconds / profiled_s)
             unproven = [self._first_margin] if len(ratios) < PROVEN else []
-            self._factors[kind] = percentile([*unproven, *ratios])
+            self._factors[kind] = ratios.percentile(*unproven)
 
     def factor(self, kind: StepKind) -> float:
         """Return the factor: the 99th percentile of the ratios in the window."""
@@ -311,6 +333,13 @@ class Admission:
             prompt
         ) + factors.factor(StepKind.ROLLOUT_DECODE) * self.rollout.decode.seconds(decode)
 
+    def admits(self, slack: float) -> bool:
+        """Return whether the smallest rollout step fits in the slack: one that decodes
+        a sequence, or computes a token of a prompt. No larger one is taken to be
+        faster.
+        """
+        return slack >= min(self.step_s(prompt=0, decode=1), self.step_s(prompt=1, decode=0))
+
     def decoding(self, slack: float, *, most: int) -> int:
         """Return how many of `most` sequences a rollout step may decode: `most`, halved
         until the step fits in the slack; 0 if not even one sequence fits.
@@ -365,20 +394,21 @@ class Progress:
         self._stepped = now
         self._computed.clear()
 
-    def stepped(self, now: float) -> None:
-        """Note that a step of rollouts ended now."""
-        self._stepped = now
-
-    def stalled(self, live: Iterable[str], computed: Mapping[str, int], now: float) -> list[str]:
-        """Return the turns to give back: all that are `live` if there was no step for
-        too long, otherwise those in a slot that had none. `computed` has the computed
-        tokens of each turn in a slot.
+    def stepped(self, computed: Mapping[str, int], now: float) -> None:
+        """Note that a step of rollouts ended now. `computed` has the computed tokens of
+        each turn in a slot.
         """
-        before = self._computed
+        before, self._stepped = self._computed, now
         self._computed = {
             id: before[id] if id in before and before[id][0] == tokens else (tokens, now)
             for id, tokens in computed.items()
         }
+
+    def stalled(self, live: Collection[str], now: float) -> list[str]:
+        """Return the turns to give back: all that are `live` if there was no step for
+        too long, otherwise those in a slot that had none.
+        """
         if stalled(self._stepped, now):
             return list(live)
-        return [id for id, (_, since) in self._computed.items() if stalled(since, now)]
+        turns = self._computed.items()
+        return [id for id, (_, since) in turns if stalled(since, now) and id in live]

@@ -114,5 +114,7 @@ class ServingMetrics:
         if stats.lending is not None:
             gauges["lent"] = int(stats.lending.lent)
             gauges["rollout_pages"] = stats.lending.rollout_pages
+            delay_s = stats.lending.delay_s
+            yield Sample("counter", "serving_rollout_delay_seconds_total", delay_s)
         for name, value in gauges.items():
             yield Sample("gauge", f"serving_{name}", value)

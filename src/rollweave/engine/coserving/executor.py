@@ -103,7 +103,7 @@ class CoServing:
         self._progress = Progress()
         self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
-        self._rollout_busy_s = self._activation_s = 0.0
+        self._rollout_busy_s = self._delay_s = self._activation_s = 0.0
         self._rollout_at = clock()
         self._serving_loop = EngineLoop(
             self.spec,
@@ -288,10 +288,19 @@ class CoServing:
         run now. Return whether it did.
         """
         if self._measuring is not None:
-            return self._for_borrower(self._measure)
-        if self._borrowed is not None and self._admission is not None:
-            return self._for_borrower(self._roll)
-        return False
+            work = self._measure
+        elif self._borrowed is not None and self._admission is not None:
+            work = self._roll
+        else:
+            return False
+        began, loop = self._clock(), self._serving_loop
+        waits = loop.has_work or loop.has_commands
+        self._load.await_arrival()
+        computed = self._for_borrower(work)
+        if computed:
+            since = began if waits else self._load.first_arrival
+            self._delay_s += max(0.0, self._clock() - since)
+        return computed
 
     # Serving
 
@@ -480,14 +489,27 @@ class CoServing:
         """Compute a rollout step if it may run now. Return whether it did."""
         tenant, admission, now = self._borrowed, self._admission, self._clock()
         assert tenant is not None
-        assert tenant.memory is not None
         assert admission is not None
-        loop, memory = tenant.loop, tenant.memory
+        loop = tenant.loop
         if not loop.has_work:
             self._progress.restart(now)
             return False
-        planner = loop.planner
         slack = self._load.slack(self._serving_loop, admission, now)
+        computed = admission.admits(slack) and self._step(tenant, admission, slack)
+        late = self._progress.stalled(loop.live, self._clock())
+        if late:
+            self._stalls += 1
+        for id in late:
+            self._abort(id)
+        return computed
+
+    def _step(self, tenant: Tenant, admission: Admission, slack: float) -> bool:
+        """Compute a rollout step that fits in the slack. Return False if no rollout
+        could have a slot and blocks.
+        """
+        loop, memory, now = tenant.loop, tenant.memory, self._clock()
+        assert memory is not None
+        planner = loop.planner
         for _ in range(memory.missing_groups()):
             if not self._shared.grow_rollouts(now):
                 break
@@ -500,18 +522,9 @@ class CoServing:
         computed = bool(planner.decoding or planner.chunk_tokens) and loop.step()
         if computed:
             self._rollout_steps += 1
-            self._progress.stepped(self._clock())
-        self._return_stalled(loop)
+            tokens = {entry.id: entry.computed for entry in planner.running}
+            self._progress.stepped(tokens, self._clock())
         return computed
-
-    def _return_stalled(self, loop: EngineLoop) -> None:
-        """Return the turns that did not progress for too long."""
-        computed = {entry.id: entry.computed for entry in loop.planner.running}
-        late = self._progress.stalled(loop.live, computed, self._clock())
-        if late:
-            self._stalls += 1
-        for id in late:
-            self._abort(id)
 
     def _watch_rollouts(self, work: StepWork, seconds: float) -> None:
         self._rollout_busy_s += seconds
@@ -547,6 +560,7 @@ class CoServing:
             + (borrowed.loop.output_tokens if borrowed is not None else 0),
             rollout_busy_s=self._rollout_busy_s,
             rollout_age_s=self._clock() - self._rollout_at,
+            delay_s=self._delay_s,
             activation_s=self._activation_s,
         )
 

@@ -2,17 +2,16 @@
 arrived, when its newest token was sampled, and how long the next prompt may take.
 """
 
+import math
 import threading
-from collections import deque
 
 from rollweave.core.policy.admission import (
     FIRST_MARGIN,
-    WINDOW,
     Admission,
     Decoding,
+    Latest,
     QueuedPrefill,
     StepKind,
-    percentile,
 )
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
@@ -23,8 +22,8 @@ step at most.
 """
 
 FORGOTTEN = 64
-"""Requests that have ended are forgotten once there are this many more requests than
-twice the live ones.
+"""Requests that have ended are forgotten once there are this many more than twice those
+that were left the last time.
 """
 
 FIRST_PROMPT = 64
@@ -41,21 +40,36 @@ class ServingLoad:
         self._arrived: dict[str, float] = {}
         self._decoding: dict[str, Decoding] = {}
         """The requests that have sampled a token, with some that have ended."""
-        self._prompts_s: deque[float] = deque(maxlen=WINDOW)
+        self._most_arrived = self._most_decoding = FORGOTTEN
+        self._prompts_s = Latest()
         """Estimated seconds of each of the latest prompts."""
         self._longest_s = self._mean_s = 0.0
         """Their 99th percentile, and their mean: 0 before the first one."""
+        self._first_arrival = math.inf
 
     def arrive(self, id: str, now: float) -> None:
         """Record, on any thread, that a request has arrived."""
         with self._lock:
             self._arrived[id] = now
+            self._first_arrival = min(self._first_arrival, now)
+
+    def await_arrival(self) -> None:
+        """Begin to wait for the next request."""
+        with self._lock:
+            self._first_arrival = math.inf
+
+    @property
+    def first_arrival(self) -> float:
+        """Time at which the first request since `await_arrival` arrived; infinity if
+        none has.
+        """
+        return self._first_arrival
 
     def longest_s(self, admission: Admission) -> float:
         """Return the seconds that the prompt of the next request may take: the 99th
         percentile of the latest ones.
         """
-        if not self._prompts_s:
+        if not len(self._prompts_s):
             return FIRST_MARGIN * admission.profile.prefill_s(FIRST_PROMPT, admission.mode)
         return self._longest_s
 
@@ -63,24 +77,33 @@ class ServingLoad:
         """Note the tokens of a step that ended now."""
         live, known = loop.live, self._decoding
         for id, state in live.items():
-            count, before = len(state.logprobs), known.get(id)
-            if count and (before is None or before.tokens > count):
+            count, before = len(state.logprobs), self._decoding_of(id)
+            if count and before is None:
                 known[id] = Decoding(first=now, newest=now, tokens=count)
             elif before is not None and before.tokens < count:
                 known[id] = Decoding(first=before.first, newest=now, tokens=count)
-        if len(known) > 2 * len(live) + FORGOTTEN:
+        if len(known) > self._most_decoding:
             self._decoding = {id: one for id, one in known.items() if id in live}
-        if len(self._arrived) > 2 * len(live) + FORGOTTEN:
+            self._most_decoding = 2 * len(self._decoding) + FORGOTTEN
+        if len(self._arrived) > self._most_arrived:
             with self._lock:
                 self._arrived = {
                     id: at for id, at in self._arrived.items() if id in live or now - at < ARRIVAL_S
                 }
+                self._most_arrived = 2 * len(self._arrived) + FORGOTTEN
+
+    def _decoding_of(self, id: str) -> Decoding | None:
+        """Return a request that decodes; None before its first token, also if a former
+        request had the same id.
+        """
+        known = self._decoding.get(id)
+        return known if known is not None and known.first >= self._arrived.get(id, 0.0) else None
 
     def slack(self, loop: EngineLoop, admission: Admission, now: float) -> float:
         """Return the smallest slack of all requests and of one that arrives now."""
         planner, prefills, decodes, ahead = loop.planner, [], [], 0
         for entry in [*planner.running, *planner.waiting]:
-            decoding = self._decoding.get(entry.id)
+            decoding = self._decoding_of(entry.id)
             if decoding is not None:
                 decodes.append(decoding)
                 ahead += entry.missing - 1  # one that lost its KV computes its tokens again
@@ -113,7 +136,6 @@ class ServingLoad:
             # The step may compute only the last few tokens of a long prompt. So take
             # the profiled seconds of the whole, times the ratio of this step.
             whole = profile.chunked.seconds(work.longest_prompt)
-            self._prompts_s.append(seconds / profiled * whole)
-            self._longest_s = percentile(self._prompts_s)
-            self._mean_s = sum(self._prompts_s) / len(self._prompts_s)
+            self._prompts_s.add(seconds / profiled * whole)
+            self._longest_s, self._mean_s = self._prompts_s.percentile(), self._prompts_s.mean
         admission.corrections.measured(kind, profiled_s=profiled, seconds=seconds)
