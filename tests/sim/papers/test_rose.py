@@ -2,16 +2,20 @@
 engines cost.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 import pytest
 
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.sim.hardware import link
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import rollout_s
+from rollweave.sim.papers.cluster import rollout_s, steps_of
 from rollweave.sim.papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
-from rollweave.sim.papers.rose_elastic import Borrowing
+from rollweave.sim.papers.rose_elastic import Borrowing, resource_fixed, without_borrowing
+from rollweave.sim.papers.rose_serving import SIZES
 from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.world import costs_of
 
@@ -94,3 +98,29 @@ def test_what_borrowed_engines_cost_until_they_are_ready() -> None:
     assert seen.loans == 3
     assert seen.starting_s == 60.0 + 100.0 + 10.0
     assert seen.held_s == 200.0 + 100.0 + 10.0
+
+
+class Placed:
+    """The engines on which the turns of each trajectory ran."""
+
+    def __init__(self) -> None:
+        self.engines: dict[TrajectoryId, set[EngineId]] = defaultdict(set)
+
+    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        for command in commands:
+            if isinstance(command, c.StartTurn):
+                self.engines[command.trajectory_id].add(command.engine_id)
+
+
+def test_a_resource_fixed_baseline_keeps_a_trajectory_on_one_engine() -> None:
+    """ROSE's order moves nearly all of them, while they are more than slots."""
+    setup = SIZES["8B"].but(rollout_gpus=2, slots=2, batch=16)
+    share = {}
+    for name, one in (("pinned", resource_fixed(setup)), ("affinity", without_borrowing(setup))):
+        placed = Placed()
+        steps_of(one, steps=1, watch=placed)
+        moved = [len(engines) > 1 for engines in placed.engines.values()]
+        assert len(moved) == 16
+        share[name] = sum(moved) / len(moved)
+    assert share["pinned"] == 0
+    assert share["affinity"] > 0.5

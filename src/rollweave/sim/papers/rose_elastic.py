@@ -40,13 +40,23 @@ RUNS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, float]]] = {
     "AReaL": ({"mode": "partial", "alpha": 1}, {"8B": 1.44, "32B": 2.69}),
 }
 """Changes of the set-up for the baselines of Fig. 7, and ROSE's mean throughput over
-theirs. ROSE runs with the same change.
+theirs. ROSE runs with the same change; `resource_fixed` has what else differs.
 """
 
 
 def without_borrowing(setup: Setup) -> Setup:
     """Return the same run on its own GPUs alone."""
     return setup.but(serving={}, borrowed=0)
+
+
+def resource_fixed(setup: Setup) -> Setup:
+    """Return the run of a resource-fixed baseline: on its own GPUs alone, with all
+    turns of a trajectory on one engine.
+
+    So do ROLL (`RequestScheduler`), AReaL (`RemoteSGLangEngine`), and the baseline of
+    ROSE's Table 3. To route each turn by affinity is part of what ROSE gains (§6.1).
+    """
+    return without_borrowing(setup).but(policies=("pinned",))
 
 
 def fig7(quick: bool) -> list[Row]:
@@ -65,7 +75,7 @@ def fig7(quick: bool) -> list[Row]:
             if name == "ROLL-DAPO":  # the step before decides how many more than a batch run
                 setup = setup.but(environments=2 * setup.batch)
             rose, fixed = (
-                pace(one, steps=steps).tokens_per_s for one in (setup, without_borrowing(setup))
+                pace(one, steps=steps).tokens_per_s for one in (setup, resource_fixed(setup))
             )
             rows.append(
                 Row(
@@ -73,7 +83,8 @@ def fig7(quick: bool) -> list[Row]:
                     row=f"{size} ROSE over {name}, throughput",
                     published=published[size],
                     ours=rose / fixed,
-                    note=f"{mean_of(steps, 'step')}; {reasons[name]}",
+                    note=f"{mean_of(steps, 'step')}; the baseline keeps a trajectory on one "
+                    f"engine, as its code does; {reasons[name]}",
                 )
             )
     return rows
@@ -134,7 +145,7 @@ def elastic(size: str, kind: str, *, steps: int) -> Elastic:
     """
     setup = SIZES[size]
     if kind == "none":
-        setup = without_borrowing(setup)
+        setup = resource_fixed(setup)
     elif kind != "rose":
         gpus = ELASTIC_GPUS[size]
         setup = setup.but(serving={"engines": gpus // setup.tp}, borrowed=gpus, sharing=kind)
@@ -182,7 +193,8 @@ def fig8(quick: bool) -> list[Row]:
                     row=f"{size} {name} over ROLL, rollout",
                     published=faster,
                     ours=runs["none"].rollout_s / runs[kind].rollout_s,
-                    note=f"{mean_of(steps, 'rollout')} of a run; {what[kind]}",
+                    note=f"{mean_of(steps, 'rollout')} of a run; ROLL keeps a trajectory on one "
+                    f"engine, as its code does; {what[kind]}",
                 ),
                 row(
                     row=f"{size} {name}, GPU time in which engines were not ready",
