@@ -35,6 +35,7 @@ from benchmarks.coserve.figures import (
     yield_ms,
 )
 from benchmarks.coserve.load import (
+    ANSWER_S,
     BURST,
     OUTPUT_MEDIAN,
     PROMPT_MEDIAN,
@@ -159,9 +160,10 @@ CONDITIONS = {
     "burst_seconds_over_alone": "mean seconds of a burst's requests over those of the same burst "
     "after the loan, the median of all bursts",
     "activation_s": "from the run's request until its model was ready in the engine",
-    "activation_seconds_over_alone": "mean seconds of requests that follow each other at once "
-    "from the start of an engine until its first rollout step, in which the run's model is read "
-    "and measured, over those after the loan; the median of all engines with a burst",
+    "activation_seconds_over_alone": "mean seconds of requests, each sent when the one before is "
+    "answered, from the start of an engine until its first rollout step, over the same after the "
+    "loan; the median of all engines with a burst. In this time the run connects, and its model "
+    "is read and measured",
     "idle_footprint_mb": "memory of the processes of an engine that was taken back, less that of "
     "one that never lent itself",
     "idle_step_over_plain": "seconds of a step of an engine with --lend and no borrower by those "
@@ -351,7 +353,8 @@ class _Bench:
 
     def _bursts(self, run: BorrowingRun, limits: Sequence[str]) -> None:
         """Offer each burst to an engine twice: while it is lent, and after the loan.
-        Steps take longer at some times than at others, so the two follow at once.
+        Steps take longer at some times than at others, so one burst follows the other
+        at once.
         """
         lent, alone, activations = [], [], []
         for seed in range(self._plan.bursts):
@@ -368,7 +371,11 @@ class _Bench:
                 lent.append(self._offer(engine, arrivals, watch_s=WATCH_S))
                 self._take_back(engine)
                 alone.append(self._offer(engine, arrivals, watch_s=WATCH_S))
-                after_s = [_seconds_of_one(engine, number) for number in range(CALIBRATIONS)]
+                after_s = [
+                    # other prompts, of which nothing is cached
+                    _seconds_of_one(engine, len(asking.seconds) + number)
+                    for number in range(CALIBRATIONS)
+                ]
                 activations.append(statistics.mean(asking.seconds) / statistics.mean(after_s))
         self._compare(lent, alone)
         self._figures["activation_seconds_over_alone"] = statistics.median(activations)
@@ -409,7 +416,9 @@ class _Bench:
         """End the loan of an engine."""
         engine.process.send_signal(TAKE_BACK)
         deadline = time.monotonic() + LENT_S
-        while engine.stats()["lending"]["lent"] and time.monotonic() < deadline:
+        while engine.stats()["lending"]["lent"]:
+            if time.monotonic() > deadline:
+                raise RollweaveError(f"the loan has not ended within {LENT_S:g} s; {engine.log}")
             time.sleep(POLL_S)
 
     # All
@@ -450,7 +459,9 @@ class _Bench:
         return [one for one in report.served if BURST_FROM_S <= one.at < end]
 
     def _burst_s(self, report: LoadReport) -> float:
-        return statistics.mean(one.last_s for one in self._in_burst(report) if one.tokens)
+        return statistics.mean(
+            one.last_s if one.tokens else ANSWER_S for one in self._in_burst(report)
+        )
 
     def _missed_in_burst(self, report: LoadReport) -> int:
         return sum(map(self._violates, self._in_burst(report)))

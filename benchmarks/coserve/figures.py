@@ -31,7 +31,8 @@ def delay_ms(report: LoadReport, *, since: float, until: float) -> float:
     """
     before = [one.delay_s for one in report.watched if one.at <= since]
     later = [one.delay_s for one in report.watched if one.at <= until]
-    return 1e3 * (max(later, default=0.0) - max(before, default=0.0))
+    first = min((one.delay_s for one in report.watched), default=0.0)
+    return 1e3 * (max(later, default=first) - max(before, default=first))
 
 
 def ttft_p99(served: Sequence[Served]) -> float:

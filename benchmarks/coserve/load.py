@@ -181,7 +181,7 @@ async def _request(
     session: aiohttp.ClientSession, plan: LoadPlan, number: int, started: float
 ) -> Served:
     arrival = plan.arrivals[number]
-    draw = random.Random(number)
+    draw = random.Random(f"{plan.name}/{number}")
     body = GenerateRequest(
         id=f"{plan.name}-{number}",
         tokens=tuple(draw.randrange(1, plan.vocabulary) for _ in range(arrival.prompt_tokens)),

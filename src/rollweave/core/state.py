@@ -498,10 +498,11 @@ class Phase(enum.StrEnum):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failed attempt: what it has in common with others that fail in the same way
-    (`schema/failures`), and its task.
+    """A failed attempt: its stage, what it has in common with others that fail in the
+    same way (`schema/failures`), and its task.
     """
 
+    stage: Stage
     kind: str
     task: TaskContent
 

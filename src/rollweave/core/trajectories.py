@@ -113,7 +113,8 @@ def _learn_passed(run: Run, trajectory: Trajectory, stage: Stage) -> None:
     """Record that the code of the trajectory's task domain works in this stage."""
     stats = run.domain_of(trajectory)
     if stage not in stats.passed:
-        stats.passed[stage], stats.failed = None, {}
+        stats.passed[stage] = None
+        stats.failed = {id: one for id, one in stats.failed.items() if one.stage is not stage}
 
 
 def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
@@ -127,9 +128,11 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
     if known or reason not in DETERMINISTIC or group.purpose is Purpose.SERVE:
         return
     assert group.task is not None, "its attempt was begun"
-    kind = failure_kind(state.last_failure)
-    stats.failed[trajectory.id] = Failure(kind=kind, task=group.task.content)
-    alike = {id: failure.task for id, failure in stats.failed.items() if failure.kind == kind}
+    stage, kind = trajectory.stage, failure_kind(state.last_failure)
+    stats.failed[trajectory.id] = Failure(stage=stage, kind=kind, task=group.task.content)
+    alike = {
+        id: one.task for id, one in stats.failed.items() if one.kind == kind and one.stage is stage
+    }
     pools = state.pools
     under_way = sum(
         id not in alike and state.groups[state.trajectories[id].group_id].name == group.name

@@ -5,7 +5,10 @@ are foreign code as well.
 """
 
 import asyncio
+import os
+import sysconfig
 import traceback
+from pathlib import Path
 from typing import Any
 
 from rollweave.schema.errors import RollweaveError
@@ -14,6 +17,15 @@ from rollweave.schema.text import shortened, valid
 
 _NAME = type.__dict__["__name__"]
 """The descriptor of a class's name; a metaclass may define another `__name__`."""
+
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "<frozen ",
+)
+"""How the names of files begin that are not the user's own: those of Python, of
+installed packages, and of Rollweave.
+"""
 
 
 def type_name(value: Any) -> str:
@@ -30,7 +42,9 @@ def text_of(error: BaseException) -> str:
 
 
 def describe_error(method: str, error: BaseException) -> str:
-    """Return the error and the last location in the code that it came from."""
+    """Return the error and the place in the code that it came from: the last line of
+    the user's own code, or, if there is none, of any code.
+    """
     text = text_of(error)
     # `isinstance` would also consult the exception's `__class__`.
     if issubclass(type(error), RollweaveError):
@@ -41,7 +55,9 @@ def describe_error(method: str, error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     try:
         frames = traceback.extract_tb(error.__traceback__)
-        return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        last = (own or frames)[-1:]
+        return "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
     except BaseException:
         return ""
 

@@ -23,7 +23,8 @@ def failure_kind(text: str) -> str:
     For what `raised` says with a place, these are the method, the exception's class and
     the place. Any other text is reduced to its last line, since a traceback ends with
     its exception, and from this line to its words: without what is quoted, and without
-    words that contain a digit or a slash.
+    words that contain a digit or a slash. If no word is left, the text is all that it
+    has in common with others.
     """
     method, _, rest = text.partition(" raised ")
     kind, _, rest = rest.partition(": ")
@@ -31,5 +32,5 @@ def failure_kind(text: str) -> str:
     if _PLACE.fullmatch(place) and "\n" not in method + kind:
         return f"{method} raised {kind} ({place}"
     last = text.rstrip().rpartition("\n")[2]
-    words = _QUOTED.sub(" ", last).split()
-    return " ".join(word for word in words if not _VARIABLE.search(word))
+    words = [word for word in _QUOTED.sub(" ", last).split() if not _VARIABLE.search(word)]
+    return " ".join(words) or text

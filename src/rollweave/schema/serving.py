@@ -282,9 +282,9 @@ class LendingStats(Struct, frozen=True, kw_only=True):
     `lent` is true while a run's model computes here. `cuts` of the budget returned
     pages to serving. `aborted` rollouts were returned, among them all that were live
     at each of the `stalls`. Rollout steps took `rollout_busy_s`, and the latest one
-    ended `rollout_age_s` ago. A serving request waited for a step of a run's model for
-    `delay_s` of all time. `activation_s` is the time from the latest run's request
-    until its model was ready.
+    ended `rollout_age_s` ago. For `delay_s` in total, at least one serving request
+    waited for a step of a run's model. `activation_s` is the time from the latest run's
+    request until its model was ready.
     """
 
     lent: bool

@@ -121,10 +121,10 @@ class CoServing:
 
     def post(self, command: EngineCommand) -> None:
         """Queue a command of the serving model's clients."""
-        if isinstance(command, Add):
-            request = command.request
-            self._load.arrive(request.id, self._clock())
-        self._serving_loop.post(command)
+        with self._wake:
+            if isinstance(command, Add):
+                self._load.arrive(command.request.id, self._clock())
+            self._serving_loop.post(command)
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
         """Begin a loan. Return why there is none, or "". A former loan has some time to
@@ -294,8 +294,9 @@ class CoServing:
         else:
             return False
         began, loop = self._clock(), self._serving_loop
-        waits = loop.has_work or loop.has_commands
-        self._load.await_arrival()
+        with self._wake:
+            waits = loop.has_work or loop.has_commands
+            self._load.await_arrival()
         computed = self._for_borrower(work)
         if computed:
             since = began if waits else self._load.first_arrival

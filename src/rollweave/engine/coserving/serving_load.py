@@ -22,8 +22,8 @@ step at most.
 """
 
 FORGOTTEN = 64
-"""Requests that have ended are forgotten once there are this many more than twice those
-that were left the last time.
+"""Requests that have ended are forgotten once all that are known, live or ended, are
+this many more than twice those that were kept the last time.
 """
 
 FIRST_PROMPT = 64
