@@ -23,8 +23,8 @@ _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
     "<frozen ",
 )
-"""Prefixes of files that are not the user's own: those of Python, of installed packages,
-and of Rollweave.
+"""Prefixes of files that are not the user's own: those of Python, of installed
+packages, and of Rollweave.
 """
 
 
