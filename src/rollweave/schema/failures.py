@@ -11,7 +11,7 @@ _VARIABLE = re.compile(r"[\d/\\]")
 
 def raised(method: str, kind: str, text: str, place: str) -> str:
     """Say that `method` raised an exception of class `kind` with `text`. `place` is the
-    last line of code in its traceback, `FILE:LINE`, or "" if it is not known.
+    line of code that it came from, `FILE:LINE`, or "" if it is not known.
     """
     return f"{method} raised {kind}: {text}" + (f" ({place})" if place else "")
 

@@ -36,7 +36,7 @@ from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_siz
 from rollweave.engine.coserving.profiles import measure_profile
 from rollweave.engine.coserving.serving_load import FIRST_PROMPT, ServingLoad
 from rollweave.engine.coserving.sharing import LEASES_S, SharedPages
-from rollweave.engine.coserving.tenant import Tenant
+from rollweave.engine.coserving.tenant import Measuring, Tenant
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.drivers import driver_of
@@ -99,7 +99,7 @@ class CoServing:
         self._end_s = end_s
         self._ready = False
         self._admission: Admission | None = None
-        self._measuring: _Measuring | None = None
+        self._measuring: Measuring | None = None
         self._progress = Progress()
         self._aborted = self._stalls = self._loans = self._rollout_steps = 0
         self._rollout_tokens = 0
@@ -406,7 +406,7 @@ class CoServing:
         if tenant.error:
             reply(EngineFatal(error=tenant.error))
             return
-        self._measuring = _Measuring(tenant, started=started, now=self._clock())
+        self._measuring = Measuring(tenant, started=started, now=self._clock())
 
     def _measure(self) -> bool:
         """Compute a step of the borrower's profile if serving can wait for it. A size
@@ -430,7 +430,7 @@ class CoServing:
             self._activate(measuring, profile)
         return True
 
-    def _activate(self, measuring: "_Measuring", profile: Profile) -> None:
+    def _activate(self, measuring: Measuring, profile: Profile) -> None:
         """Begin to compute rollouts."""
         self._measuring = None
         assert self._serving is not None
@@ -564,32 +564,6 @@ class CoServing:
             delay_s=self._delay_s,
             activation_s=self._activation_s,
         )
-
-
-class _Measuring:
-    """The measurement of a borrower's model. `expected_s` are the seconds of its next
-    step, which has waited since `since`.
-    """
-
-    def __init__(self, tenant: Tenant, *, started: float, now: float) -> None:
-        self.tenant, self.started, self.since = tenant, started, now
-        self._steps = tenant.profile_steps()
-        self.expected_s = next(self._steps)
-
-    def step(self, *, fits: bool) -> Profile | None:
-        """Compute the next step, or leave its size out if it does not fit. Return the
-        profile at the end.
-        """
-        try:
-            self.expected_s = self._steps.send(fits)
-        except StopIteration as end:
-            profile: Profile = end.value
-            return profile
-        return None
-
-    def end(self) -> None:
-        """Give the measurement up."""
-        self._steps.close()
 
 
 class _Borrowing:

@@ -1,4 +1,4 @@
-"""One of the two models of a co-serving engine."""
+"""One of the two models of a co-serving engine, and its measurement."""
 
 from rollweave.core.policy.admission import Profile
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory
@@ -29,3 +29,29 @@ class Tenant:
         return profile_steps(
             self.loop.runner, blocks=self.pool.group_blocks, slots=self.loop.spec.max_slots
         )
+
+
+class Measuring:
+    """The measurement of a borrower's model, step by step. `expected_s` are the seconds
+    of its next step, which has waited since `since`.
+    """
+
+    def __init__(self, tenant: Tenant, *, started: float, now: float) -> None:
+        self.tenant, self.started, self.since = tenant, started, now
+        self._steps = tenant.profile_steps()
+        self.expected_s = next(self._steps)
+
+    def step(self, *, fits: bool) -> Profile | None:
+        """Compute the next step, or leave its size out if it does not fit. Return the
+        profile at the end.
+        """
+        try:
+            self.expected_s = self._steps.send(fits)
+        except StopIteration as end:
+            profile: Profile = end.value
+            return profile
+        return None
+
+    def end(self) -> None:
+        """Give the measurement up."""
+        self._steps.close()

@@ -75,8 +75,8 @@ class Call:
     beyond their placeholders, as far as the engine has counted them.
     """
     expansion: int = 0
-    """Number of tokens that the images of its own prompt have beyond their
-    placeholders; 0 until the engine has counted them.
+    """Number of tokens that the images of this prompt have beyond their placeholders; 0
+    until the engine has counted them.
     """
     text: str | None = None
     conversation: Conversation | None = None
