@@ -22,6 +22,7 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
+from rollweave.io.cpu import describe_computation
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
@@ -30,6 +31,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
@@ -258,6 +260,10 @@ async def _serve(
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
         try:
             err.print(f"[dim]loading {spec.model}[/]")
+            if spec.dtype != "float32":
+                on_gpu = spec.device.startswith("cuda") or (spec.device == "auto" and gpus())
+                text = describe_computation(spec.dtype, "cuda" if on_gpu else "cpu")
+                err.print(f"[dim]{text}[/]", soft_wrap=True)
             codec = _codec(spec)
             ready = asyncio.ensure_future(backend.ready())
             await _first(ready, ending)

@@ -27,7 +27,7 @@ from rollweave.record.summary import (
 from rollweave.runtime import launch
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
+from rollweave.runtime.preflight.checks import Status, human_seconds, must_pass, show
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.schema.config.loading import load_hosts
 from rollweave.schema.config.root import RunConfig
@@ -71,7 +71,7 @@ def train(
         return
     config = planned.config
     for check in checks:
-        if check.name in dryrun.SHOWN:
+        if check.name in dryrun.SHOWN and check.status is Status.WARN:
             err.print(f"[yellow]warning:[/] {escape(check.detail)}", soft_wrap=True)
     if fresh:
         clear(config)

@@ -20,6 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +37,7 @@ from rollweave.engine.request_state import RequestState
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging, read_beside
+from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -228,7 +230,8 @@ class EngineLoop:
             self._build()
 
     def _build(self) -> None:
-        spec = self.spec
+        dtype = computed_dtype(self.spec.dtype, device_named(self.spec.device).type)
+        self.spec = spec = msgspec.structs.replace(self.spec, dtype=dtype)
         self._runner = Runner(spec, self._make_pool)
         pool = self._runner.pool
         self._ledger = BlockLedger(

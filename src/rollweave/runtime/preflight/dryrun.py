@@ -32,7 +32,7 @@ from rollweave.runtime.preflight.environments import (
     examine_rules,
     refuse_images,
 )
-from rollweave.runtime.preflight.layout import Layout
+from rollweave.runtime.preflight.layout import COMPUTED, Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import (
     LEFT_OUT,
@@ -57,7 +57,7 @@ from rollweave.train.lengths import check_installed
 UNUSED = "no effect"
 """Name of the checks for settings without effect."""
 
-SHOWN = (UNUSED, LEFT_OUT, REPEATED)
+SHOWN = (COMPUTED, UNUSED, LEFT_OUT, REPEATED)
 """Names of the checks that a real run shows as well."""
 
 REWARD_S = 30.0

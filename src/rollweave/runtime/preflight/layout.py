@@ -12,6 +12,7 @@ from rollweave.core.membership import first_engines
 from rollweave.core.policy.binding import Unbound
 from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.core.policy.scheduling import scheduling
+from rollweave.io.cpu import computed_dtype, describe_computation
 from rollweave.runtime.hosts.cluster import slot_of
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.resources import devices as gpus
@@ -33,6 +34,9 @@ from rollweave.weights.checkpoint import ModelShape
 
 HERE = "this host"
 """Name of the machine of a run without a cluster."""
+
+COMPUTED = "model.dtype"
+"""Name of the check of the format in which the model is computed."""
 
 COMFORT = 0.8
 """Share of a memory from which an estimate is reported as a warning."""
@@ -308,6 +312,10 @@ def check_layout(
     if config.model.device == "cuda" and not count:
         yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")
         return
+    if config.model.dtype != "float32" and any(group.server is None for group in config.engines):
+        dtype, device = config.model.dtype, config.model.device
+        native = computed_dtype(dtype, device) == dtype
+        yield (ok if native else warn)(COMPUTED, describe_computation(dtype, device))
     for one in layout.unbound:
         yield fail(
             _field_of(config, one.process), f"must have a place, got {one.process}: {one.reason}"

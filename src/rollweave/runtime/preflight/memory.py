@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from rollweave.engine.servers.kinds import kind_of
+from rollweave.io.cpu import computed_dtype
 from rollweave.schema.base import Struct
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.model import HEAD_DIM, ScratchModel
@@ -225,7 +226,10 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         each = parameters(shape) * MASTER_BYTES
         first = Part(what="first weights", nbytes=each, on_device=False, setting="model")
         return [first, *_process(config, setting="engines.count")]
-    width = NUMBER_BYTES[config.model.dtype]
+    dtype = config.model.dtype
+    if group.server is None:
+        dtype = computed_dtype(dtype, config.model.device)
+    width = NUMBER_BYTES[dtype]
     kv = group.kv_tokens * kv_bytes(shape, width)
     parts = [
         Part(what="weights", nbytes=parameters(shape) * width, setting="model"),
@@ -247,7 +251,7 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
             parts.append(Part(what="new weights", nbytes=version, on_device=False, setting="model"))
         return [*parts, *_process(config, setting="engines.count")]
     if config.model.device != "cuda":
-        if config.model.dtype == "float32" and not group.deterministic:
+        if dtype == "float32" and not group.deterministic:
             parts.append(Part(what="copy of the KV cache", nbytes=kv, setting="engines.kv_tokens"))
     else:
         # attention gathers the blocks of one layer, and new weights arrive one by one
@@ -308,7 +312,7 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     )
     micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
     tokens = min(max(micro, longest), batch_tokens(config))
-    width = NUMBER_BYTES[config.model.dtype]
+    width = _computed_width(config)
     logits = min(HEAD_LOGITS, tokens * shape.vocab)
     kept = HEAD_COPIES * 4 * logits
     if "activations" in config.trainer.save_memory:
@@ -356,7 +360,12 @@ def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     if config.lora is None:
         return 0
     layers = len(adapter_sizes(shape, config.lora)) // 2
-    return tokens * layers * config.lora.rank * NUMBER_BYTES[config.model.dtype]
+    return tokens * layers * config.lora.rank * _computed_width(config)
+
+
+def _computed_width(config: RunConfig) -> int:
+    """Return the bytes of a number with which the trainer computes."""
+    return NUMBER_BYTES[computed_dtype(config.model.dtype, config.model.device)]
 
 
 def gathered_layers(shape: ModelShape, *, tensor_parallel: int = 1) -> int:
