@@ -151,6 +151,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="First delete an earlier run of the same name.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Start although memory is estimated not to suffice, with a warning."
+        ),
+    ] = False,
     inproc: InProcess = False,
     cluster: Annotated[
         str | None,
@@ -175,6 +181,7 @@ def train(
             hosts=hosts,
             resume=resume,
             fresh=fresh,
+            force=force,
             inproc=inproc,
         )
 

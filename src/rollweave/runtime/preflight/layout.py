@@ -500,13 +500,13 @@ def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Che
             if user.kind == process.kind and part.what == what
         )
         others = f" (and of {len(full) - 1} more)" if len(full) > 1 else ""
-        yield fail(
-            field,
+        text = (
             f"must fit, beside all else, into the {human_bytes(full[0].nbytes)} of "
             f"{_where(full[0])}{others}, got {_value(config, field)}: about "
             f"{human_bytes(full[0].needed)} are needed, {human_bytes(need)} of them for "
-            f"{what} of {process.kind}s",
+            f"{what} of {process.kind}s"
         )
+        yield msgspec.structs.replace(fail(field, text), estimated=True)
     if failed:
         return
     for on_device, memory in fullest.items():

@@ -3,11 +3,13 @@ shape alone.
 
 The estimate is exact for weights, gradients, optimizer, KV cache and published weights.
 The tensors that a forward pass keeps for the backward pass are counted operation by
-operation, for passes over a single sequence. Processes, CUDA and the temporary tensors
-of one operation are allowed for by constants, which were not measured on a GPU.
+operation, for passes over a single sequence of the maximum length. Processes, CUDA and
+the temporary tensors of one operation are allowed for by constants, which were not
+measured on a GPU. `rollweave bench memory` compares the estimate with measured peaks.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
@@ -18,6 +20,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.model import HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape
@@ -133,6 +136,7 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
         model += shard
     offloaded = "optimizer" in trainer.save_memory
     on_gpu = config.model.device == "cuda"
+    passes = activations(config, shape)
     parts = [
         Part(what="weights", nbytes=model, setting="trainer.ranks"),
         Part(what="gradients", nbytes=shard, setting="trainer.ranks"),
@@ -144,7 +148,7 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
         ),
         Part(
             what="activations",
-            nbytes=activations(config, shape),
+            nbytes=passes,
             setting="trainer.micro_tokens",
         ),
     ]
@@ -167,14 +171,17 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
                 setting="trainer.ranks",
             )
         )
-    parts.append(
-        Part(
-            what="copy for a checkpoint",
-            nbytes=3 * shard,
-            on_device=False,
-            setting="trainer.ranks",
+    # It is made between two steps, on a CPU in the memory that the activations left.
+    copied = 3 * shard if on_gpu else 3 * shard - passes
+    if copied > 0:
+        parts.append(
+            Part(
+                what="copy for a checkpoint",
+                nbytes=copied,
+                on_device=False,
+                setting="trainer.ranks",
+            )
         )
-    )
     if rank == 0:
         parts.append(_versions(config, shape))
     if trainer.colocated:
@@ -226,7 +233,7 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         each = parameters(shape) * MASTER_BYTES
         first = Part(what="first weights", nbytes=each, on_device=False, setting="model")
         return [first, *_process(config, setting="engines.count")]
-    dtype = config.model.dtype
+    dtype: str = config.model.dtype
     if group.server is None:
         dtype = computed_dtype(dtype, config.model.device)
     width = NUMBER_BYTES[dtype]
@@ -299,7 +306,8 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes that one packed forward pass keeps for the backward pass.
 
     The pass has one sequence of the maximum length, or several with `micro_tokens` in
-    all. Weights that are converted or concatenated for a product are kept, too.
+    all. Weights that are converted or concatenated for a product are kept, too. Logits
+    are those of the tokens that the agent may sample.
     """
     longest = max(task.max_tokens for task in config.tasks)
     on_cpu = config.model.device != "cuda"
@@ -313,7 +321,8 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
     tokens = min(max(micro, longest), batch_tokens(config))
     width = _computed_width(config)
-    logits = min(HEAD_LOGITS, tokens * shape.vocab)
+    sampled = max(_sampled_share(task) for task in config.tasks)
+    logits = min(HEAD_LOGITS, math.ceil(tokens * sampled) * shape.vocab)
     kept = HEAD_COPIES * 4 * logits
     if "activations" in config.trainer.save_memory:
         # each layer's input, and one layer at a time
@@ -353,6 +362,13 @@ def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     qkv, gate_up = hidden * (q + 2 * kv), 2 * hidden * ffn
     copied = qkv + gate_up + (0 if width == 4 else hidden * q + hidden * ffn)
     return tokens * (layers * row + attention) + layers * copied * width
+
+
+def _sampled_share(task: TaskConfig) -> float:
+    """Return the largest share of a trajectory of the maximum length that the agent may
+    have sampled.
+    """
+    return min(1.0, task.max_turns * task.max_turn_tokens / task.max_tokens)
 
 
 def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
