@@ -453,6 +453,7 @@ class _Agent:
             tools=tuple(declared(tool) for tool in tools),
             reads_calls=bool(tools),
             max_tokens=max_tokens,
+            divides=False,
         )
         try:
             async with self._session.turn(

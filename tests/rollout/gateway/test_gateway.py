@@ -55,6 +55,7 @@ from tests.support.scripted_gateway import (
     encode,
     engine_result,
     gateway,
+    refusing,
 )
 
 USER = {"role": "user", "content": "hi"}
@@ -433,7 +434,7 @@ async def test_limits() -> None:
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         status, body = await client.post(ask("a" * 1000))  # not even read
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        assert "at most 960 characters" in body["error"]["message"]
+        assert "maximum context length is 60 tokens" in body["error"]["message"]
         assert (await client.post(ask("second")))[0] == 200
         status, body = await client.post(ask("third"))
         assert (status, body["error"]["code"]) == (429, "insufficient_quota")
@@ -593,7 +594,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "param"), WRONG)
 def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps(ask() | change).encode())
+        refusing(parse_chat(json.dumps(ask() | change).encode()))
     assert caught.value.status == 400
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
@@ -603,7 +604,7 @@ def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) 
 @pytest.mark.parametrize("name", ["two\nlines", "", "x" * 5000])
 def test_the_name_of_an_unknown_field_is_shown_in_one_short_line(name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps(ask() | {name: 1}).encode())
+        refusing(parse_chat(json.dumps(ask() | {name: 1}).encode()))
     text = str(caught.value)
     assert len(text.splitlines()) == 1
     assert len(text) < 250
@@ -670,7 +671,8 @@ async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling(
 async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
     """A change of them in the middle of a conversation is a new context."""
     script = Script(["yes"])
-    async with gateway(script, of=codec("switched")) as (server, client):
+    session = {"unreadable": "refuse"}
+    async with gateway(script, of=codec("switched"), session=session) as (server, client):
         _, first = await client.post(ask())
         answer = first["choices"][0]["message"]
         again = [*ask()["messages"], answer, USER]
@@ -688,7 +690,7 @@ async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
             status, refusal = await client.post(ask(**unknown))
             assert status == 400
             assert re.fullmatch(
-                r"(depth|reasoning_effort) must be null: this model's chat template reads "
+                r"(chat_template_kwargs\.depth|reasoning_effort) must be null: this model's chat template reads "
                 r"enable_thinking, got (3|'low')",
                 refusal["error"]["message"],
             )
@@ -733,7 +735,7 @@ def test_refuses_unsupported_fields_with_an_effect(data: st.DataObject) -> None:
         assert parse_chat(body) == parse_chat(json.dumps(ask()).encode())
     else:
         with pytest.raises(RequestError) as caught:
-            parse_chat(body)
+            refusing(parse_chat(body))
         assert (caught.value.status, caught.value.param) == (400, name)
         assert str(caught.value).startswith(f"{shown(name)} must ")
         assert str(caught.value).endswith(f", got {value!r:.80}")

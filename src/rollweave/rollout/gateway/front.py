@@ -9,7 +9,6 @@ engine is the server's (503); the number of requests in flight is bounded by the
 engine's server (429), and cancelled with their connections.
 """
 
-import functools
 import secrets
 from collections.abc import Sequence
 from typing import Final
@@ -22,8 +21,8 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
-from rollweave.rollout.gateway.apis import apis
+from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, count, error_response
+from rollweave.rollout.gateway.apis import add_apis, apis
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
@@ -54,8 +53,18 @@ class ServingFront:
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
-        for path, api in apis(self._codec, scores_prompts=True).items():
-            app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
+        served = apis(self._codec, scores_prompts=True)
+        add_apis(app, "/v1", served, answer=self._answer, count=self._count)
+
+    async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
+        try:
+            body = await body_of(request, most=REQUEST_BYTES)
+            chat = api.parse(body, counts=True)
+            return await count(self._session(chat, Outcome()), api, chat)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception as error:
+            return error_response(request, error, api)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         with self._server.metrics.request() as outcome:
