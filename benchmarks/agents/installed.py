@@ -5,6 +5,7 @@ A program gets a base URL, a key and a model's name, and the flags with which it
 without a terminal. Nothing else is set, except where `env` says so.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -186,10 +187,13 @@ def install(program: Installed, folder: Path) -> str:
     if not program.missing(folder):
         return ""
     try:
-        if program.npm:
-            _install_npm(program, folder)
-        else:
-            _install_pip(program, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one installation at a time
+            if program.npm:
+                _install_npm(program, folder)
+            elif program.missing(folder):
+                _install_pip(program, folder)
     except (OSError, subprocess.SubprocessError) as error:
         last = str(getattr(error, "stderr", "") or error).strip().rpartition("\n")[2]
         return f"{program.package} cannot be installed: {last:.200}"

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +22,18 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
-from benchmarks.agents.installed import MODEL, Installed, filled, stage
+from benchmarks.agents.installed import (
+    MODEL,
+    PROGRAMS,
+    Installed,
+    default_folder,
+    filled,
+    stage,
+)
+from benchmarks.agents.installed import install as installed
 from benchmarks.agents.scripted import chat_codec
 from benchmarks.agents.silent import silent_fields
+from benchmarks.contract import Figure, Result
 from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.serving_metrics import ServingMetrics
 from rollweave.envs.handlers.base import Endpoint, Job
@@ -396,3 +405,48 @@ def _split(recording: SessionRecording, seen: Seen) -> list[str]:
 def _history(body: bytes) -> list[Any]:
     asked = json.loads(body)
     return list(asked.get("messages") or asked.get("input") or ())
+
+
+QUICK: Final = ("claude-code", "codex")
+"""Programs that `--quick` runs, in the gateway only."""
+
+
+def bench_real(
+    folder: Path | None,
+    *,
+    quick: bool,
+    install: bool,
+    progress: Callable[[str], None],
+) -> Result:
+    """Run the programs that are installed in a folder in each way."""
+    home = folder or default_folder()
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    for program in PROGRAMS:
+        why = "--quick leaves it out" if quick and program.name not in QUICK else ""
+        why = why or (installed(program, home) if install else program.missing(home))
+        for way in WAYS[:1] if quick else WAYS:
+            progress(f"{program.name}, {way} …")
+            outcomes[program.name, way] = (
+                Outcome(why_not=why) if why else asyncio.run(run(program, way, home))
+            )
+    done = {place: outcome for place, outcome in outcomes.items() if not outcome.why_not}
+    ran = {name for name, _ in done}
+    figures: dict[str, Figure] = {
+        "programs": len(ran),
+        "programs_not_run": len(PROGRAMS) - len(ran),
+        "runs": len(done),
+        "runs_failed": sum(bool(each.failed) for each in done.values()),
+        "turns": sum(each.turns for each in done.values()),
+        "refused_as_installed": sum(len(each.refused) for each in done.values()),
+        "silently_ignored": sum(len(each.silent) for each in done.values()),
+        "sequences": sum(len(each.sequences) for each in done.values()),
+        "sequences_split_without_reason": sum(len(each.split) for each in done.values()),
+    }
+    conditions: dict[str, Any] = {"folder": str(home)}
+    for (name, way), outcome in outcomes.items():
+        said = outcome.why_not or outcome.failed or "; ".join(outcome.sequences) or "answered"
+        conditions[f"{name}, {way}"] = f"not run: {said}" if outcome.why_not else said
+    conditions["details"] = {
+        f"{name}, {way}": outcome.conditions() for (name, way), outcome in done.items()
+    }
+    return Result(bench="agents", figures=figures, conditions=conditions)

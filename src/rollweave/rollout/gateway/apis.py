@@ -49,8 +49,8 @@ def add_apis(
 
 async def _no_websocket(request: web.Request) -> web.StreamResponse:
     """Refuse a WebSocket with the status on which clients use HTTP at once."""
-    del request
-    raise RequestError(426, "method must be POST: the Responses API has no WebSocket here")
+    error = RequestError(426, f"method must be POST, got {request.method}: no WebSocket is served")
+    return web.json_response(error.body(), status=error.status)
 
 
 def model_object(name: str, *, created: int, context: int) -> Json:

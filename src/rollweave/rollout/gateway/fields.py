@@ -22,6 +22,16 @@ from rollweave.schema.work import Ignored
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     **fields.NEUTRAL,
+    # Honored by other APIs only.
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "seed": (),
+    "stop": (),
+    "stop_sequences": ([],),
+    "stop_token_ids": ([],),
+    "top_k": (),
     # Anthropic's Messages.
     "container": (),
     "context_management": ([], {"edits": []}),
@@ -45,14 +55,17 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 UNREADABLE: Final = frozenset(
     (
         "access_programs",
+        "allowed_callers",
         "background_options",
         "container",
         "context_management",
+        "defer_loading",
         "diagnostics",
         "image",
         "images_config",
         "include",
         "include_reasoning",
+        "input_examples",
         "max_tool_calls",
         "mcp_servers",
         "media_io_kwargs",

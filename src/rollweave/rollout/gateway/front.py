@@ -110,8 +110,10 @@ class ServingFront:
             outcome.sampled = True
             return result
 
+        id = secrets.token_hex(16)
         return Session(
-            secrets.token_hex(16),
+            id,
+            call_prefix=id,  # a client's conversation is many sessions
             codec=self._codec,
             tools=self._codec.tool_format,
             generate=generate,

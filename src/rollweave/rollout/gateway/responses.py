@@ -129,7 +129,7 @@ def read_turn(
     tools: ToolFormat | None,
     result: GenerateResult,
     *,
-    number: int,
+    number: int | str,
     forced: str,
     stop: Sequence[str],
     stop_tokens: Sequence[int] = (),
@@ -150,7 +150,7 @@ def read_turn(
         thoughts, text_shown = thinking.split(text_shown)
     parsed = tools.parse(text_shown) if tools is not None else ParsedReply(content=text_shown)
     calls = tuple(
-        ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
+        ToolCall(id=f"call_{number:0>5}{place:04d}", name=call.name, arguments=call.arguments)
         for place, call in enumerate(parsed.tool_calls)
     )
     cut = "length" if openai_finish_reason(result.finish) == "length" else ""

@@ -132,7 +132,8 @@ class Session:
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
     `no_images` is why messages must have no images; "" if they may. `unreadable` says
     whether fields that neither the model nor its template can read are ignored, and
-    recorded in `ignored`, or refused.
+    recorded in `ignored`, or refused. `call_prefix` begins the ids of tool calls, which
+    are unique within the session.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class Session:
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
         unreadable: Unreadable = "ignore",
+        call_prefix: str = "",
     ) -> None:
+        self._call_prefix = call_prefix
         self.id, self.limits = id, limits
         self._unreadable: Unreadable = unreadable
         self.ignored = IgnoredFields()
@@ -497,7 +500,7 @@ class Session:
             self.codec_of(chat),
             tools,
             result,
-            number=turn.call.number,
+            number=f"{self._call_prefix}{turn.call.number:05d}",
             forced=turn.forced,
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
