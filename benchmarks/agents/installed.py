@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -67,10 +67,10 @@ class Installed:
         return dict(zip(self.env, filled(self.env.values(), values), strict=True))
 
 
-def filled(texts: Iterator[str] | tuple[str, ...] | object, values: Mapping[str, str]) -> list[str]:
+def filled(texts: Iterable[str], values: Mapping[str, str]) -> list[str]:
     """Return texts with values in place of their names in braces."""
     found = []
-    for text in texts:  # type: ignore[attr-defined]
+    for text in texts:
         for name, value in values.items():
             text = text.replace(f"{{{name}}}", value)
         found.append(text)

@@ -361,8 +361,8 @@ class Server:
 
 
 async def test_the_calls_of_an_engines_answers_have_different_ids() -> None:
-    """A program's conversation is many requests there, and programs drop a call whose id
-    they have seen.
+    """A program's conversation is many requests there, and it drops a call whose id it
+    has seen.
     """
     app = web.Application()
     ServingFront(Server(), OF, context=4096).add_to(app)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.gateway.fields import Unread, resolve
@@ -46,6 +47,10 @@ def readable(
     arguments, left = resolve(chat.asks, codec.template_variables, thinks=thinks)
     missing = {"images": bool(no_images), "thoughts": not thinks}
     unread = [*(one for one in chat.unread if not one.needs or missing[one.needs]), *left]
+    if chat.tools and chat.call is None and not _shows_tools(codec, arguments):
+        rule = "must be none: this model's chat template shows none"
+        unread.append(Unread(field="tools", value=len(chat.tools), rule=rule, action="left out"))
+        chat = msgspec.structs.replace(chat, tools=(), reads_calls=False)
     _check(unread, unreadable, no_images)
     return (
         msgspec.structs.replace(
@@ -59,6 +64,13 @@ def readable(
         ),
         unread,
     )
+
+
+def _shows_tools(codec: TextCodec, arguments: str) -> bool:
+    try:
+        return codec.with_arguments(arguments).shows_tools
+    except ChatError:  # the session says what is wrong with the arguments
+        return True
 
 
 def _check(unread: Iterable[Unread], unreadable: Unreadable, no_images: str) -> None:
