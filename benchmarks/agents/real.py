@@ -359,7 +359,7 @@ async def _in_sandbox(
                 files={"run.sh": "\n".join([*exports, words]), "notes.txt": "5\n"},
                 folder=staged,
                 timeout_s=RUN_S,
-                limits={"memory_mb": 4096, "processes": 512},
+                limits={"processes": 512},
             )
             task = Task(id="real", env="program", seed=0)  # type: ignore[arg-type]
             await handler.init(Job(task=task, seed=0, sandboxes=boxes))
