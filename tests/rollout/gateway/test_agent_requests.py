@@ -360,9 +360,11 @@ class Server:
         return msgspec.structs.replace(result, id=request.id)
 
 
-async def test_the_calls_of_an_engines_answers_have_different_ids() -> None:
+async def test_the_calls_of_an_engines_answers_have_different_ids(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A program's conversation is many requests there, and it drops a call whose id it
-    has seen.
+    has seen. What is ignored is logged once.
     """
     app = web.Application()
     ServingFront(Server(), OF, context=4096).add_to(app)  # type: ignore[arg-type]
@@ -378,3 +380,4 @@ async def test_the_calls_of_an_engines_answers_have_different_ids() -> None:
                 assert response.headers["X-Rollweave-Ignored"] == "surprise"
             ids += [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]]
     assert len(set(ids)) == 2
+    assert [record.message for record in caplog.records] == ["ignored: surprise = 1"]

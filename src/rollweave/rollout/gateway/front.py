@@ -9,6 +9,7 @@ engine is the server's (503); the number of requests in flight is bounded by the
 engine's server (429), and cancelled with their connections.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Final
@@ -23,6 +24,7 @@ from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, count, error_response
 from rollweave.rollout.gateway.apis import add_apis, apis
+from rollweave.rollout.gateway.readable import MOST
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
@@ -40,6 +42,9 @@ REPORT_S: Final = 0.0
 """Seconds between two reports of the tokens of a stream: each step is reported."""
 
 
+_log = logging.getLogger(__name__)
+
+
 class ServingFront:
     """The handlers of one engine's clients. `context` is the engine's maximum number of
     tokens in a sequence.
@@ -50,6 +55,8 @@ class ServingFront:
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
+        self._said: set[str] = set()
+        """The fields of requests that were ignored, as far as they are logged."""
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
@@ -91,7 +98,15 @@ class ServingFront:
                 outcome.name = "refused" if refusal.status < 500 else "failed"
                 return refusal
             outcome.name = "answered" if outcome.sampled else "failed"
+            self._say_ignored(session)
             return response
+
+    def _say_ignored(self, session: Session) -> None:
+        """Log each field that is ignored when it is ignored first."""
+        for one in session.ignored.entries():
+            if one.field not in self._said and len(self._said) < MOST:
+                self._said.add(one.field)
+                _log.warning("%s: %s = %s", one.action, one.field, one.value)
 
     def _session(self, chat: ChatRequest, outcome: Outcome) -> Session:
         async def generate(

@@ -291,15 +291,11 @@ class SessionRecorder:
         self,
         messages: Sequence[Message],
         tools: Sequence[str],
-        *,
-        prompt: str | tuple[int, ...] | None,
         arguments: str,
     ) -> int:
-        """Return the number of tokens that the prompt of such a request would have.
-        Raises ChatError, as `begin`.
+        """Return the number of tokens in the prompt of such a conversation. Raises
+        ChatError, as `begin`.
         """
-        if prompt is not None:
-            return len(self._text_context(prompt)[0].tokens)
         codec = self._codec.with_arguments(arguments)
         messages, digests = self._with_thoughts(messages, tools, arguments)
         shown = codec.shown_thoughts(messages)

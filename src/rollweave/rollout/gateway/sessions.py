@@ -195,9 +195,7 @@ class Session:
         """
         self._check(chat)
         try:
-            return self.recorder.count(
-                chat.messages, chat.tools, prompt=chat.prompt, arguments=chat.template_arguments
-            )
+            return self.recorder.count(chat.messages, chat.tools, chat.template_arguments)
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
