@@ -112,6 +112,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "a"}]}, "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     ({"input": [{"role": "user", "content": "x", "weight": 1}]}, "input.0.weight"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
     ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),

@@ -339,7 +339,7 @@ class ResponseStream(BlockStream):
     def _call(self, index: int, call: ToolCall) -> Iterator[Json]:
         item = item_of(call, self._chat.tool_kinds)
         of = {"item_id": item["id"], "output_index": index}
-        empty = {name: "" for name in ("arguments", "input") if name in item}
+        empty: Json = {name: "" for name in ("arguments", "input") if name in item}
         begun = {**item, **empty, "status": "in_progress"}
         yield self._event("output_item.added", output_index=index, item=begun)
         if item["type"] == "function_call":
@@ -481,6 +481,8 @@ def _messages(
                     thoughts=turn.thoughts + part.thoughts,
                 )
             continue
+        if item.type == "item_reference":
+            raise bad(path + "type", "must be an item itself: nothing is stored", item.type)
         if isinstance(item, _OtherItem | _Thoughts):
             reading.leave(path + "type", item.type, "must be a message, a call or its output")
             continue
