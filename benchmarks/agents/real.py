@@ -151,7 +151,7 @@ class Answers:
 
 @dataclass
 class Seen:
-    """What a program sent to the server: each request with its path, body, status and
+    """The record of a program's requests: each request with its path, body, status and
     error, and the fields that the server said it ignored.
     """
 
@@ -202,7 +202,7 @@ class Seen:
 
 
 class _Engine:
-    """What `ServingFront` needs of an engine's server."""
+    """The part of an engine's server that `ServingFront` uses."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers, self.metrics, self.is_full = answers, ServingMetrics(), False
@@ -216,7 +216,7 @@ class _Engine:
 
 @dataclass
 class Outcome:
-    """What came of one program in one way. `why_not` says why it was not run."""
+    """The outcome of one program in one way. `why_not` says why it was not run."""
 
     why_not: str = ""
     turns: int = 0

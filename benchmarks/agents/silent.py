@@ -29,7 +29,18 @@ DEPTH: Final = 6
 are shown as they are.
 """
 
-NOTHING: Final = (None, "", [], {}, False, "auto", "medium", "message", "all", "adaptive")
+NOTHING: Final[tuple[Any, ...]] = (
+    None,
+    "",
+    [],
+    {},
+    False,
+    "auto",
+    "medium",
+    "message",
+    "all",
+    "adaptive",
+)
 """Values that ask for nothing, or name the default."""
 
 CARRIERS: Final = frozenset(("encrypted_content", "signature", "summary"))

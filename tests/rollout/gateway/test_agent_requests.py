@@ -350,7 +350,7 @@ def test_what_is_recorded_is_bounded() -> None:
 
 
 class Server:
-    """What the serving front needs of an engine's server: it always calls a tool."""
+    """An engine's server, as far as the front uses it: it always calls a tool."""
 
     def __init__(self) -> None:
         self.metrics, self.is_full = ServingMetrics(), False

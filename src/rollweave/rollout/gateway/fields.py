@@ -180,7 +180,7 @@ def template_asks(given: Mapping[str, Any] | None) -> Iterable[Ask]:
 
 
 class Reading:
-    """What is found while a request is read: its wishes, and what cannot be read."""
+    """Collects the wishes of a request and its unread fields while it is read."""
 
     def __init__(self) -> None:
         self.asks: list[Ask] = []

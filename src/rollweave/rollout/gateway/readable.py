@@ -21,7 +21,7 @@ from rollweave.schema.media import Image
 from rollweave.schema.work import Ignored
 
 Unreadable = Literal["ignore", "refuse"]
-"""What a session does with fields that nothing can read."""
+"""The treatment of fields that nothing can read."""
 
 MOST: Final = 100
 """Maximum number of different fields that a session records; further ones are counted

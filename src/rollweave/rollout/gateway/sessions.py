@@ -337,8 +337,8 @@ class Session:
             self._check_tools(chat)
         images = [image for message in chat.messages for image in message.images]
         why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
-        if images and (error := why or prompt_error(images)):
-            raise RequestError(400, f"{chat.source} {error}", param=chat.source)
+        if images and (problem := why or prompt_error(images)):
+            raise RequestError(400, f"{chat.source} {problem}", param=chat.source)
 
     def _check_size(self, chat: ChatRequest) -> None:
         chars = sum(map(len, chat.tools)) + sum(
