@@ -176,13 +176,21 @@ async def test_tool_choice() -> None:
         assert (status, body["error"]["param"]) == (400, "tool_choice.function.name")
 
 
-async def test_refuses_tools_that_the_template_does_not_show() -> None:
+async def test_leaves_out_or_refuses_tools_that_the_template_does_not_show() -> None:
     plain = codec("chatml")
-    async with gateway(Script(codec=plain), of=plain) as (_, client):
-        status, body = await client.post(ask(tools=[TOOL]))
-        assert (status, body["error"]["param"]) == (400, "tools")
-        assert "chat template shows none" in body["error"]["message"]
-        assert (await client.post(ask()))[0] == 200
+    for session, status in (({"unreadable": "refuse"}, 400), ({}, 200)):
+        async with gateway(Script(codec=plain), of=plain, session=session) as (server, client):
+            answer = await client.post(ask(tools=[TOOL]))
+            assert answer[0] == status
+            if status == 400:
+                assert answer[1]["error"]["param"] == "tools"
+                assert "chat template shows none" in answer[1]["error"]["message"]
+            else:
+                (ignored,) = server.session("s").ignored.entries()
+                assert str(ignored) == "tools = 1: left out, in 1 request"
+            forced = await client.post(ask(tools=[TOOL], tool_choice="required"))
+            assert (forced[0], forced[1]["error"]["param"]) == (400, "tools")
+            assert (await client.post(ask()))[0] == 200
 
 
 async def test_a_stream_adds_up_and_never_splits_a_character() -> None:
