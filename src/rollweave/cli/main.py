@@ -705,6 +705,21 @@ def bench(
         Path | None,
         typer.Option(help="With trl: a file for its page of learning curves."),
     ] = None,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="With agents: run the programs of the package indexes."),
+    ] = False,
+    programs: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --real: the folder of installed programs; by default "
+            "~/.cache/rollweave/agents."
+        ),
+    ] = None,
+    install: Annotated[
+        bool,
+        typer.Option("--install", help="With --real: install the programs that are missing."),
+    ] = False,
 ) -> None:
     """Measure performance, and compare with peers in the same run.
 
@@ -722,6 +737,9 @@ def bench(
             profile=profile,
             model=model,
             write=write,
+            real=real,
+            programs=programs,
+            install=install,
         )
 
 

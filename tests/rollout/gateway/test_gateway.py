@@ -55,6 +55,7 @@ from tests.support.scripted_gateway import (
     encode,
     engine_result,
     gateway,
+    refusing,
 )
 
 USER = {"role": "user", "content": "hi"}
@@ -175,13 +176,21 @@ async def test_tool_choice() -> None:
         assert (status, body["error"]["param"]) == (400, "tool_choice.function.name")
 
 
-async def test_refuses_tools_that_the_template_does_not_show() -> None:
+async def test_leaves_out_or_refuses_tools_that_the_template_does_not_show() -> None:
     plain = codec("chatml")
-    async with gateway(Script(codec=plain), of=plain) as (_, client):
-        status, body = await client.post(ask(tools=[TOOL]))
-        assert (status, body["error"]["param"]) == (400, "tools")
-        assert "chat template shows none" in body["error"]["message"]
-        assert (await client.post(ask()))[0] == 200
+    for session, status in (({"unreadable": "refuse"}, 400), ({}, 200)):
+        async with gateway(Script(codec=plain), of=plain, session=session) as (server, client):
+            answer = await client.post(ask(tools=[TOOL]))
+            assert answer[0] == status
+            if status == 400:
+                assert answer[1]["error"]["param"] == "tools"
+                assert "chat template shows none" in answer[1]["error"]["message"]
+            else:
+                (ignored,) = server.session("s").ignored.entries()
+                assert str(ignored) == "tools = 1: left out, in 1 request"
+            forced = await client.post(ask(tools=[TOOL], tool_choice="required"))
+            assert (forced[0], forced[1]["error"]["param"]) == (400, "tools")
+            assert (await client.post(ask()))[0] == 200
 
 
 async def test_a_stream_adds_up_and_never_splits_a_character() -> None:
@@ -433,7 +442,7 @@ async def test_limits() -> None:
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         status, body = await client.post(ask("a" * 1000))  # not even read
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        assert "at most 960 characters" in body["error"]["message"]
+        assert "maximum context length is 60 tokens" in body["error"]["message"]
         assert (await client.post(ask("second")))[0] == 200
         status, body = await client.post(ask("third"))
         assert (status, body["error"]["code"]) == (429, "insufficient_quota")
@@ -593,7 +602,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "param"), WRONG)
 def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps(ask() | change).encode())
+        refusing(parse_chat(json.dumps(ask() | change).encode()))
     assert caught.value.status == 400
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
@@ -603,7 +612,7 @@ def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) 
 @pytest.mark.parametrize("name", ["two\nlines", "", "x" * 5000])
 def test_the_name_of_an_unknown_field_is_shown_in_one_short_line(name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps(ask() | {name: 1}).encode())
+        refusing(parse_chat(json.dumps(ask() | {name: 1}).encode()))
     text = str(caught.value)
     assert len(text.splitlines()) == 1
     assert len(text) < 250
@@ -670,7 +679,8 @@ async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling(
 async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
     """A change of them in the middle of a conversation is a new context."""
     script = Script(["yes"])
-    async with gateway(script, of=codec("switched")) as (server, client):
+    session = {"unreadable": "refuse"}
+    async with gateway(script, of=codec("switched"), session=session) as (server, client):
         _, first = await client.post(ask())
         answer = first["choices"][0]["message"]
         again = [*ask()["messages"], answer, USER]
@@ -688,7 +698,7 @@ async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
             status, refusal = await client.post(ask(**unknown))
             assert status == 400
             assert re.fullmatch(
-                r"(depth|reasoning_effort) must be null: this model's chat template reads "
+                r"(chat_template_kwargs\.depth|reasoning_effort) must be null: this model's chat template reads "
                 r"enable_thinking, got (3|'low')",
                 refusal["error"]["message"],
             )
@@ -733,7 +743,7 @@ def test_refuses_unsupported_fields_with_an_effect(data: st.DataObject) -> None:
         assert parse_chat(body) == parse_chat(json.dumps(ask()).encode())
     else:
         with pytest.raises(RequestError) as caught:
-            parse_chat(body)
+            refusing(parse_chat(body))
         assert (caught.value.status, caught.value.param) == (400, name)
         assert str(caught.value).startswith(f"{shown(name)} must ")
         assert str(caught.value).endswith(f", got {value!r:.80}")

@@ -34,6 +34,7 @@ from rollweave.rollout.chat.template import (
     read_template,
 )
 from rollweave.rollout.chat.text import TextCodec, eos_tokens, image_tokens, read_tokenizer
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
 from rollweave.schema.chat import Message, ToolCall, message_of
 from rollweave.schema.errors import ConfigError
@@ -62,6 +63,9 @@ OPEN, CLOSE = "\ue000", "\ue001"
 
 They are private-use characters: no template contains them.
 """
+
+THOUGHT: Final = "\ue002"
+"""Delimiter of what stands for a message's thoughts in a rendering."""
 
 CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
@@ -270,6 +274,32 @@ class ChatCodec(TextCodec):
         return tool_format_of(self._template.source)
 
     @property
+    def thinking(self) -> Thinking | None:
+        """The marks of the model's thoughts, None if its template has none."""
+        return self._template.thinking
+
+    def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the numbers of the messages whose thoughts the chat template shows in
+        this conversation, at the opening of the next turn.
+        """
+        marks = {
+            place: f"{THOUGHT}{place}{THOUGHT}"
+            for place, message in enumerate(messages)
+            if message.thoughts
+        }
+        if not marks:
+            return frozenset()
+        marked = [
+            msgspec.structs.replace(message, thoughts=marks[place]) if place in marks else message
+            for place, message in enumerate(messages)
+        ]
+        try:
+            text = self._template.render(marked, prompt=True)
+        except ChatError:  # it takes these messages in parts only
+            return frozenset(marks)
+        return frozenset(place for place, mark in marks.items() if mark in text)
+
+    @property
     def shows_tools(self) -> bool:
         """True if the chat template shows the agent its tools."""
         tool = json.dumps(
@@ -323,6 +353,7 @@ class ChatCodec(TextCodec):
                 ),
                 tool_call_id=text(message.tool_call_id),
                 name=text(message.name),
+                thoughts=text(message.thoughts),
             )
             for message in messages
         ]

@@ -5,19 +5,23 @@ Invariant: rendering is a function of the messages alone: a template that reads 
 gets the moment at which it was loaded.
 """
 
+import contextlib
 import copy
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rollweave.rollout.chat.thoughts import Thinking, thinking_of
 from rollweave.rollout.chat.tools import openai_message
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -36,6 +40,10 @@ SPECIAL_NAMES = (
 
 RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents", *SPECIAL_NAMES))
 """Names that a rendering gives a template, and that no client can set."""
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names by which templates read the thoughts of a message."""
 
 
 class ChatError(RollweaveError):
@@ -79,6 +87,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
         self._arguments: dict[str, Any] = {}
+        self.thinking: Thinking | None = None
+        """The marks of thoughts, None if the template has none."""
+        self._thoughts = tuple(
+            name for name in THOUGHTS if re.search(rf"(?:\.|\[?['\"]){name}\b", source)
+        )
         self.takes_text = True
         """False if messages must be lists of parts, even without images."""
         try:
@@ -90,6 +103,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: chat template must be valid Jinja: {error}") from error
         self.takes_text = not self._needs_parts()
+        self.thinking = self._find_thinking()
 
     def _needs_parts(self) -> bool:
         """Return whether the template shows a text only in a list of parts, as those of
@@ -107,6 +121,12 @@ class ChatTemplate:
         except ChatError:
             return False
 
+    def _find_thinking(self) -> Thinking | None:
+        opening = ""
+        with contextlib.suppress(ChatError):
+            opening = self.render([Message(role="user", content="a")], prompt=True)
+        return thinking_of(self.source, opening)
+
     def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
         """Return this template with values for some of its `variables`, in the form of
         `chat_template_kwargs`. Raises ChatError for a name that it does not read.
@@ -116,6 +136,7 @@ class ChatTemplate:
                 raise ChatError(f"{self._name}: chat template reads no argument {name!r:.80}")
         other = copy.copy(self)
         other._arguments = {**self._arguments, **arguments}
+        other.thinking = other._find_thinking()
         return other
 
     def render(
@@ -128,12 +149,7 @@ class ChatTemplate:
         `tools`.
         """
         # Templates take the arguments of a tool call as an object if they parse as one.
-        plain = [
-            openai_message(
-                message, arguments=_parsed, image=_image_part, as_parts=not self.takes_text
-            )
-            for message in messages
-        ]
+        plain = [self._plain(message) for message in messages]
         declarations = [json.loads(tool) for tool in tools] or None
         try:
             return self._template.render(
@@ -151,6 +167,21 @@ class ChatTemplate:
             raise ChatError(
                 f"{self._name}: chat template cannot render roles {roles}: {error}"
             ) from error
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """Return a message as templates take it: with its thoughts in fields of their
+        own if the template reads one, otherwise in its content.
+        """
+        if message.thoughts and not self._thoughts and self.thinking is not None:
+            joined = self.thinking.joined(message.thoughts, message.content)
+            message = msgspec.structs.replace(message, content=joined)
+        plain = openai_message(
+            message, arguments=_parsed, image=_image_part, as_parts=not self.takes_text
+        )
+        return {
+            **plain,
+            **dict.fromkeys(self._thoughts if message.thoughts else (), message.thoughts),
+        }
 
 
 def _image_part(image: Image) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import NoReturn
 from tokenizers import Tokenizer
 
 from rollweave.rollout.chat.template import ChatError, read_json, special_tokens
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -48,6 +49,18 @@ class TextCodec:
         it is unknown.
         """
         return None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The marks of the model's thoughts, None if its template has none."""
+        return None
+
+    def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the numbers of the messages whose thoughts the chat template shows in
+        this conversation, at the opening of the next turn.
+        """
+        del messages
+        return frozenset()
 
     @property
     def shows_tools(self) -> bool:

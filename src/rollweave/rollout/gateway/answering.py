@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollweave.io.http.bodies import BodyError
+from rollweave.io.http.fields import shown
 from rollweave.io.http.guard import Refused
 from rollweave.rollout.gateway.deltas import (
     ContradictionError,
@@ -23,7 +24,8 @@ from rollweave.rollout.gateway.deltas import (
     TextDelta,
     text_deltas,
 )
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.fields import Unread
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import (
     Api,
@@ -49,6 +51,12 @@ KEEP_ALIVE_S: Final = 15.0
 30.
 """
 
+IGNORED: Final = "X-Rollweave-Ignored"
+"""Header of a response that names the fields of its request that were ignored."""
+
+MOST_IGNORED: Final = 2000
+"""Maximum number of characters of that header."""
+
 WRITE_S: Final = 60.0
 """Seconds that a client has to read what is sent, before it is disconnected."""
 
@@ -64,23 +72,64 @@ async def answer(
     keep_alive_s: float,
 ) -> web.StreamResponse:
     """Generate the turn that a client requests, and answer. Raises RequestError."""
-    async with session.turn(chat, key, repeated=repeated) as turn:
-        if chat.stream:
-            return await _stream(request, session, turn, chat, api, keep_alive_s)
-        return await _complete(request, session, turn, chat, api)
+    chat, unread = session.readable(chat)
+    headers = _ignored(unread)
+    try:
+        async with session.turn(chat, key, repeated=repeated) as turn:
+            if chat.stream:
+                return await _stream(request, session, turn, chat, api, keep_alive_s, headers)
+            return await _complete(request, session, turn, chat, api, headers)
+    except TooLongError as error:
+        if not chat.stream:
+            raise
+        return await _failed(request, api, chat, error)
+
+
+async def count(session: Session, api: Api, chat: ChatRequest) -> web.StreamResponse:
+    """Answer with the number of tokens of a prompt. Raises RequestError."""
+    chat, unread = session.readable(chat)
+    return web.json_response(api.count(session.count(chat)), headers=_ignored(unread))
+
+
+def _ignored(unread: Iterable[Unread]) -> dict[str, str]:
+    """Return the header that tells a client which fields were ignored."""
+    names = ", ".join(dict.fromkeys(shown(one.recorded().field) for one in unread))
+    return {IGNORED: names.encode("ascii", "replace").decode()[:MOST_IGNORED]} if names else {}
+
+
+async def _failed(
+    request: web.Request, api: Api, chat: ChatRequest, error: TooLongError
+) -> web.StreamResponse:
+    """Answer with a stream of the error if that is how the API's clients read it.
+    Raises the error otherwise.
+    """
+    head = ReplyHead(id=f"{api.prefix}-failed", created=int(time.time()), model=chat.model)
+    events = list(api.failed(head, error, chat))
+    if not events:
+        raise error
+    stream = _EventStream(request, api, {})
+    await stream.send(events)
+    await stream.end()
+    return stream.response
 
 
 async def _complete(
-    request: web.Request, session: Session, turn: Turn, chat: ChatRequest, api: Api
+    request: web.Request,
+    session: Session,
+    turn: Turn,
+    chat: ChatRequest,
+    api: Api,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     await _turn_ended(turn, None)
-    result, message = _outcome(turn)
+    result, _ = _outcome(turn)
     deltas: Sequence[TextDelta] = ()
     if chat.logprobs:
         codec = session.codec_of(chat)
         deltas = text_deltas(codec, result, length=turn.shown, logprobs=True)
     head = _head(session, turn, chat, api)
-    response = web.json_response(api.response(head, _reply(turn, result, message, deltas), chat))
+    reply = _reply(session, turn, chat, deltas)
+    response = web.json_response(api.response(head, reply, chat), headers=headers)
     await response.prepare(request)
     await response.write_eof()
     session.deliver(turn)
@@ -94,17 +143,22 @@ async def _stream(
     chat: ChatRequest,
     api: Api,
     keep_alive_s: float,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Stream the reply.
 
     Status and headers wait for the first text, so that errors before it are plain
     responses, but no longer than clients wait.
     """
-    stream = _EventStream(request, api)
+    stream = _EventStream(request, api, headers)
     events = api.stream(_head(session, turn, chat, api), chat, forced=turn.forced)
     try:
         try:
-            await _send_turn(stream, events, session.deltas_of(turn, chat), turn, keep_alive_s)
+            reader = session.deltas_of(turn, chat)
+            await _send_turn(stream, events, reader, turn, keep_alive_s)
+            result, _ = _outcome(turn)
+            deltas = reader.finish(result.tokens, result.logprobs, turn.shown)
+            await stream.send(events.rest(_reply(session, turn, chat, deltas)))
         except ContradictionError as error:
             text = f"the stream is broken off: {error}"
             await stream.fail(RequestError(503, text, code="stream_broken_off"))
@@ -125,15 +179,12 @@ async def _send_turn(
     turn: Turn,
     keep_alive_s: float,
 ) -> None:
-    """Send all events of the turn. Raises RequestError if the turn fails."""
+    """Send the events of the turn until it has ended."""
     while not turn.ended:
         news = turn.news
         await stream.send(events.progress(reader.read(turn.tokens, turn.logprobs)))
         if not await _turn_ended(turn, keep_alive_s, news) and not news.done():
             await stream.keep_alive()
-    result, message = _outcome(turn)
-    deltas = reader.finish(result.tokens, result.logprobs, turn.shown)
-    await stream.send(events.rest(_reply(turn, result, message, deltas)))
 
 
 class _EventStream:
@@ -143,11 +194,10 @@ class _EventStream:
     `WRITE_S`.
     """
 
-    def __init__(self, request: web.Request, api: Api) -> None:
+    def __init__(self, request: web.Request, api: Api, headers: Mapping[str, str]) -> None:
         self._request, self._api = request, api
-        self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        own = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        self.response = web.StreamResponse(headers={**headers, **own})
 
     async def send(self, chunks: Iterable[Json]) -> None:
         """Send chunks, if there are any."""
@@ -200,9 +250,12 @@ def _outcome(turn: Turn) -> tuple[GenerateResult, Message]:
 
 
 def _reply(
-    turn: Turn, result: GenerateResult, message: Message, deltas: Sequence[TextDelta]
+    session: Session, turn: Turn, chat: ChatRequest, deltas: Sequence[TextDelta]
 ) -> ChatReply:
+    """Return the reply of a turn that has ended. Raises its RequestError."""
+    result, message = _outcome(turn)
     return ChatReply(
+        thought_tokens=session.thought_tokens(chat, result) if message.thoughts else 0,
         message=message,
         deltas=tuple(deltas),
         finish_reason=finish_reason(message, result.finish),

@@ -1,12 +1,24 @@
-"""The APIs that clients may use, by their paths."""
+"""The APIs that clients may use, by their paths, and the routes of a server that offers
+them.
+"""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from aiohttp import web
 
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.anthropic_messages import MessagesApi
 from rollweave.rollout.gateway.completions import CompletionsApi
 from rollweave.rollout.gateway.openai_responses import ResponsesApi
-from rollweave.rollout.gateway.responses import Api, ChatApi
+from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.responses import Api, ChatApi, Json
+
+COUNTS: Final = {"/messages/count_tokens": "/messages", "/responses/input_tokens": "/responses"}
+"""Path at which a client counts the tokens of a prompt → the API of the prompt."""
+
+Handler = Callable[..., Awaitable[web.StreamResponse]]
 
 
 def apis(codec: TextCodec, *, scores_prompts: bool = False) -> Mapping[str, Api]:
@@ -20,3 +32,43 @@ def apis(codec: TextCodec, *, scores_prompts: bool = False) -> Mapping[str, Api]
         "/messages": MessagesApi(codec),
         "/responses": ResponsesApi(),
     }
+
+
+def add_apis(
+    app: web.Application, base: str, served: Mapping[str, Api], *, answer: Handler, count: Handler
+) -> None:
+    """Add the routes of the APIs below the path `base`. `answer` and `count` are called
+    with a request and its `api`.
+    """
+    for path, api in served.items():
+        app.router.add_post(base + path, functools.partial(answer, api=api))
+    for path, of in COUNTS.items():
+        app.router.add_post(base + path, functools.partial(count, api=served[of]))
+    app.router.add_get(base + "/responses", _no_websocket)
+
+
+async def _no_websocket(request: web.Request) -> web.StreamResponse:
+    """Refuse a WebSocket with the status on which clients use HTTP at once."""
+    error = RequestError(426, f"method must be POST, got {request.method}: no WebSocket is served")
+    return web.json_response(error.body(), status=error.status)
+
+
+def model_object(name: str, *, created: int, context: int) -> Json:
+    """Return a model as the clients of OpenAI, vLLM and Anthropic read it. `created` is
+    in seconds of Unix time, `context` is its maximum number of tokens.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": created,
+        "owned_by": "rollweave",
+        "max_model_len": context,
+    }
+
+
+def model_list(*models: Json) -> Json:
+    """Return a list of models in the same form."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+    return {"object": "list", "data": list(models), "has_more": False, **ends}

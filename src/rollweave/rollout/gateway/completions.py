@@ -10,8 +10,9 @@ from pydantic import Field
 
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
+from rollweave.rollout.gateway.fields import Reading
 from rollweave.rollout.gateway.refusals import bad
-from rollweave.rollout.gateway.requests import ChatRequest, Common, check_others, read
+from rollweave.rollout.gateway.requests import ChatRequest, Common, read
 from rollweave.rollout.gateway.responses import ChatReply, Json, OpenAIApi, ReplyHead
 from rollweave.schema.serving import FinishReason
 
@@ -52,9 +53,10 @@ class CompletionsApi(OpenAIApi):
     def __init__(self, codec: TextCodec, *, scores_prompts: bool = False) -> None:
         self._codec, self._scores_prompts = codec, scores_prompts
 
-    def parse(self, body: bytes) -> ChatRequest:
-        asked = read(body, _Completion, most=MAX_PARTS)
-        check_others("", asked)
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        del counts
+        asked, reading = read(body, _Completion, most=MAX_PARTS), Reading()
+        reading.request(asked)
         if asked.logprobs and (asked.logprobs, asked.temperature) != (1, 0):
             rule = "must be 0 or null, or 1 at temperature 0: only the sampled token's is known"
             raise bad("logprobs", rule, asked.logprobs)
@@ -73,6 +75,8 @@ class CompletionsApi(OpenAIApi):
         return ChatRequest(
             **asked.given(),
             source="prompt",
+            unread=tuple(reading.unread),
+            divides=False,
             prompt=prompt if isinstance(prompt, str) else tuple(_tokens(prompt)),
             max_tokens=MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
             logprobs=asked.logprobs is not None,

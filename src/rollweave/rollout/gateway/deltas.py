@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 from rollweave.rollout.chat.text import TextCodec, TokenTexts
+from rollweave.rollout.chat.thoughts import Division, Thinking, before
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.serving import GenerateResult
@@ -29,11 +30,13 @@ class ContradictionError(RollweaveError):
 class TextDelta(Struct, frozen=True, kw_only=True):
     """The text of one or several tokens: the smallest run of complete characters.
 
-    `entries` are the tokens' `(text, log-prob)`.
+    `entries` are the tokens' `(text, log-prob)`. `thoughts` is the part of the text
+    that precedes the answer.
     """
 
     text: str
     entries: tuple[tuple[str, float], ...]
+    thoughts: str = ""
 
 
 class _Piece(Struct, frozen=True, kw_only=True):
@@ -49,7 +52,8 @@ class DeltaReader:
 
     `stop` and `stop_tokens` end the turn, and `call_start` begins a tool call: nothing
     from there on is released before the turn is complete. None if no call is read.
-    Without `logprobs`, deltas have no entries.
+    Without `logprobs`, deltas have no entries. With `thinking`, thoughts are divided
+    from the answer, and their marks are not shown.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class DeltaReader:
         stop_tokens: Sequence[int] = (),
         call_start: str | None = None,
         logprobs: bool = False,
+        thinking: Thinking | None = None,
     ) -> None:
         self._codec, self._wants_logprobs = codec, logprobs
+        self._thinking, self._divided = thinking, 0
         self._stop = tuple(text for text in stop if text)
         self._stop_tokens = frozenset((*codec.stop_token_ids, *stop_tokens))
         self._call_start = call_start
@@ -87,7 +93,7 @@ class DeltaReader:
             and self._pieces[0].text_end <= safe
         ):
             released.append(self._release())
-        return released
+        return self._divide(released, self._text)
 
     def finish(
         self, tokens: Sequence[int], logprobs: Sequence[float], length: int
@@ -110,7 +116,8 @@ class DeltaReader:
                 raise ContradictionError("the turn's text does not begin with what was released")
             entries = tuple(entry for delta in deltas for entry in delta.entries)
             deltas = [TextDelta(text=whole[len(self._released) :], entries=entries)]
-        return _cut(deltas, length - len(self._released))
+        deltas = _cut(deltas, length - len(self._released))
+        return self._divide(deltas, whole[:length])
 
     def _begin(self) -> None:
         """Discard all tokens."""
@@ -180,14 +187,33 @@ class DeltaReader:
 
     def _safe_length(self) -> int:
         """Return how many characters of the text will be shown, whatever follows."""
-        marks, text = self._stop, self._text
+        text, since = self._text, len(self._released)
+        safe = min((before(mark, text, since=since) for mark in self._stop), default=len(text))
+        place = self._thinking.divide(text) if self._thinking is not None else None
+        if place is not None and place.answer == len(text):
+            return min(safe, place.certain)
+        answer = 0 if place is None else place.answer
         if self._call_start is not None:
-            marks = (*marks, self._call_start)
-        safe = min(
-            (_before(mark, text, since=len(self._released)) for mark in marks), default=len(text)
-        )
-        # The space before a call is not part of the message.
-        return len(text[:safe].rstrip()) if self._call_start is not None else safe
+            # The space before a call is not part of the message.
+            call = before(self._call_start, text, since=max(since, answer))
+            safe = min(safe, max(answer, len(text[:call].rstrip())))
+        return safe
+
+    def _divide(self, deltas: list[TextDelta], text: str) -> list[TextDelta]:
+        """Return deltas that follow each other in `text` with thoughts and answer
+        apart, and without those that show nothing.
+        """
+        if self._thinking is None:
+            return deltas
+        place, divided = self._thinking.divide(text), list[TextDelta]()
+        for delta in deltas:
+            start = self._divided
+            self._divided += len(delta.text)
+            parts = _parts(place, text, start, self._divided)
+            if parts != ("", "") or delta.entries:
+                thoughts, answer = parts
+                divided.append(TextDelta(text=answer, thoughts=thoughts, entries=delta.entries))
+        return divided
 
 
 def text_deltas(
@@ -198,17 +224,10 @@ def text_deltas(
     return tuple(reader.finish(result.tokens, result.logprobs, length))
 
 
-def _before(mark: str, text: str, *, since: int) -> int:
-    """Return the length of the text before `mark`, or before what may be its beginning
-    at the end of the text.
-    """
-    place = text.find(mark, since)
-    if place >= 0:
-        return place
-    for count in range(min(len(mark) - 1, len(text) - since), 0, -1):
-        if text.endswith(mark[:count]):
-            return len(text) - count
-    return len(text)
+def _parts(place: Division, text: str, start: int, end: int) -> tuple[str, str]:
+    """Return the thoughts and the answer within `[start, end)` of a text."""
+    thoughts = text[max(start, place.start) : min(end, place.end)]
+    return thoughts, text[max(start, place.answer) : end]
 
 
 def _cut(deltas: Sequence[TextDelta], length: int) -> list[TextDelta]:

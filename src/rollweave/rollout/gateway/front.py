@@ -9,7 +9,7 @@ engine is the server's (503); the number of requests in flight is bounded by the
 engine's server (429), and cancelled with their connections.
 """
 
-import functools
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Final
@@ -22,8 +22,9 @@ from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
-from rollweave.rollout.gateway.apis import apis
+from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, count, error_response
+from rollweave.rollout.gateway.apis import add_apis, apis
+from rollweave.rollout.gateway.readable import MOST
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
@@ -41,6 +42,9 @@ REPORT_S: Final = 0.0
 """Seconds between two reports of the tokens of a stream: each step is reported."""
 
 
+_log = logging.getLogger(__name__)
+
+
 class ServingFront:
     """The handlers of one engine's clients. `context` is the engine's maximum number of
     tokens in a sequence.
@@ -51,11 +55,23 @@ class ServingFront:
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
+        self._said: set[str] = set()
+        """The fields of requests that were ignored, as far as they are logged."""
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
-        for path, api in apis(self._codec, scores_prompts=True).items():
-            app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
+        served = apis(self._codec, scores_prompts=True)
+        add_apis(app, "/v1", served, answer=self._answer, count=self._count)
+
+    async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
+        try:
+            body = await body_of(request, most=REQUEST_BYTES)
+            chat = api.parse(body, counts=True)
+            return await count(self._session(chat, Outcome()), api, chat)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception as error:
+            return error_response(request, error, api)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         with self._server.metrics.request() as outcome:
@@ -82,7 +98,15 @@ class ServingFront:
                 outcome.name = "refused" if refusal.status < 500 else "failed"
                 return refusal
             outcome.name = "answered" if outcome.sampled else "failed"
+            self._say_ignored(session)
             return response
+
+    def _say_ignored(self, session: Session) -> None:
+        """Log each field that is ignored when it is ignored first."""
+        for one in session.ignored.entries():
+            if one.field not in self._said and len(self._said) < MOST:
+                self._said.add(one.field)
+                _log.warning("%s: %s = %s", one.action, one.field, one.value)
 
     def _session(self, chat: ChatRequest, outcome: Outcome) -> Session:
         async def generate(
@@ -101,8 +125,10 @@ class ServingFront:
             outcome.sampled = True
             return result
 
+        id = secrets.token_hex(16)
         return Session(
-            secrets.token_hex(16),
+            id,
+            call_prefix=id,  # a client's conversation is many sessions
             codec=self._codec,
             tools=self._codec.tool_format,
             generate=generate,

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import ChatRequest, parse_chat
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
@@ -45,7 +46,7 @@ class ReplyHead(Struct, frozen=True, kw_only=True):
 
 class ChatReply(Struct, frozen=True, kw_only=True):
     """The reply to a client for a complete turn. In a stream, `deltas` are those that
-    it has not received yet.
+    it has not received yet. `thought_tokens` counts those of thoughts and their marks.
     """
 
     message: Message
@@ -53,6 +54,7 @@ class ChatReply(Struct, frozen=True, kw_only=True):
     finish_reason: str
     prompt_tokens: int
     result: GenerateResult
+    thought_tokens: int = 0
 
     def usage(self) -> Json:
         """Return the usage in the terms of OpenAI's chat API."""
@@ -62,6 +64,11 @@ class ChatReply(Struct, frozen=True, kw_only=True):
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.result.cached_tokens},
+            **(
+                {"completion_tokens_details": {"reasoning_tokens": self.thought_tokens}}
+                if self.thought_tokens
+                else {}
+            ),
         }
 
 
@@ -87,8 +94,10 @@ class Api(Protocol):
     def prefix(self) -> str:
         """The beginning of the id of each response."""
 
-    def parse(self, body: bytes) -> ChatRequest:
-        """Read a request. Raises RequestError."""
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        """Read a request; with `counts`, one whose tokens are counted only. Raises
+        RequestError.
+        """
 
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         """Return the body of a response that is not streamed."""
@@ -103,8 +112,16 @@ class Api(Protocol):
     def end(self) -> bytes:
         """The bytes after the last event of a complete stream."""
 
+    def count(self, tokens: int) -> Json:
+        """Return the answer to a client that counts a prompt's tokens."""
+
     def error(self, error: RequestError) -> Json:
         """Return the body of an error."""
+
+    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
+        """Yield the events of a stream that fails before its first text; none if the
+        client reads the error of a plain response.
+        """
 
 
 def read_turn(
@@ -112,37 +129,53 @@ def read_turn(
     tools: ToolFormat | None,
     result: GenerateResult,
     *,
-    number: int,
+    number: int | str,
     forced: str,
     stop: Sequence[str],
     stop_tokens: Sequence[int] = (),
+    thinking: Thinking | None = None,
 ) -> tuple[Message, int]:
     """Return the message of turn `number` of a session, and how many characters of the
     sampled text it contains.
 
     `tools` is None if calls are not parsed. `stop` and `stop_tokens` end the turn and
-    are not part of its message.
+    are not part of its message. With `thinking`, thoughts are divided from the content.
     """
     text = codec.text(result.tokens)
     if result.tokens and result.tokens[-1] in stop_tokens:
         text = text[: len(codec.decode(result.tokens[:-1]))]
     length = min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))
-    text_shown = forced + text[:length]
+    thoughts, text_shown = "", forced + text[:length]
+    if thinking is not None:
+        thoughts, text_shown = thinking.split(text_shown)
     parsed = tools.parse(text_shown) if tools is not None else ParsedReply(content=text_shown)
     calls = tuple(
-        ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
+        ToolCall(id=f"call_{number:0>5}{place:04d}", name=call.name, arguments=call.arguments)
         for place, call in enumerate(parsed.tool_calls)
     )
     cut = "length" if openai_finish_reason(result.finish) == "length" else ""
-    return Message(
-        role="assistant", content=parsed.content, tool_calls=calls, finish_reason=cut
-    ), length
+    message = Message(
+        role="assistant",
+        content=parsed.content,
+        tool_calls=calls,
+        finish_reason=cut,
+        thoughts=thoughts,
+    )
+    return message, length
 
 
 def finish_reason(message: Message, finish: FinishReason) -> str:
     """Return OpenAI's name for how a turn ended."""
     word = openai_finish_reason(finish)
     return "tool_calls" if word == "stop" and message.tool_calls else word
+
+
+def check_begun(message: Message, thoughts: str, content: str) -> None:
+    """Raise ContradictionError unless the message of a complete turn begins with the
+    thoughts and the content that were sent.
+    """
+    if not message.thoughts.startswith(thoughts) or not message.content.startswith(content):
+        raise ContradictionError("the message does not begin with the text that was sent")
 
 
 class OpenAIApi:
@@ -153,8 +186,22 @@ class OpenAIApi:
     def event(self, event: Json) -> bytes:
         return b"data: " + json.dumps(event).encode() + b"\n\n"
 
+    def count(self, tokens: int) -> Json:
+        return {"count": tokens}
+
     def error(self, error: RequestError) -> Json:
-        return error.body()
+        body: Json = error.body()
+        if isinstance(error, TooLongError):
+            body["error"]["message"] = (
+                f"This model's maximum context length is {error.limit} tokens. However, your "
+                f"messages resulted in {error.tokens} tokens. Please reduce the length of the "
+                "messages."
+            )
+        return body
+
+    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
+        del head, error, chat
+        yield from ()
 
 
 class ChatApi(OpenAIApi):
@@ -162,7 +209,8 @@ class ChatApi(OpenAIApi):
 
     prefix: Final = "chatcmpl"
 
-    def parse(self, body: bytes) -> ChatRequest:
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        del counts
         return parse_chat(body)
 
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
@@ -180,6 +228,7 @@ def completion(head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
             "role": "assistant",
             "content": reply.message.content or (None if reply.message.tool_calls else ""),
             "refusal": None,
+            **({"reasoning_content": reply.message.thoughts} if reply.message.thoughts else {}),
             **({"tool_calls": openai_calls(reply.message)} if reply.message.tool_calls else {}),
         },
         "logprobs": _logprobs(reply.deltas, chat),
@@ -197,7 +246,7 @@ class Chunks:
 
     def __init__(self, head: ReplyHead, chat: ChatRequest, *, forced: str = "") -> None:
         self._head, self._chat, self._forced = head, chat, forced
-        self._content = ""
+        self._content = self._thoughts = ""
         self._begun = False
 
     def progress(self, deltas: Sequence[TextDelta]) -> Iterator[Json]:
@@ -205,8 +254,12 @@ class Chunks:
         if deltas and not self._begun:
             yield self._begin()
         for delta in deltas:
-            self._content += delta.text
-            yield self._chunk({"content": delta.text}, [delta])
+            if delta.thoughts:
+                self._thoughts += delta.thoughts
+                yield self._chunk({"reasoning_content": delta.thoughts}, [delta])
+            if delta.text or not delta.thoughts:
+                self._content += delta.text
+                yield self._chunk({"content": delta.text}, () if delta.thoughts else [delta])
 
     def rest(self, reply: ChatReply) -> Iterator[Json]:
         """Yield the other chunks of a complete turn.
@@ -214,13 +267,14 @@ class Chunks:
         Raises ContradictionError if its message does not begin with what was sent.
         """
         message = reply.message
-        if not message.content.startswith(self._content):
-            raise ContradictionError("the message does not begin with the text that was sent")
+        check_begun(message, self._thoughts, self._content)
         if not self._begun:
             yield self._begin(no_content=bool(message.tool_calls))
         if message.tool_calls:
             # Calls are parsed once the turn is complete: only then it is known which
             # text surrounds them.
+            if left := message.thoughts[len(self._thoughts) :]:
+                yield self._chunk({"reasoning_content": left})
             left = message.content[len(self._content) :]
             yield self._chunk({"content": left or None}, reply.deltas)
             for index, call in enumerate(openai_calls(message)):

@@ -9,7 +9,6 @@ it, and cancelled when the last one has gone; a closed session generates nothing
 import asyncio
 import contextlib
 import hmac
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -19,10 +18,13 @@ import msgspec
 
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.deltas import DeltaReader
+from rollweave.rollout.gateway.fields import Unread
+from rollweave.rollout.gateway.readable import IgnoredFields, Unreadable, readable
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
@@ -128,7 +130,10 @@ class Session:
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
-    `no_images` is why messages must have no images; "" if they may.
+    `no_images` is why messages must have no images; "" if they may. `unreadable` says
+    whether fields that neither the model nor its template can read are ignored, and
+    recorded in `ignored`, or refused. `call_prefix` begins the ids of tool calls, which
+    are unique within the session.
     """
 
     def __init__(
@@ -143,8 +148,13 @@ class Session:
         pinned: bool,
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
+        unreadable: Unreadable = "ignore",
+        call_prefix: str = "",
     ) -> None:
+        self._call_prefix = call_prefix
         self.id, self.limits = id, limits
+        self._unreadable: Unreadable = unreadable
+        self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
@@ -169,6 +179,25 @@ class Session:
     def accepts_token(self, token: str) -> bool:
         """Return whether this is the session's token."""
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
+
+    def readable(self, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
+        """Return the request as the agent can be shown it, and what was left out of it,
+        which is recorded. Raises RequestError.
+        """
+        codec = self._codec
+        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self._unreadable)
+        self.ignored.add(unread)
+        return chat, unread
+
+    def count(self, chat: ChatRequest) -> int:
+        """Return the number of tokens in the prompt of a request. Raises
+        RequestError.
+        """
+        self._check(chat)
+        try:
+            return self.recorder.count(chat.messages, chat.tools, chat.template_arguments)
+        except ChatError as error:
+            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
     @contextlib.asynccontextmanager
     async def turn(
@@ -207,7 +236,35 @@ class Session:
             stop_tokens=chat.stop_token_ids,
             call_start="" if turn.forced else call_start,
             logprobs=chat.logprobs,
+            thinking=self._thinking_of(chat),
         )
+
+    def _thinking_of(self, chat: ChatRequest) -> Thinking | None:
+        """Return the marks by which the turn's thoughts are divided from its text. An
+        answer whose form is constrained has none: the constraint holds from its first
+        token.
+        """
+        if not chat.divides or chat.constraint is not None or chat.call is not None:
+            return None
+        return self.codec_of(chat).thinking
+
+    def thought_tokens(self, chat: ChatRequest, result: GenerateResult) -> int:
+        """Return how many of the sampled tokens are thoughts and their marks."""
+        thinking = self._thinking_of(chat)
+        if thinking is None:
+            return 0
+        codec, tokens = self.codec_of(chat), result.tokens
+        place = thinking.divide(codec.text(tokens))
+        if not place.end and not place.answer:
+            return 0
+        low, high = 0, len(tokens)
+        while low < high:  # the fewest tokens whose text reaches the answer
+            middle = (low + high) // 2
+            if len(codec.decode(tokens[:middle])) < place.answer:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def deliver(self, turn: Turn) -> None:
         """Record that the client has the answer."""
@@ -233,11 +290,7 @@ class Session:
                 code="session_not_found",
             )
         forced = ""
-        self._check_size(chat)
-        self._check_images(chat)
-        self._check_template(chat)
-        if chat.tools:
-            self._check_tools(chat)
+        self._check(chat)
         if self.recorder.repeated_call(key, repeated=repeated) is None:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
@@ -272,9 +325,26 @@ class Session:
             turn.task.add_done_callback(self._tasks.discard)
         return turn
 
+    def _check(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a request that the agent cannot be shown."""
+        self._check_size(chat)
+        try:
+            self.codec_of(chat)
+        except ChatError as error:
+            name = "chat_template_kwargs"
+            raise RequestError(400, f"{name}: {error}", param=name) from error
+        if chat.tools:
+            self._check_tools(chat)
+        images = [image for message in chat.messages for image in message.images]
+        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
+        if images and (problem := why or prompt_error(images)):
+            raise RequestError(400, f"{chat.source} {problem}", param=chat.source)
+
     def _check_size(self, chat: ChatRequest) -> None:
         chars = sum(map(len, chat.tools)) + sum(
-            len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
+            len(message.content)
+            + len(message.thoughts)
+            + sum(len(call.arguments) for call in message.tool_calls)
             for message in chat.messages
         )
         chars += len(chat.prompt) if isinstance(chat.prompt, str) else 0
@@ -285,32 +355,8 @@ class Session:
                 chat.source,
                 f"{chat.source} and tools must have at most {limit} characters in {context}, "
                 f"got {chars}",
+                tokens=chars // MAX_CHARS_PER_TOKEN,
             )
-
-    def _check_images(self, chat: ChatRequest) -> None:
-        """Raise RequestError for images that the agent cannot be shown."""
-        images = [image for message in chat.messages for image in message.images]
-        if not images:
-            return
-        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
-        if error := why or prompt_error(images):
-            raise RequestError(400, f"{chat.source} {error}", param=chat.source)
-
-    def _check_template(self, chat: ChatRequest) -> None:
-        """Raise RequestError for arguments that this model's chat template cannot
-        have.
-        """
-        known = self._codec.template_variables
-        for name, value in json.loads(chat.template_arguments or "{}").items():
-            if name not in known:
-                reads = ", ".join(sorted(known)) or "no arguments"
-                rule = f"must be null: this model's chat template reads {reads}"
-                raise bad(name, rule, value)
-        try:
-            self.codec_of(chat)
-        except ChatError as error:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name}: {error}", param=name) from error
 
     def _check_tools(self, chat: ChatRequest) -> None:
         if not self.codec_of(chat).shows_tools:
@@ -361,16 +407,17 @@ class Session:
                 chat.source,
                 f"{chat.source} must leave room in a context of {limits.context} tokens, got "
                 f"{used} tokens",
+                tokens=used,
             )
         self.exhausted = None
         return self._sampling_of(
             chat, call, min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
         )
 
-    def _too_long(self, source: str, text: str) -> RequestError:
+    def _too_long(self, source: str, text: str, *, tokens: int) -> RequestError:
         """Return the error for a prompt that does not fit into the context."""
         self.exhausted, self.context_error = StopReason.MAX_TOKENS, text
-        return RequestError(400, text, param=source, code="context_length_exceeded")
+        return TooLongError(text, param=source, tokens=tokens, limit=self.limits.context)
 
     def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
@@ -420,7 +467,8 @@ class Session:
                     self.id, turn.call.prompt, sampling, on_tokens, **more
                 )
             if result.finish is FinishReason.CONTEXT:
-                raise self._too_long(chat.source, f"{chat.source} must fit: {result.error}")
+                text = f"{chat.source} must fit: {result.error}"
+                raise self._too_long(chat.source, text, tokens=len(turn.call.prompt))
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -450,10 +498,11 @@ class Session:
             self.codec_of(chat),
             tools,
             result,
-            number=turn.call.number,
+            number=f"{self._call_prefix}{turn.call.number:05d}",
             forced=turn.forced,
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
+            thinking=self._thinking_of(chat),
         )
         codec = self.codec_of(chat)
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
