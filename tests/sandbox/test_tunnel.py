@@ -331,6 +331,7 @@ async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(
         assert len(spy.seen) == 1
 
 
+@pytest.mark.extended
 async def test_requests_beyond_the_pending_bound_are_refused(isolated: Sandbox) -> None:
     spy = Spy(hold=True)
     source = """
