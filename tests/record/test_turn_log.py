@@ -2,9 +2,10 @@
 directory, ends a run.
 """
 
+import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.record.turn_log import (
+    PREFIX,
+    SEGMENT,
     Attempt,
     TurnAnswer,
     TurnLog,
@@ -30,7 +33,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-from tests.support.properties import examples
+from tests.support.properties import checked_every, examples
 
 CONTEXT = context_digest((1, 2, 3), Sampling())
 
@@ -202,29 +205,51 @@ def test_one_slow_attempt_does_not_keep_the_records_of_others(tmp_path: Path) ->
     assert len(segments(tmp_path)) == 1, "what is left is in one segment"
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "changed", "foreign", "former"])
+@pytest.mark.parametrize("damage", ["cut", "zeros", "flipped", "foreign", "former"])
 def test_damage_costs_records_and_is_named(tmp_path: Path, damage: str) -> None:
-    zero, one = written(tmp_path, answer(0), answer(1))
-    path = tmp_path / "000000.bin"
-    data = path.read_bytes()
-    match damage:
-        case "cut":
-            path.write_bytes(data[:-3])
-        case "zeros":
-            path.write_bytes(data[:-3] + bytes(3))
-        case "changed":
-            path.write_bytes(data[:-3] + b"\xff" * 3)
-        case "foreign":
-            path.write_bytes(b"something else, of some length")
-        case "former":
-            path.write_bytes(data[:8] + b"\x01" + data[9:])
-    with TurnLog(tmp_path) as log:
-        log.keep([zero, one])
-        assert log.recorded == ([] if damage in ("foreign", "former") else [zero])
-        assert len(log.damaged) == (damage in ("changed", "foreign", "former"))
+    """At any byte: the records before it are read, and no others ever."""
+    records = [answer(0), tokens(1), answer(1), answer(0, 1)]
+    attempts = written(tmp_path / "whole", *records)
+    data = (tmp_path / "whole" / "000000.bin").read_bytes()
+    ends = [record.end for record in SEGMENT.scan(tmp_path / "whole" / "000000.bin")]
+    unused = {start + 5 + pad for start in (12, *ends) for pad in range(3)}  # of a head
+    near = {max(0, end + beside) for end in (12, *ends) for beside in (-1, 0, 1)}
+    places = {*near, *range(0, len(data), 1 if checked_every() == 1 else 41)} - {len(data) + 1}
+    for at in sorted(places - {len(data)}) if damage not in ("foreign", "former") else [0]:
+        directory = tmp_path / f"{at}"
+        directory.mkdir()
+        path = directory / "000000.bin"
+        match damage:
+            case "cut":
+                path.write_bytes(data[:at])
+            case "zeros":
+                path.write_bytes(data[:at] + bytes(len(data) - at))
+            case "flipped":
+                path.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+            case "foreign":
+                path.write_bytes(b"something else, of some length")
+            case "former":
+                path.write_bytes(data[:8] + b"\x01" + data[9:])
+        if (content := path.read_bytes()) == data or (damage == "flipped" and at in unused):
+            continue
+        changed = next(
+            (place for place in range(len(content)) if content[place] != data[place]), at
+        )
+        log = TurnLog(directory)
+        log.keep(attempts)
+        left = [record for record, end in zip(records, ends, strict=True) if end <= changed]
+        if changed < len(SEGMENT.header):
+            left = []
+        for name, number, life in attempts:
+            own = [one for one in left if (one.trajectory_id, one.attempt) == (name, number)]
+            assert log.take(name, number) == own, changed
+            assert ((name, number, life) in log.recorded) == bool(own)
+        torn = damage in ("cut", "zeros")
+        assert len(log.damaged) == (not torn)
         assert all(str(path) in text for text in log.damaged)
-        log.append(answer(2))  # into another segment
-    assert list(read(tmp_path, of(log, 2))) == of(log, 2)
+        log.append(answer(2))
+        log.close()
+        assert read(directory, of(log, 2)) == {of(log, 2)[0]: [answer(2)]}, "in another segment"
 
 
 @pytest.mark.parametrize("at", [20, 60, -3])
@@ -361,12 +386,70 @@ STEPS = st.lists(
 )
 
 
+class Disk:
+    """Follows the files of a log: what may still be needed is never written over, what
+    nothing needs is deleted, and what is sparse is replaced.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, patch: pytest.MonkeyPatch) -> None:
+        self._directory, self._segment_bytes = directory, segment_bytes
+        self._links = directory.with_name(f"{directory.name}-links")
+        self._links.mkdir()
+        self._known: dict[int, tuple[Path, bytes]] = {}
+        """A link to each file that there ever was, and what it had, by its inode."""
+        self._last, self._synced, self._replace = "", False, os.replace
+        patch.setattr(os, "fsync", self._sync)
+        patch.setattr(os, "replace", self._replaced)
+
+    def _sync(self, fd: int) -> None:
+        self._synced = True
+
+    def _replaced(self, *paths: Any) -> None:
+        assert self._synced, "a loss of power must not leave an empty segment"
+        self._synced = False
+        self._replace(*paths)
+
+    def check(self, needed: Collection[Attempt]) -> None:
+        """Check the files while the attempts `needed` may need their records."""
+        for link, content in self._known.values():
+            assert link.read_bytes().startswith(content), "a segment grows or is replaced"
+        files = sorted(self._directory.glob("*.bin"))
+        closed = [self._needed(file, needed) for file in files][:-1]
+        assert 0 not in closed, "each segment but the last has a record that is needed"
+        if files and files[-1].name > self._last:
+            self._last = files[-1].name
+            sparse = [4 * nbytes <= self._segment_bytes for nbytes in closed]
+            assert (True, True) not in itertools.pairwise(sparse)
+
+    def _needed(self, file: Path, attempts: Collection[Attempt]) -> int:
+        """Return the bytes of a file's records that these attempts need."""
+        content, inode = file.read_bytes(), file.stat().st_ino
+        if inode not in self._known:
+            os.link(file, self._links / str(inode))
+        self._known[inode] = self._links / str(inode), content
+        total = 0
+        for record in SEGMENT.scan(file):
+            life, _ = PREFIX.unpack_from(record.payload)
+            owner = msgspec.msgpack.decode(record.payload[PREFIX.size :])
+            total += (record.end - record.offset) * (
+                (owner["trajectory_id"], owner["attempt"], life.hex()) in attempts
+            )
+            full = max(self._segment_bytes, len(SEGMENT.header))
+            assert record.offset <= full, "a full segment gets no more records"
+        return total
+
+
 @settings(max_examples=examples(150))
 @given(steps=STEPS, segment_bytes=st.sampled_from([1, 300, 900, 3_000]))
 def test_the_log_has_what_a_dictionary_of_records_has(
     steps: list[Step], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    directory = tmp_path_factory.mktemp("turns")
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("turns")
+        follow(directory, Disk(directory, segment_bytes, patch), steps, segment_bytes)
+
+
+def follow(directory: Path, disk: Disk, steps: list[Step], segment_bytes: int) -> None:
     log = TurnLog(directory, segment_bytes=segment_bytes)
     present, former = dict[Attempt, list[TurnRecord]](), dict[Attempt, list[TurnRecord]]()
 
@@ -404,28 +487,35 @@ def test_the_log_has_what_a_dictionary_of_records_has(
                 former, present = continued(without=member), {}
                 log.keep(list(former))
         assert {one: log.take(*one[:2]) for one in log.recorded} == former
+        disk.check({**former, **present})
+        assert set(log._counts) == {*former, *present}, "nothing stays of a forgotten attempt"
     expected = continued()
     log.close()
     assert read(directory, list(expected)) == expected
 
 
-def test_contexts_have_different_digests() -> None:
-    contexts = [(), (0,), (1,), (0, 1), (1, 0), (256,), (1, 2, 3)]
-    digests = {context_digest(context, Sampling()) for context in contexts}
-    assert len(digests) == len(contexts)
+CONTEXTS = st.tuples(
+    st.sampled_from([(), (0,), (0, 1), (256,)]),
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.6, 1.0]),
+        top_p=st.sampled_from([0.9, 1.0]),
+        top_k=st.sampled_from([0, 5]),
+        stop=st.sampled_from([(), ("a",)]),
+        stop_token_ids=st.sampled_from([(), (1,)]),
+        allowed=st.sampled_from([(), (1,)]),
+    ),
+    st.sampled_from([(), ((0, "a"),), ((1, "a"),), ((0, "b"),)]),
+)
 
 
-def test_other_settings_of_sampling_make_another_context() -> None:
-    ways = [
-        Sampling(),
-        Sampling(temperature=0.6),
-        Sampling(top_p=0.9),
-        Sampling(top_k=5),
-        Sampling(stop=("a",)),
-        Sampling(stop_token_ids=(1,)),
-        Sampling(allowed=(1,)),
-    ]
-    assert len({context_digest((1, 2), way) for way in ways}) == len(ways)
-    assert context_digest((1, 2), Sampling(seed=3, max_tokens=9)) == context_digest(
-        (1, 2), Sampling()
-    )
+@settings(max_examples=examples(300))
+@given(one=CONTEXTS, part=st.integers(0, 2), other=CONTEXTS, seed=st.integers(0, 9))
+def test_a_context_is_recognized_by_all_that_its_tokens_depend_on(
+    one: tuple[Any, ...], part: int, other: tuple[Any, ...], seed: int
+) -> None:
+    """`other` differs in one part, or not at all."""
+    other = (*one[:part], other[part], *one[part + 1 :])
+    elsewhere = msgspec.structs.replace(other[1], seed=seed, max_tokens=1 + seed)
+    same = context_digest(*one) == context_digest(other[0], elsewhere, other[2])
+    assert same == (one == other)
