@@ -107,6 +107,7 @@ class Box:
     )
     taken: int = 0
     killed_at: float = -1.0
+    spoiled: str = ""
 
     async def call(
         self, action: str, body: bytes = b"", *, timeout_s: float, slack_s: float, **args: Any
@@ -133,7 +134,7 @@ class Box:
         return Reply(header={}, body=b"")
 
     def kill(self, *, spoiled: str = "") -> None:
-        self.killed_at = asyncio.get_running_loop().time()
+        self.killed_at, self.spoiled = asyncio.get_running_loop().time(), spoiled
 
 
 def part(number: int, *, first: bool = True, more: bool = False, **fields: Any) -> dict[str, Any]:
@@ -292,4 +293,51 @@ def test_a_request_has_a_maximum_size(sizes: list[int], killed: bool) -> None:
         ]
     )
     tunnelled(box, Service({}), 9.0)
-    assert (box.killed_at >= 0) is killed
+    assert (box.killed_at >= 0) is killed is bool(box.spoiled)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [{}],
+        [{"disconnected": ["1"]}],
+        [part("1")],  # type: ignore[arg-type]
+        [part(1, more=1)],  # type: ignore[arg-type]
+        [part(1, headers={"authorization": 3})],
+        [part(1, first=False)],
+        [part(-1)],
+        [part(1), part(1)],
+        [part(2), part(1)],
+        [part(2, more=True), {"disconnected": [2]}, part(2)],
+        [part(2, more=True), {"disconnected": [2]}, part(1)],
+        [part(1, more=True), part(2)],
+        [part(1, more=True), part(1)],
+        [part(1, more=True), part(2, first=False)],
+        [part(1, more=True), part(1, first=False), part(1, first=False)],
+    ],
+)
+def test_a_sandbox_that_breaks_the_protocol_is_killed(headers: list[dict[str, Any]]) -> None:
+    box = Box([(float(second), header, b"") for second, header in enumerate(headers)])
+    tunnelled(box, Service({}), 20.0)
+    assert box.killed_at == len(headers) - 1
+    assert box.spoiled, "the agent is to blame"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://127.0.0.1:1/v1",
+        "127.0.0.1:1/v1",
+        "http:///v1",
+        "http://user@127.0.0.1:1/v1",
+        "http://127.0.0.1:1/v1?a=b",
+        "http://127.0.0.1:1/v1#a",
+        "http://127.0.0.1:1/a/../v1",
+        "http://127.0.0.1:1/./v1",
+        "http://127.0.0.1:1/a%2fb",
+    ],
+)
+async def test_refuses_invalid_urls(url: str) -> None:
+    with pytest.raises(ValueError, match="url must be http://HOST:PORT/PATH"):
+        async with tunnel(Box([]), url):  # type: ignore[arg-type]
+            pass
