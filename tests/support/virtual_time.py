@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+HORIZON_S = 100_000.0
+"""Virtual seconds after which a test fails: it would never end."""
+
 
 class _Jumping(selectors.SelectSelector):
     """Waits for nothing: if no file is ready, the time of the next timer has come."""
@@ -22,6 +25,7 @@ class _Jumping(selectors.SelectSelector):
         if not ready:
             assert timeout is not None, "every task waits for something that no timer brings"
             self.now += max(0.0, timeout)
+            assert self.now < HORIZON_S, "something is repeated without an end"
         return ready
 
 
