@@ -126,17 +126,28 @@ def test_records_of_another_life_with_the_same_number_are_not_taken(tmp_path: Pa
     assert read(tmp_path, of(log, 2)) == {of(log, 2)[0]: [answer(2)]}
 
 
-def test_a_log_that_lost_its_end_has_the_beginning_of_each_attempt(tmp_path: Path) -> None:
+@settings(max_examples=examples(100))
+@given(members=st.lists(st.integers(0, 2), min_size=2, max_size=6), lost=st.sets(st.integers(0, 5)))
+def test_a_log_that_lost_segments_has_the_beginning_of_each_attempt(
+    members: list[int], lost: set[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The journal has attempts whose records a power loss took, also in the middle:
     nothing of an attempt is used after the first missing record.
     """
-    records = [answer(0), answer(1), answer(1, 1), answer(0, 1), answer(0, 2)]
-    with TurnLog(tmp_path, segment_bytes=1) as log:
-        for record in records:
+    directory = tmp_path_factory.mktemp("turns")
+    left: dict[int, list[TurnRecord]] = {member: [] for member in members}
+    with TurnLog(directory, segment_bytes=1) as log:  # one record each
+        for number, member in enumerate(members):
+            record = answer(member, number)
             log.append(record)
-    (tmp_path / "000003.bin").write_bytes(b"")
-    by_attempt = read(tmp_path, of(log, 0, 1))
-    assert by_attempt == dict(zip(of(log, 0, 1), [[records[0]], records[1:3]], strict=True))
+            left[member].append(record)
+    for number in lost & set(range(len(members))):
+        (directory / f"{number:06d}.bin").write_bytes(b"")
+        member = members[number]
+        if (record := answer(member, number)) in left[member]:
+            del left[member][left[member].index(record) :]
+    expected = {of(log, member)[0]: records for member, records in left.items() if records}
+    assert read(directory, of(log, *left)) == expected
 
 
 def test_a_log_that_is_not_written_leaves_no_directory(tmp_path: Path) -> None:
@@ -379,7 +390,9 @@ def test_a_call_that_fails_loses_no_record(tmp_path: Path, monkeypatch: pytest.M
 Step = tuple[str, int]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["tokens", "answer", "answer", "forget", "release", "lose", "lose worker"]),
+        st.sampled_from(
+            ["tokens", "answer", "answer", "forget", "release", "lose", "kill", "lose worker"]
+        ),
         st.integers(0, 5),
     ),
     max_size=60,
@@ -397,6 +410,7 @@ class Disk:
         self._links.mkdir()
         self._known: dict[int, tuple[Path, bytes]] = {}
         """A link to each file that there ever was, and what it had, by its inode."""
+        self._names: dict[str, Path] = {}
         self._last, self._synced, self._replace = "", False, os.replace
         patch.setattr(os, "fsync", self._sync)
         patch.setattr(os, "replace", self._replaced)
@@ -408,6 +422,12 @@ class Disk:
         assert self._synced, "a loss of power must not leave an empty segment"
         self._synced = False
         self._replace(*paths)
+
+    def restore(self) -> None:
+        """Bring back what was deleted: a process that was killed has not deleted it."""
+        for name, link in self._names.items():
+            if not (self._directory / name).exists():
+                os.link(link, self._directory / name)
 
     def check(self, needed: Collection[Attempt]) -> None:
         """Check the files while the attempts `needed` may need their records."""
@@ -427,6 +447,7 @@ class Disk:
         if inode not in self._known:
             os.link(file, self._links / str(inode))
         self._known[inode] = self._links / str(inode), content
+        self._names[file.name] = self._links / str(inode)
         total = 0
         for record in SEGMENT.scan(file):
             life, _ = PREFIX.unpack_from(record.payload)
@@ -482,7 +503,9 @@ def follow(directory: Path, disk: Disk, steps: list[Step], segment_bytes: int) -
                 former = {
                     one: records for one, records in former.items() if one[0] != trajectory(member)
                 }
-            case "lose":  # the controller, and an attempt that cannot be continued
+            case "lose" | "kill":  # the controller, and an attempt that cannot be continued
+                if step == "kill":
+                    disk.restore()
                 log = TurnLog(directory, segment_bytes=segment_bytes)
                 former, present = continued(without=member), {}
                 log.keep(list(former))
