@@ -166,17 +166,17 @@ def tunnelled(box: Box, service: Service, seconds: float) -> None:
 
 
 UPLOADS = st.tuples(
-    st.lists(st.integers(5, 20), min_size=1, max_size=3),
+    st.lists(st.integers(10, 20), min_size=1, max_size=3),
     st.sampled_from([ANSWERED, ANSWERED, BEFORE, AFTER, UPLOADING, WAITING]),
-    st.sampled_from([0.25, 3.25, 9.25]),
+    st.sampled_from([0.25, 9.25, 30.25]),
 )
 """The sizes of a request's parts, and what becomes of it after how many seconds."""
 
 HEAD = {"status": 200, "headers": {"content-type": "text/x"}}
 
 
-@settings(max_examples=examples(200))
-@given(uploads=st.lists(UPLOADS, max_size=9))
+@settings(max_examples=examples(150))
+@given(uploads=st.lists(UPLOADS, min_size=3, max_size=9))
 def test_bytes_are_accepted_while_there_is_room_and_given_back(
     uploads: list[tuple[list[int], How, float]],
 ) -> None:
