@@ -96,11 +96,13 @@ class Response:
 @dataclass
 class Box:
     """A sandbox whose server reports these events: the second, the header, and a part
-    of a body. Until `full_until` it has no capacity for answers.
+    of a body. Until `full_until` it has no capacity for answers, each of which then
+    takes `answer_s` seconds.
     """
 
     events: list[tuple[float, dict[str, Any], bytes]]
     full_until: float = 0.0
+    answer_s: float = 0.0
     id: str = "box"
     got: dict[int, list[tuple[dict[str, Any], bytes]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -122,6 +124,7 @@ class Box:
         if action == "tunnel_answer":
             if loop.time() < self.full_until:
                 raise SandboxRefusedError("no capacity")
+            await asyncio.sleep(self.answer_s)
             self.got[args.pop("number")].append((args, body))
         if action == "tunnel_next":
             pause_s = self.events[0][0] - loop.time() if self.events else timeout_s
@@ -176,9 +179,9 @@ HEAD = {"status": 200, "headers": {"content-type": "text/x"}}
 
 
 @settings(max_examples=examples(150))
-@given(uploads=st.lists(UPLOADS, min_size=3, max_size=9))
+@given(uploads=st.lists(UPLOADS, min_size=3, max_size=9), answer_s=st.sampled_from([0.0, 3.5]))
 def test_bytes_are_accepted_while_there_is_room_and_given_back(
-    uploads: list[tuple[list[int], How, float]],
+    uploads: list[tuple[list[int], How, float]], answer_s: float
 ) -> None:
     """Parts arrive each second. The last two requests need all the room that there ever
     was.
@@ -187,7 +190,7 @@ def test_bytes_are_accepted_while_there_is_room_and_given_back(
     events: list[tuple[float, dict[str, Any], bytes]] = []
     accepted, released_at = dict.fromkeys(requests, 0), dict.fromkeys(requests, 1e9)
     expected: dict[int, list[Any]] = {number: [] for number in requests}
-    cancelled: dict[int, float] = {}
+    cancelled, refusals = dict[int, float](), set[int]()
     now = 0.0
     for number, (sizes, how, seconds) in requests.items():
         if number == len(uploads) + 1:
@@ -201,16 +204,18 @@ def test_bytes_are_accepted_while_there_is_room_and_given_back(
             refused = refused or held + size > PENDING
             accepted[number] += 0 if refused else size
         if how in (UPLOADING, WAITING):
-            left_at = now = now + 1.0
-            events.append((left_at, {"disconnected": [number]}, b""))
+            now += 1.0
+            events.append((now, {"disconnected": [number]}, b""))
         if refused and how != UPLOADING:
-            released_at[number] = now - (how == WAITING)
-            expected[number] = [503]
+            left_at = now if how == WAITING else 1e9
+            released_at[number] = min(left_at, now - (how == WAITING) + answer_s)
+            expected[number] = [503] if released_at[number] < left_at else []
+            refusals.add(number)
             continue
         released_at[number] = {
-            ANSWERED: now + seconds + 1,
-            BEFORE: now + seconds,
-            AFTER: now + seconds + 1,
+            ANSWERED: now + seconds + 1 + 2 * answer_s,
+            BEFORE: now + seconds + answer_s,
+            AFTER: now + seconds + 1 + 2 * answer_s,
         }.get(how, now)
         expected[number] = {
             ANSWERED: [({**HEAD, "last": False}, b"a"), ({"last": True}, b"b")],
@@ -219,7 +224,7 @@ def test_bytes_are_accepted_while_there_is_room_and_given_back(
         }.get(how, [])
         if how == WAITING:
             cancelled[number] = now
-    box = Box(sorted(events, key=lambda event: event[0]))
+    box = Box(events, answer_s=answer_s)
     service = Service(
         {
             number: (how, 99.0 if how == WAITING else seconds)
@@ -237,10 +242,8 @@ def test_bytes_are_accepted_while_there_is_room_and_given_back(
         if number in service.seen:
             assert service.seen[number] == bytes([number]) * sum(sizes)
     assert service.cancelled == cancelled
-    served = {number for number, what in expected.items() if what != [503]} - {
-        number for number, (_, how, _) in requests.items() if how == UPLOADING
-    }
-    assert set(service.seen) == served
+    unfinished = {number for number, (_, how, _) in requests.items() if how == UPLOADING}
+    assert set(service.seen) == set(requests) - refusals - unfinished
 
 
 @pytest.mark.parametrize(
