@@ -128,12 +128,17 @@ def test_records_of_another_life_with_the_same_number_are_not_taken(tmp_path: Pa
 
 
 @settings(max_examples=examples(100))
-@given(members=st.lists(st.integers(0, 2), min_size=2, max_size=6), lost=st.sets(st.integers(0, 5)))
+@given(
+    members=st.lists(st.integers(0, 1), min_size=4, max_size=6),
+    lost=st.sets(st.integers(0, 3), min_size=1, max_size=2),
+    late=st.booleans(),
+)
 def test_a_log_that_lost_segments_has_the_beginning_of_each_attempt(
-    members: list[int], lost: set[int], tmp_path_factory: pytest.TempPathFactory
+    members: list[int], lost: set[int], late: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The journal has attempts whose records a power loss took, also in the middle:
-    nothing of an attempt is used after the first missing record.
+    nothing of an attempt is used after the first missing record. If it is `late`, the
+    log has been read before.
     """
     directory = tmp_path_factory.mktemp("turns")
     left: dict[int, list[TurnRecord]] = {member: [] for member in members}
@@ -142,13 +147,18 @@ def test_a_log_that_lost_segments_has_the_beginning_of_each_attempt(
             record = answer(member, number)
             log.append(record)
             left[member].append(record)
+    later = TurnLog(directory, segment_bytes=1)
+    if late:
+        later.keep(of(log, *left))
     for number in lost & set(range(len(members))):
         (directory / f"{number:06d}.bin").write_bytes(b"")
         member = members[number]
         if (record := answer(member, number)) in left[member]:
             del left[member][left[member].index(record) :]
-    expected = {of(log, member)[0]: records for member, records in left.items() if records}
-    assert read(directory, of(log, *left)) == expected
+    if not late:
+        later.keep(of(log, *left))
+        assert set(later.recorded) == {of(log, one)[0] for one in left if left[one]}
+    assert {member: later.take(trajectory(member), 0) for member in left} == left
 
 
 def test_a_log_that_is_not_written_leaves_no_directory(tmp_path: Path) -> None:
@@ -458,10 +468,13 @@ class Disk:
         files = sorted(self._directory.glob("*.bin"))
         closed = [self._needed(file, needed) for file in files][:-1]
         assert 0 not in closed, "each segment but the last has a record that is needed"
+        sizes = [file.stat().st_size for file in files]
         if files and files[-1].name > self._last:
             self._last = files[-1].name
             sparse = [4 * nbytes <= self._segment_bytes for nbytes in closed]
             assert (True, True) not in itertools.pairwise(sparse)
+            for nbytes, size, is_sparse in zip(closed, sizes, sparse, strict=False):
+                assert not is_sparse or 2 * nbytes >= size
 
     def _needed(self, file: Path, attempts: Collection[Attempt]) -> int:
         """Return the bytes of a file's records that these attempts need."""

@@ -14,7 +14,7 @@ from rollweave.schema.work import Limits, StopReason, Timing
 from tests.support.properties import examples
 from tests.support.virtual_time import run_virtually
 
-SECONDS = st.integers(0, 9)
+SECONDS = st.integers(0, 36).map(lambda quarters: quarters / 4)
 
 
 @settings(max_examples=examples(150))
@@ -24,10 +24,10 @@ SECONDS = st.integers(0, 9)
         max_size=8,
     )
 )
-def test_every_second_is_of_one_kind(spent: list[tuple[str, int, int]]) -> None:
-    now = 100.0
+def test_every_second_is_of_one_kind(spent: list[tuple[str, float, float]]) -> None:
+    now = 100.25
     budget = Budget(Limits(time_s=50.0), lambda: now)
-    used = {"init_s": 0, "env_s": 0, "eval_s": 0, "generate_s": 0, "queue_s": 0}
+    used = dict.fromkeys(["init_s", "env_s", "eval_s", "generate_s", "queue_s"], 0.0)
     for kind, seconds, passed in spent:
         if kind == "turn":  # an engine may count more than has passed here
             requested_at, now = now, now + passed

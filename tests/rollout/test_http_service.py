@@ -48,12 +48,18 @@ def service_of(clock: Callable[[], float], *, url: str = "http://h", **options: 
     return HttpService("judge", url, clock=clock, **settings)
 
 
-def asking(script: list[Exchange], asked_at: list[float]) -> Callable[[], Awaitable[str]]:
-    """Return the exchanges of a script, one by one; afterwards the service is busy."""
+def asking(
+    script: list[Exchange], service: HttpService, asked: list[tuple[float, str]]
+) -> Callable[[], Awaitable[str]]:
+    """Return the exchanges of a script, one by one; afterwards the service is busy.
+    `asked` gets the time of each, and what is waited for then.
+    """
     left = itertools.chain(script, itertools.repeat((0.25, "busy", None, 1.0)))
 
     async def ask() -> str:
-        asked_at.append(asyncio.get_running_loop().time())
+        wait = service.wait()
+        assert wait is not None
+        asked.append((asyncio.get_running_loop().time(), wait.what))
         seconds, outcome, after_s, _ = next(left)
         await asyncio.sleep(seconds)
         match outcome:
@@ -68,28 +74,30 @@ def asking(script: list[Exchange], asked_at: list[float]) -> Callable[[], Awaita
     return ask
 
 
-def by_definition(script: list[Exchange]) -> tuple[list[float], float, str]:
-    """Return the times of the requests, and the time and text of the end."""
+def by_definition(script: list[Exchange]) -> tuple[list[tuple[float, str]], float, str]:
+    """Return the times of the requests and the waits then, and the time and text of the
+    end.
+    """
     now, pause_s, unreadable, last = 0.0, 0.5, 0, ""
-    asked_at: list[float] = []
+    asked: list[tuple[float, str]] = []
     for seconds, outcome, after_s, factor in (*script, *[(0.25, "busy", None, 1.0)] * 99):
         if now >= TIMEOUT_S:
             break
-        asked_at.append(now)
+        asked.append((now, "1 trajectory waits" + (f"; {last}" if last else "")))
         now += seconds
         if now >= TIMEOUT_S:
             break
         unreadable += outcome == "unreadable"
         if outcome == "fine":
-            return asked_at, now, "fine"
+            return asked, now, "fine"
         if outcome == "refused" or unreadable == 3:
-            return asked_at, now, f"judge http://h: {outcome}"
+            return asked, now, f"judge http://h: {outcome}"
         last = outcome
         asked_s = after_s if after_s is not None and outcome == "busy" else 0.0
         now += max(min(asked_s, 8.0), pause_s * factor)
         pause_s = min(8.0, 2 * pause_s)
     why = f": {last}" if last else ""
-    return asked_at, TIMEOUT_S, f"judge http://h gave no grade within 40 s{why}"
+    return asked, TIMEOUT_S, f"judge http://h gave no grade within 40 s{why}"
 
 
 @settings(max_examples=examples(250))
@@ -101,19 +109,21 @@ def test_a_call_is_repeated_with_growing_pauses_until_its_deadline(script: list[
         assert (low, high) == (0.5, 1.5)
         return factors.pop(0) if factors else 1.0
 
-    async def called() -> tuple[list[float], float, str]:
-        loop, asked_at = asyncio.get_running_loop(), list[float]()
+    async def called() -> tuple[list[tuple[float, str]], float, str]:
+        loop, asked = asyncio.get_running_loop(), list[tuple[float, str]]()
+        service = service_of(loop.time)
         try:
-            text = await service_of(loop.time).call(asking(script, asked_at))
+            text = await service.call(asking(script, service, asked))
         except ServiceError as error:
             text = str(error)
-        return asked_at, loop.time(), text
+        return asked, loop.time(), text
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_service.random, "uniform", drawn)  # type: ignore[attr-defined]
-        asked_at, ended_at, text = run_virtually(called())
-    expected_at, expected_end, expected = by_definition(script)
-    assert asked_at == pytest.approx(expected_at)
+        asked, ended_at, text = run_virtually(called())
+    expected_asked, expected_end, expected = by_definition(script)
+    assert [at for at, _ in asked] == pytest.approx([at for at, _ in expected_asked])
+    assert [what for _, what in asked] == [what for _, what in expected_asked]
     assert (ended_at, text) == (pytest.approx(expected_end), expected)
 
 

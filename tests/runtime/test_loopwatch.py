@@ -112,6 +112,8 @@ async def test_a_function_that_a_configuration_names_is_named_at_once_and_afterw
         if len(warned) == 2:
             raise DiskError(28, "the disk is full")
 
+    unexpected = list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unexpected.append(context))
     trace = SimpleNamespace(span=lambda *span: spans.append(span))
     with watched(show=show, warn=warn, trace=trace, clock=lambda: 100.0):  # type: ignore[arg-type]
         for count in (1, 2):
@@ -120,7 +122,7 @@ async def test_a_function_that_a_configuration_names_is_named_at_once_and_afterw
             sample([], 1, strategy=holding.in_order, version=0)
             while len(warned) < count:  # noqa: ASYNC110 (the loop is what is watched)
                 await asyncio.sleep(0)
-    assert len(shown) == 2
+    assert (len(shown), unexpected) == (2, [])
     assert shown[0].startswith(f"{HERE}:in_order is blocking the event loop ({holding.__file__}:")
     ((component, kind, name, start, end),) = spans
     assert (component, kind, name, end) == (CONTROLLER, "event loop", f"{HERE}:in_order", 100.0)

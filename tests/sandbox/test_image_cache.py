@@ -3,12 +3,14 @@ images, make room and are killed; a list of last uses says what must be there.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import random
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,17 @@ class Machine:
 
     # What happens.
 
+    def locked(self, remove: Callable[..., None]) -> Callable[..., None]:
+        """Return the function; it may remove a part of an image only under its lock."""
+
+        def removing(path: Any, *more: Any, **options: Any) -> None:
+            if (part := Path(path)).parent.name in ("roots", "blobs") and part.name[0] != ".":
+                with open(self.place / "used" / part.name) as file, pytest.raises(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            remove(path, *more, **options)
+
+        return removing
+
     def step(self, what: str, which: int, number: int) -> None:
         """Act as process `which`; the one that has a lease closes or copies it, and two
         images of three that are asked for are there.
@@ -232,6 +245,8 @@ def test_the_least_recently_used_images_make_room_for_others(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         machine = Machine(tmp_path_factory.mktemp("images") / "cache")
+        for name in ("rename", "unlink"):
+            patch.setattr(os, name, machine.locked(getattr(os, name)))
         for action in actions:
             machine.step(action, rng.randrange(2), rng.randrange(len(SIZES)))
         for which in (0, 1):

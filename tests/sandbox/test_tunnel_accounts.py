@@ -199,7 +199,8 @@ def test_bytes_are_accepted_while_there_is_room_and_given_back(
         for index, size in enumerate(sizes):
             now += 1.0
             more = index < len(sizes) - 1 or how == UPLOADING
-            events.append((now, part(number, first=not index, more=more), bytes([number]) * size))
+            header = part(number, first=not index, more=more, disconnected=[number + 99] * index)
+            events.append((now, header, bytes([number]) * size))
             held = sum(accepted[one] for one, at in released_at.items() if at > now)
             refused = refused or held + size > PENDING
             accepted[number] += 0 if refused else size

@@ -25,7 +25,7 @@ from rollweave.train.advantages import overlong_penalty, token_advantages
 from tests.support.properties import examples
 from tests.support.trainers import make_group, make_sequence, make_trajectory
 
-REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.2, 1.0]), min_size=1, max_size=6)
+REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.001, 0.2, 1.0]), min_size=1, max_size=6)
 
 
 def groups_of(rewards: list[list[float]], seed: int) -> list[ScoredGroup]:

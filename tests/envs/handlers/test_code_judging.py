@@ -112,7 +112,7 @@ def test_cases_are_judged_one_by_one(outcomes: list[str], partial: bool, timeout
     async def attempt() -> tuple[Score | None, list[bool]]:
         handler = Code(tools=["bash"], cases=len(outcomes), partial=partial, timeout_s=timeout_s)
         await handler.init(job(boxes))
-        await handler.run(Scripted([block("pass")]))
+        await handler.run(Scripted([block("# \ud800")]))
         await handler.close()
         try:
             score: Score | None = await handler.eval()
@@ -139,7 +139,7 @@ def test_cases_are_judged_one_by_one(outcomes: list[str], partial: bool, timeout
     inputs = [stdin.encode() for stdin in PROBLEM.cases(7, len(outcomes))]
     assert [stdin for _, stdin, _ in judging.ran] == inputs[:tried]
     assert {(*argv[-2:], seconds) for argv, _, seconds in judging.ran} == {("-I", FILE, timeout_s)}
-    assert judging.files == {FILE: b"pass"}, "the answers stay outside"
+    assert judging.files == {FILE: b"# ?"}, "the answers stay outside"
 
 
 LIMIT = LimitError(StopReason.MAX_TOKENS, "full")
