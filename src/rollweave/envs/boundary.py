@@ -22,7 +22,7 @@ from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Caller, call_in_thread, call_inline
 from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
-from rollweave.schema.text import valid, valid_tree
+from rollweave.schema.text import shortened, valid, valid_tree
 from rollweave.schema.work import Task
 
 T = TypeVar("T", Observation, Step)
@@ -50,6 +50,9 @@ LEAST_CHARS, CHARS_PER_TOKEN = 1 << 20, 16
 and the second for each token of the task's limit. Tokenizing takes a second for each
 megabyte, during which all trajectories wait.
 """
+
+REASON_CHARS = 1000
+"""Maximum length of a score's reason that is kept unchanged."""
 
 KEY_CHARS = 1024
 """Maximum length of a `state_key` that is kept unchanged; every turn repeats its key.
@@ -208,7 +211,7 @@ def checked_score(value: Any, method: str, *, success: bool | None) -> Score:
             f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or "
             f"a Score, got {_short(value)}"
         )
-    return score
+    return msgspec.structs.replace(score, reason=shortened(score.reason, REASON_CHARS))
 
 
 def _asked_to_cancel() -> bool:
