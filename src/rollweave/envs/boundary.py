@@ -20,6 +20,7 @@ from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Caller, call_in_thread, call_inline
+from rollweave.schema.base import copied
 from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.text import shortened, valid, valid_tree
@@ -76,7 +77,7 @@ class GuardedEnv:
         via: Caller = call_inline,
     ) -> None:
         try:
-            env = resolve(name)(**options)
+            env = resolve(name)(**copied(dict(options)))
         except Interrupted:
             raise
         except USER_EXCEPTIONS as error:
@@ -168,7 +169,7 @@ async def score_episode(
         hook = getattr(resolve(name), "score", None)
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)
-        return await via(hook, episode, options)
+        return await via(hook, episode, copied(options))
 
     return checked_score(await reward_from(scored(), "score"), "score", success=episode.success)
 

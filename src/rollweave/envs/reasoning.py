@@ -21,7 +21,7 @@ from rollweave.envs.base import (
     split_of,
 )
 from rollweave.io.extras import from_extra
-from rollweave.schema.base import mix
+from rollweave.schema.base import copied, mix
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Task
 
@@ -103,7 +103,7 @@ def answer_in(text: str) -> str:
 
 def _question(dataset: str, config: Options, task: Task) -> dict[str, Any]:
     payload_of(task)
-    return _entry(dataset, json.dumps(config, sort_keys=True), task.seed)
+    return copied(_entry(dataset, json.dumps(config, sort_keys=True), task.seed))
 
 
 @functools.lru_cache(256)

@@ -156,7 +156,8 @@ def check_expected(expected: str) -> None:
 
 def boxed_reward(record: Mapping[str, Any], answer: str) -> Score:
     r"""Return 1 if the last `\boxed{…}` of the agent's answer is `equivalent` to the
-    record's `answer`, else 0: a reward function of the environment `jsonl`.
+    record's `answer`, or in verl's form its `reward_model.ground_truth`, else 0: a
+    reward function of the environment `jsonl`.
 
     What the agent thinks before `</think>` is no answer. Raises ValueError for a record
     without an answer, RewardError if there is no judge.
@@ -193,6 +194,8 @@ def within_tolerance(given: str, expected: str, *, tolerance: float) -> Verdict 
 
 def _expected_in(record: Mapping[str, Any]) -> str:
     expected = record.get("answer")
+    if expected is None and isinstance(graded := record.get("reward_model"), Mapping):
+        expected = graded.get("ground_truth")
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
         raise ValueError(f"a record must have an answer, text or a number, got {expected!r:.80}")
     return str(expected)

@@ -323,6 +323,7 @@ class ChatCodec(TextCodec):
                 ),
                 tool_call_id=text(message.tool_call_id),
                 name=text(message.name),
+                thoughts=text(message.thoughts),
             )
             for message in messages
         ]

@@ -120,6 +120,8 @@ def openai_message(
         fields["tool_call_id"] = message.tool_call_id
     if message.name:
         fields["name"] = message.name
+    if message.thoughts:
+        fields["reasoning_content"] = message.thoughts
     return fields
 
 

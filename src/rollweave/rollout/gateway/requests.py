@@ -8,7 +8,6 @@ run where the session is pinned (`PINNED_FIELDS`), it has a value without effect
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -20,10 +19,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field
+from rollweave.io.http.messages import (
+    ChatMessage,
+    FieldError,
+    StrictReading,
+    first_problem,
+    read_message,
+)
+from rollweave.io.http.messages import OpenModel as OpenModel
 from rollweave.rollout.gateway.formats import Formats
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
-from rollweave.schema.chat import Message, Role, ToolCall, message_of
+from rollweave.schema.chat import Message, Role, message_of
 from rollweave.schema.media import Image
 from rollweave.schema.serving import COLDEST, Constraint
 
@@ -75,81 +82,17 @@ PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
 sampled.
 """
 
-MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),
-    "prefix": (False,),
+THOUGHTS_NEUTRAL: dict[str, tuple[object, ...]] = {
     "reasoning": ("",),
     "reasoning_content": ("",),
-    "refusal": ("",),
     "thinking": ("",),
     "thinking_blocks": ([],),
-    "tools": ([],),
 }
-"""Fields of a message that other servers put into the prompt → their values without
-effect.
-"""
-
-ECHOED = frozenset(
-    (
-        "annotations",
-        "cache_control",
-        "parsed",
-        "prompt_cache_breakpoint",
-        "provider_specific_fields",
-    )
-)
-"""Fields of a message, or of a part of one, that clients add or echo and that no prompt
-shows.
-"""
-
-CALL_ECHOED = frozenset(("extra_content", "index", "parsed_arguments", "provider_specific_fields"))
-"""Fields of a tool call that clients add or echo and that no prompt shows."""
+"""Fields of a message with what an assistant thought → their values without effect."""
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class OpenModel(BaseModel):
-    """A model that keeps further fields, for `check_others`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class _Function(OpenModel):
-    name: str = Field(min_length=1)
-    arguments: str = "{}"
-
-
-class _Call(OpenModel):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _Function
-
-
-class _Part(OpenModel):
-    type: Literal["text"]
-    text: str
-
-
-class _Url(OpenModel):
-    url: str
-    detail: Literal["auto"] | None = None
-
-
-class _ImagePart(OpenModel):
-    type: Literal["image_url"]
-    image_url: _Url
-
-
-class _Message(OpenModel):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | Annotated[list[_Part | _ImagePart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
 
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
@@ -249,7 +192,7 @@ class Common(OpenModel, Formats):
 
 
 class _Chat(Common):
-    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -398,55 +341,17 @@ def check_others(path: str, model: OpenModel, **tables: Any) -> None:
         raise bad(path + name, rule, others[name])
 
 
-def _check_message(message: _Message, path: str) -> None:
-    """Raise RequestError for an unsupported field of the message, or within it, whose
-    value has an effect.
-    """
-    check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
-    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-        check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
-        if isinstance(part, _ImagePart):
-            check_others(f"{path}content.{place}.image_url.", part.image_url, neutral={})
-    for place, call in enumerate(message.tool_calls or ()):
-        check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
-        check_others(
-            f"{path}tool_calls.{place}.function.",
-            call.function,
-            neutral={},
-            without_effect=CALL_ECHOED,
-        )
-
-
-def _message(message: _Message, place: int) -> Message:
-    _check_message(message, f"messages.{place}.")
-    content = message.content
-    role: Role = "system" if message.role == "developer" else message.role
-    if content is None and role != "assistant":
-        raise bad(f"messages.{place}.content", "must be text", None)
-    if message.tool_calls and role != "assistant":
-        raise bad(f"messages.{place}.tool_calls", "must be those of an assistant", role)
-    if role == "tool" and message.tool_call_id is None:
-        raise bad(
-            f"messages.{place}.tool_call_id", "must name the call that the tool answers", None
-        )
-    path = f"messages.{place}.content"
-    parts: list[str | Image] = [content] if isinstance(content, str) else []
-    for number, part in enumerate(content if isinstance(content, list) else ()):
-        if isinstance(part, _ImagePart):
-            parts.append(image_at(f"{path}.{number}.image_url.url", part.image_url.url))
-        else:
-            parts.append(part.text)
-    return with_parts(
-        path,
-        parts,
-        role=role,
-        tool_calls=tuple(
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in message.tool_calls or ()
-        ),
-        tool_call_id=message.tool_call_id or "",
-        name=message.name or "",
-    )
+def _message(message: ChatMessage, place: int) -> Message:
+    path = f"messages.{place}"
+    thoughts = {name: getattr(message, name) for name in THOUGHTS_NEUTRAL}
+    if (refusal := refused_field(thoughts, neutral=THOUGHTS_NEUTRAL)) is not None:
+        raise bad(f"{path}.{refusal[0]}", refusal[1], thoughts[refusal[0]])
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad(f"{path}.tool_call_id", "must name the call that the tool answers", None)
+    try:
+        return read_message(message, path, StrictReading())
+    except FieldError as error:
+        raise RequestError(400, str(error), param=error.field) from error
 
 
 def image_at(path: str, text: str, *, of: Callable[[str], Image] = Image.of_url) -> Image:
@@ -470,31 +375,11 @@ def with_parts(path: str, parts: Iterable[str | Image], *, role: Role, **fields:
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
-    """Return the first error.
-
-    A union reports every branch. The deepest location is what the client meant, and of
-    several the branch of which the value has the type.
-    """
-    problem = max(
-        error.errors(include_url=False),
-        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
-    )
-    fields = _field_names(kind)
-    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
-    if problem["type"] == "extra_forbidden":
-        name = ".".join((*path, str(problem["loc"][-1])))
-        return bad(name, UNKNOWN_FIELD, problem["input"])
-    name = ".".join(path) or "body"
-    rule = problem["msg"].partition(", got ")[0]
-    value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"
-    return RequestError(400, f"{name}: {rule}{value}", param=name if path else None)
-
-
-@functools.cache
-def _field_names(kind: type[BaseModel]) -> frozenset[str]:
-    """Return the names of the fields of a request: pydantic's locations also contain
-    names of a union's branches.
-    """
-    schema = kind.model_json_schema()
-    models = [schema, *schema.get("$defs", {}).values()]
-    return frozenset(name for model in models for name in model.get("properties", {}))
+    """Return the first error."""
+    path, rule, got = first_problem(error, kind)
+    name = ".".join(path)
+    if rule == UNKNOWN_FIELD:
+        return bad(name, rule, got)
+    is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
+    value = f", got {got!r:.80}" if is_json else ""
+    return RequestError(400, f"{name or 'body'}: {rule}{value}", param=name or None)
