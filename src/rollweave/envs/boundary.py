@@ -19,7 +19,7 @@ from rollweave.envs.base import Episode, Observation, Options, Score, Step
 from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
-from rollweave.envs.threads import Caller, call_in_thread, call_inline
+from rollweave.envs.threads import Caller, call_inline
 from rollweave.schema.base import copied
 from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
@@ -158,7 +158,7 @@ async def score_episode(
     *,
     faults: Faults,
     seed: int,
-    via: Caller = call_in_thread,
+    via: Caller = call_inline,
 ) -> Score:
     """Return the reward of an episode: from the class's `score`, otherwise the sum of
     the steps' rewards. Raises RewardError.

@@ -286,7 +286,7 @@ def test_files_that_are_no_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("1" * 30, "tasks.0.options.x.y must be an integer of 64 bits, got one of 100"),
+        ("1" * 30, "tasks.0.options.x.y must be an integer of 64 bits, got one of 97"),
         ("[" * 5000 + "]" * 5000, "config must be valid TOML: maximum recursion depth exceeded"),
         ("[" * 200 + "]" * 200, "config must be at most 100 levels deep"),
     ],
