@@ -138,7 +138,8 @@ for ten thousand messages. Validating that many takes some tenths of a second an
 all trajectories.
 """
 
-_TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"', re.DOTALL)
+# A string that is not closed extends to the end, so that each byte is read once.
+_TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
 def _warm(temperature: float) -> float:
