@@ -12,7 +12,9 @@ import pytest
 
 from rollweave.envs.handlers import answers, math_judge
 from rollweave.envs.handlers.answers import check_expected, equivalent, judged
-from rollweave.schema.errors import RewardError
+from rollweave.envs.handlers.math_tool import MathTool
+from rollweave.envs.jsonl import Jsonl
+from rollweave.schema.errors import ConfigError, RewardError
 from tests.envs.handlers.answer_pairs import DIFFERENT, EQUAL, WRONG, pairs
 
 FAKE = """
@@ -156,6 +158,26 @@ def test_a_forked_process_has_judges_of_its_own() -> None:
     os.waitpid(child, 0)
     os.close(read)
     os.close(write)
+
+
+def test_a_record_that_nothing_can_judge_is_named_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(answers, "missing_from", lambda extra: ["math_verify"])
+    reward = "rollweave.envs.handlers.answers:boxed_reward"
+    for kind, record in (
+        (Jsonl, {"prompt": "?", "answer": "[0, 1)"}),
+        (Jsonl, {"prompt": "?", "reward_model": {"ground_truth": "[0, 1)"}}),
+        (MathTool, {"question": "?", "answer": "[0, 1)"}),
+    ):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        lines = [{**record, "answer": "5"}, record]
+        path.write_text("\n".join(json.dumps(line) for line in lines))
+        options = {"path": str(path), **({"reward": reward} if kind is Jsonl else {})}
+        with pytest.raises(
+            ConfigError, match=r"jsonl:2: .*only math-verify can judge '\[0, 1\)': pip"
+        ):
+            kind(**options)
 
 
 def test_without_the_extra_only_text_and_plain_numbers_are_judged(
