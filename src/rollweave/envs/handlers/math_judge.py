@@ -9,6 +9,7 @@ a verdict. No verdict is computed on an event loop.
 """
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from typing import IO, Any
 
@@ -127,6 +129,7 @@ class _Process:
         except OSError as error:
             self._log.close()
             raise RewardError(f"no process for the judge of mathematics: {error}") from error
+        _shared.children.add(self._child)
         try:
             self._line(START_S)
         except _DiedError as error:
@@ -263,15 +266,22 @@ def _expected_error(expected: str, problem: str) -> RewardError:
 
 
 class _Shared:
-    """The pool of this process."""
+    """The pool of this process, and the processes that it has started."""
 
     def __init__(self) -> None:
-        self.pool = _Pool()
-        # A forked process has neither the threads nor a right to the pipes.
+        self.reset()
+        # A forked process has neither the threads nor a right to the processes.
         os.register_at_fork(after_in_child=self.reset)
+        atexit.register(self.kill)
 
     def reset(self) -> None:
         self.pool = _Pool()
+        self.children = weakref.WeakSet[subprocess.Popen[bytes]]()
+
+    def kill(self) -> None:
+        """End all processes at once; otherwise they end after their answer."""
+        for child in list(self.children):
+            child.kill()
 
 
 _shared = _Shared()

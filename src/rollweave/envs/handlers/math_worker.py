@@ -28,8 +28,8 @@ GRACE_S = 2.0
 MEMORY = 2 << 30
 """Maximum bytes of its address space."""
 
-KEPT = 512 << 10
-"""Resident memory in KiB beyond which the process ends after an answer."""
+KEPT = 512 << 20
+"""Bytes of resident memory beyond which the process ends after an answer."""
 
 TOO_LONG = f"comparing the answer takes more than {CPU_S:g} s"
 """Reason of the verdict about an answer that is too complex."""
@@ -50,7 +50,7 @@ def main() -> None:
     _write("ready")
     for line in sys.stdin.buffer:
         judge.answer(*json.loads(line))
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > KEPT:
+        if _resident() > KEPT:
             return
 
 
@@ -99,6 +99,17 @@ def _limited(call: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"takes more than {CPU_S:g} s"
     except (MemoryError, RecursionError) as error:
         return None, f"exceeds its limits ({type(error).__name__})"
+
+
+def _resident() -> int:
+    """Return the bytes of resident memory. (The maximum that `getrusage` reports is at
+    first that of the process from which this one was forked.)
+    """
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # on another system
+        return 0
 
 
 def _most_seconds() -> int:

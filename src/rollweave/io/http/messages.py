@@ -183,8 +183,9 @@ def read_messages(value: object, path: str) -> tuple[Message, ...]:
     try:
         messages = _LIST.validate_python(value)
     except ValidationError as error:
-        field, rule, got = first_problem(error, ChatMessage)
-        raise FieldError.of(".".join((path, *field)), rule, got) from error
+        place, rule, got = first_problem(error, ChatMessage)
+        field = ".".join((path, *place))
+        raise FieldError(field, f"{shown(field)}: {rule}, got {got!r:.80}") from error
     strict = StrictReading()
     return tuple(
         read_message(message, f"{path}.{place}", strict) for place, message in enumerate(messages)
@@ -212,7 +213,9 @@ def first_problem(
     path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
     if problem["type"] == "extra_forbidden":
         return (*path, str(problem["loc"][-1])), UNKNOWN_FIELD, problem["input"]
-    return tuple(path), problem["msg"].partition(", got ")[0], problem["input"]
+    is_object = problem["type"] == "model_type"
+    rule = "Input should be an object" if is_object else problem["msg"].partition(", got ")[0]
+    return tuple(path), rule, problem["input"]
 
 
 def _parts(
