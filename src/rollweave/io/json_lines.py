@@ -36,7 +36,11 @@ def json_lines(path: str, setting: str, *, form: str = "") -> Iterator[tuple[int
 
     Raises ConfigError, which names the setting for a file that cannot be read.
     """
-    for number, line in enumerate(_text(path, setting).split("\n"), start=1):
+    data = _bytes(path, setting)
+    for start, kind in FORMATS.items():
+        if data.startswith(start):
+            raise ConfigError(f"{setting} must be a file of JSON lines, {path} is {kind}")
+    for number, line in enumerate(_decoded(data, path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -57,14 +61,21 @@ def json_lines(path: str, setting: str, *, form: str = "") -> Iterator[tuple[int
         yield number, record
 
 
-def _text(path: str, setting: str) -> str:
+def utf8_text(path: str, setting: str) -> str:
+    """Return the text of a file without a byte order mark. Raises ConfigError, which
+    names the line that is not UTF-8.
+    """
+    return _decoded(_bytes(path, setting), path)
+
+
+def _bytes(path: str, setting: str) -> bytes:
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{setting} must be a readable file, got {path!r}: {error}") from error
-    for start, kind in FORMATS.items():
-        if data.startswith(start):
-            raise ConfigError(f"{setting} must be a file of JSON lines, {path} is {kind}")
+
+
+def _decoded(data: bytes, path: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

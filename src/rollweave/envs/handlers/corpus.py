@@ -14,7 +14,7 @@ import numpy as np
 
 from rollweave.envs.records import must_have_field
 from rollweave.io.extras import from_extra
-from rollweave.io.json_lines import json_lines
+from rollweave.io.json_lines import json_lines, utf8_text
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
@@ -93,8 +93,6 @@ def documents(path: str) -> tuple[Document, ...]:
     )
     try:
         size = sum(file.stat().st_size for file in files)
-        small = folder and size <= MOST_BYTES
-        read = [file.read_text(encoding="utf-8-sig") for file in files] if small else []
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"options.corpus must be a folder of UTF-8 texts or a JSONL file, got {path!r}: {error}"
@@ -105,8 +103,10 @@ def documents(path: str) -> tuple[Document, ...]:
         )
     if folder:
         collected = [
-            Document(title=str(file.relative_to(place)), text=text)
-            for file, text in zip(files, read, strict=True)
+            Document(
+                title=str(file.relative_to(place)), text=utf8_text(str(file), "options.corpus")
+            )
+            for file in files
         ]
     else:
         collected = [
