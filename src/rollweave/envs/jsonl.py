@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task, payload_of
-from rollweave.envs.records import draw_record, messages_of, numbered_records, record_at
+from rollweave.envs.records import (
+    draw_record,
+    messages_of,
+    numbered_prompts,
+    numbered_records,
+    record_at,
+)
 from rollweave.envs.registry import load
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -49,7 +55,8 @@ class Jsonl:
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
         record = record_at(payload["file"], self._prompt, payload["row"])
-        return Observation(messages=_first_messages(self._system, record, self._prompt))
+        messages = messages_of(record[self._prompt], self._prompt)
+        return Observation(messages=_with_system(self._system, messages))
 
     def step(self, action: str) -> Step:
         return Step(done=True)
@@ -83,9 +90,9 @@ class Jsonl:
         for file in dict.fromkeys((options["path"], options.get("held_out", ""))):
             if file and "reward" in options:
                 check_records(file, prompt, options["reward"])
-            for number, record in numbered_records(file, prompt) if file else ():
+            for number, messages in numbered_prompts(file, prompt) if file else ():
                 if (place := f"{file}:{number}") not in left_out:
-                    yield place, _first_messages(options.get("system", ""), record, prompt)
+                    yield place, _with_system(options.get("system", ""), messages)
 
     @classmethod
     def drops_overlong(cls, options: Options) -> bool:
@@ -106,16 +113,17 @@ def check_records(file: str, prompt: str, reward: str) -> None:
     it has one, which raises ValueError. Raises ConfigError that names file and line.
     """
     check = getattr(_reward(reward), "check_record", None)
+    if check is None:
+        numbered_prompts(file, prompt)
+        return
     for number, record in numbered_records(file, prompt):
         try:
-            if check is not None:
-                check(record)
+            check(record)
         except ValueError as error:
             raise ConfigError(f"{file}:{number}: {error}") from error
 
 
-def _first_messages(system: str, record: dict[str, Any], field: str) -> tuple[Message, ...]:
-    messages = messages_of(record[field], field)
+def _with_system(system: str, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return (Message(role="system", content=system), *messages) if system else messages
 
 

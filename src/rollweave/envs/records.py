@@ -73,13 +73,21 @@ def _numbered(path: str, field: str, option: str) -> tuple[tuple[int, dict[str, 
 def numbered_records(
     path: str, field: str, option: str = "path"
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield a copy of every record with its line number; its `field` is text or
-    messages.
+    """Return an iterator over a copy of every record with its line number; its `field`
+    is text or messages.
 
     Raises ConfigError that names file and line.
     """
-    for number, record in _numbered(path, field, option):
-        yield number, copied(record)
+    numbered = _numbered(path, field, option)
+    return ((number, copied(record)) for number, record in numbered)
+
+
+def numbered_prompts(path: str, field: str) -> Iterator[tuple[int, tuple[Message, ...]]]:
+    """Return an iterator over the prompt of every record with its line number. Raises
+    ConfigError as `numbered_records` does.
+    """
+    numbered = _numbered(path, field, "path")
+    return ((number, messages_of(record[field], field)) for number, record in numbered)
 
 
 def record_at(path: str, field: str, row: int, option: str = "path") -> dict[str, Any]:

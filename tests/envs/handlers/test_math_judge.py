@@ -75,7 +75,7 @@ async def test_an_event_loop_does_not_wait_for_the_judge() -> None:
 def test_limits_of_processor_time() -> None:
     program = (
         "from rollweave.envs.handlers import math_worker as worker\n"
-        "worker.CPU_S, worker.GRACE_S = 1, 0\n"
+        "worker.CPU_S, worker.GRACE_S = 1, 1\n"
         "worker.main()"
     )
     asked = [["1", "x+1"], ["x+1", "x+1"], [r"\sum_{n=1}^{10^6} \frac{1}{n}", "5"], ["5", "5"]]
