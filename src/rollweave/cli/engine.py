@@ -216,7 +216,7 @@ def engine(
 def _check(spec: EngineSpec) -> None:
     if spec.dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {spec.dtype!r}")
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", spec.device) is None:
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", spec.device) is None:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {spec.device!r}")
     read_shape(Path(spec.model))
     if spec.device not in ("auto", "cpu"):

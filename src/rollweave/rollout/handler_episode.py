@@ -360,12 +360,15 @@ class HandlerEpisode:
             ) from cause
 
     def _store_result(self) -> None:
-        """Store the handler's `final_result`."""
+        """Store the handler's `final_result`, with the reason of the reward."""
         try:
             call = getattr(self._handler, "final_result", None)
-            if call is None:
+            final = {} if call is None else call()
+            if self._score is not None and self._score.reason and isinstance(final, dict):
+                final = {"reason": self._score.reason, **final}
+            if call is None and not final:
                 return
-            result = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
+            result = valid(json.dumps(final, allow_nan=False, ensure_ascii=False))
             if (size := len(result.encode())) > RESULT_BYTES:
                 raise ValueError(
                     f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}"

@@ -32,7 +32,7 @@ from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, forget
 from rollweave.envs.handlers.toolbox import check_positive
-from rollweave.envs.records import draw_record, records
+from rollweave.envs.records import draw_record, numbered_records, record_at
 from rollweave.envs.registry import load
 from rollweave.sandbox.base import (
     HOST,
@@ -193,7 +193,7 @@ class Program(SandboxHandler):
             split=split,
         )
         return msgspec.structs.replace(
-            new_task(seed=own), payload=json.dumps(records(file, "", "tasks")[row])
+            new_task(seed=own), payload=json.dumps(record_at(file, "", row, "tasks"))
         )
 
     @classmethod
@@ -205,7 +205,7 @@ class Program(SandboxHandler):
                 if path := options.get(option, ""):
                     named |= {
                         _image_of(task, field): None
-                        for task in records(path, "", option)
+                        for _, task in numbered_records(path, "", option)
                         if field in task
                     }
         return list(named)
