@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
 
-from rollweave.schema.errors import EngineError
+from rollweave.io.tokenizer import read_tokenizer
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
 CACHED = 256
@@ -98,10 +98,16 @@ class Grammars:
         path, self._vocab = checkpoint / "tokenizer.json", vocab
         self._matchers: dict[Constraint, LLMatcher] = {}
         """A matcher of an empty text for each of the last constraints."""
-        if not path.exists():
-            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            read = read_tokenizer(checkpoint)
+        except ConfigError as error:
+            raise EngineError(
+                f"sampling.constraint needs a tokenizer, and {path} cannot be used: {error}"
+            ) from error
+        if read is None:
+            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
+        tokenizer = read.tokenizer
+        try:
             # The library's own end of a text is a token that is never sampled. The
             # tokens that end a turn are those of its request.
             tokenizer.add_special_tokens([UNUSED])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
-from rollweave.rollout.chat.template import ChatTemplate, configured
+from rollweave.rollout.chat.template import DEFAULT, ChatTemplate, configured
 from rollweave.runtime.checkpoints import EXPORT, Checkpoints, is_model
 from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, warn
 from rollweave.runtime.preflight.environments import Domain
@@ -37,6 +37,7 @@ from rollweave.runtime.preflight.memory import (
     trajectory_bytes,
 )
 from rollweave.runtime.preflight.prompts import examine_prompts, named, overlong_prompts, too_long
+from rollweave.runtime.preflight.tokens import check_tokens, describe_template
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
@@ -48,7 +49,13 @@ from rollweave.weights.adapters import (
     linear_layers,
     targeted_layers,
 )
-from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
+from rollweave.weights.checkpoint import (
+    ModelShape,
+    read_any_shape,
+    read_shape,
+    read_sizes,
+    weight_files,
+)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """Form of the names of models on the hub, which relative paths may have too."""
@@ -212,12 +219,7 @@ def _model(
         return shape, [*checks, warn("weights", text)]
     checks.append(_weights(directory, shape))
     codec = _codec(config, domains)
-    checks.append(
-        ok(
-            "chat template",
-            f"grows turn by turn; a turn ends at token {', '.join(map(str, codec.stop_token_ids))}",
-        )
-    )
+    checks += [*check_tokens(codec, shape), describe_template(codec)]
     for domain in domains:
         codec.single_token_ids(domain.allowed)
     return shape, [
@@ -408,7 +410,8 @@ def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
         return ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
     words = [word for domain in domains for word in domain.words]
     template = ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch")
-    return ChatCodec(build_tokenizer(words), configured(template, config.model.template_arguments))
+    given = configured({DEFAULT: template}, config.model.template_arguments)
+    return ChatCodec(build_tokenizer(words), given[DEFAULT])
 
 
 def _weights(directory: Path, shape: ModelShape) -> Check:
@@ -419,9 +422,8 @@ def _weights(directory: Path, shape: ModelShape) -> Check:
         shape.check(read_sizes(directory))
     except WeightsError as error:
         raise ConfigError(f"{directory}: {error}") from error
-    return ok(
-        "weights", human_bytes(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
-    )
+    size = sum(file.stat().st_size for file in weight_files(directory))
+    return ok("weights", human_bytes(size))
 
 
 def _layout(

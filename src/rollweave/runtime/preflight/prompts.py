@@ -8,6 +8,7 @@ import msgspec
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.conversation import tokenize_transcript
+from rollweave.rollout.chat.following import ANSWER
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain
 from rollweave.schema.chat import Message
@@ -88,6 +89,12 @@ def _first(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
             count = len(codec.start(domain.first, domain.tools))
         except ChatError as error:
             yield fail(domain.name, f"first messages: {error}")
+            continue
+        try:
+            if domain.tools:
+                codec.extend((), (ANSWER,), tools=domain.tools)
+        except ChatError as error:
+            yield fail(domain.name, f"results of tools: {error}")
             continue
         limit = domain.limits.max_tokens
         if count >= limit:
