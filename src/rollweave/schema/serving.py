@@ -26,14 +26,12 @@ float32.
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
-    """The form that the text of a turn must have: JSON of the schema `text`, or a match
-    of the regular expression `text`. A text that begins with `call_start`, if it is
-    given, is free.
+    """The form that the text of a turn must have: JSON of the schema `text`, a match of
+    the regular expression `text`, or a text of the grammar `text` (llguidance's Lark).
     """
 
-    kind: Literal["json", "regex"]
+    kind: Literal["json", "regex", "lark"]
     text: str
-    call_start: str = ""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):

@@ -59,9 +59,7 @@ def test_released_deltas_are_the_first_ones_of_the_complete_turn(
     stop_tokens = sampled[-1:] if cut else ()
     result = engine_result(sampled)
     hermes = Hermes() if tools else None
-    message, length = read_turn(
-        CODEC, hermes, result, number=0, forced="", stop=stop, stop_tokens=stop_tokens
-    )
+    message, length = read_turn(CODEC, hermes, result, number=0, stop=stop, stop_tokens=stop_tokens)
     reader = DeltaReader(
         CODEC,
         stop=stop,

@@ -1,5 +1,7 @@
 """Text and tokens without a chat template: what completions of plain text need."""
 
+import functools
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -102,6 +104,21 @@ class TextCodec:
         if self._reader is None:
             raise ChatError("a prompt must be token ids: the checkpoint has no tokenizer")
         return tuple(self._reader.encode(valid(text), add_special_tokens=False).ids)
+
+    def pieces(self, text: str) -> list[str | int]:
+        """Return a text in pieces: the added tokens that it spells, by their ids, and
+        what stands between them.
+        """
+        added = self._added
+        parts = re.split(f"({'|'.join(map(re.escape, added))})", text) if added else [text]
+        return [added.get(part, part) for part in parts if part]
+
+    @functools.cached_property
+    def _added(self) -> dict[str, int]:
+        """The added tokens, the longest ones first."""
+        tokens = {} if self._reader is None else self._reader.get_added_tokens_decoder()
+        texts = {token.content: id for id, token in tokens.items()}
+        return {text: texts[text] for text in sorted(texts, key=len, reverse=True)}
 
     def placed(
         self, tokens: Sequence[int], messages: Iterable[Message], *, start: int = 0

@@ -101,7 +101,7 @@ async def _stream(
     responses, but no longer than clients wait.
     """
     stream = _EventStream(request, api)
-    events = api.stream(_head(session, turn, chat, api), chat, forced=turn.forced)
+    events = api.stream(_head(session, turn, chat, api), chat)
     try:
         try:
             await _send_turn(stream, events, session.deltas_of(turn, chat), turn, keep_alive_s)

@@ -226,8 +226,7 @@ class MessagesApi:
             reason = "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "MessageStream":
-        del forced  # it is part of the message's text
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "MessageStream":
         return MessageStream(self, head, chat)
 
     def event(self, event: Json) -> bytes:

@@ -32,7 +32,6 @@ class BlockStream(ABC):
         message = reply.message
         if not message.content.startswith(self._content):
             raise ContradictionError("the message does not begin with the text that was sent")
-        # A forced beginning of the message was not sampled, but is part of its text.
         if left := message.content[len(self._content) :]:
             yield from self._text(left)
         if not self._begun:

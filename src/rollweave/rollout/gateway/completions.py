@@ -112,8 +112,7 @@ class CompletionsApi(OpenAIApi):
             choice["prompt_logprobs"] = self._prompt_logprobs(chat, result.prompt_logprobs)
         return {**head.of(KIND), "choices": [choice], "usage": reply.usage()}
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "TextStream":
-        del forced  # only the messages of a chat have a forced prefix
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "TextStream":
         return TextStream(head, chat)
 
     def _prompt_logprobs(self, chat: ChatRequest, logprobs: Sequence[float]) -> list[Json | None]:

@@ -216,8 +216,7 @@ class ResponsesApi:
             },
         }
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "ResponseStream":
-        del forced  # it is part of the message's text
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "ResponseStream":
         return ResponseStream(self, head, chat)
 
     def event(self, event: Json) -> bytes:

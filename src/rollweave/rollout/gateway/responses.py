@@ -93,8 +93,8 @@ class Api(Protocol):
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         """Return the body of a response that is not streamed."""
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> TurnStream:
-        """Return the stream of a turn, whose text begins with `forced`."""
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> TurnStream:
+        """Return the stream of a turn."""
 
     def event(self, event: Json) -> bytes:
         """Return an event as it is sent."""
@@ -113,7 +113,6 @@ def read_turn(
     result: GenerateResult,
     *,
     number: int,
-    forced: str,
     stop: Sequence[str],
     stop_tokens: Sequence[int] = (),
 ) -> tuple[Message, int]:
@@ -127,7 +126,7 @@ def read_turn(
     if result.tokens and result.tokens[-1] in stop_tokens:
         text = text[: len(codec.decode(result.tokens[:-1]))]
     length = min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))
-    text_shown = forced + text[:length]
+    text_shown = text[:length]
     parsed = tools.parse(text_shown) if tools is not None else ParsedReply(content=text_shown)
     calls = tuple(
         ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
@@ -168,8 +167,8 @@ class ChatApi(OpenAIApi):
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         return completion(head, reply, chat)
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "Chunks":
-        return Chunks(head, chat, forced=forced)
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "Chunks":
+        return Chunks(head, chat)
 
 
 def completion(head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
@@ -189,14 +188,10 @@ def completion(head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
 
 
 class Chunks:
-    """The chunks of one stream, the first of which names the role.
+    """The chunks of one stream, the first of which names the role."""
 
-    `forced` is the beginning of the message that was not sampled: as that of a call, it
-    is held back like any other.
-    """
-
-    def __init__(self, head: ReplyHead, chat: ChatRequest, *, forced: str = "") -> None:
-        self._head, self._chat, self._forced = head, chat, forced
+    def __init__(self, head: ReplyHead, chat: ChatRequest) -> None:
+        self._head, self._chat = head, chat
         self._content = ""
         self._begun = False
 
@@ -229,8 +224,6 @@ class Chunks:
                 arguments = {"arguments": call["function"]["arguments"]}
                 yield self._chunk({"tool_calls": [{"index": index, "function": arguments}]})
         else:
-            if self._forced:
-                yield self._chunk({"content": self._forced})
             yield from self.progress(reply.deltas)
         yield self._chunk({}, (), reply.finish_reason)
         if self._chat.include_usage:

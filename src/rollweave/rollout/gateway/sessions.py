@@ -20,6 +20,7 @@ import msgspec
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.gateway.calls import call_constraint
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.rollout.gateway.refusals import RequestError, bad
@@ -86,7 +87,6 @@ class Turn:
     """
 
     call: Call
-    forced: str
     waiters: int = 0
     task: asyncio.Task[None] | None = None
     error: RequestError | None = None
@@ -205,7 +205,7 @@ class Session:
             self.codec_of(chat),
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
-            call_start="" if turn.forced else call_start,
+            call_start=call_start,
             logprobs=chat.logprobs,
         )
 
@@ -232,7 +232,6 @@ class Session:
                 f"session must be open, got {self.id!r:.80}, which is closed",
                 code="session_not_found",
             )
-        forced = ""
         self._check_size(chat)
         self._check_images(chat)
         self._check_template(chat)
@@ -242,15 +241,12 @@ class Session:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
                 self._check_quota()
-        if chat.call is not None and self._tools is not None:
-            forced = self._tools.call_prefix(chat.call)
         try:
             call = self.recorder.begin(
                 key,
                 chat.messages,
                 chat.tools,
                 prompt=chat.prompt,
-                forced=forced,
                 repeated=repeated,
                 arguments=chat.template_arguments,
             )
@@ -258,7 +254,7 @@ class Session:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
         turn = self._turns.get(call)
         if turn is None:
-            turn = Turn(call, forced)
+            turn = Turn(call)
             try:
                 sampling = self._admit(chat, call)
             except RequestError:
@@ -401,15 +397,22 @@ class Session:
         )
 
     def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn, which may call a tool instead. Raises
-        RequestError if the engines have none.
+        """Return the constraint of a turn: of its answer, of its calls, or of both.
+
+        Raises RequestError if the engines have none. Strict tools are only shown then.
         """
-        if chat.constraint is not None and self._unconstrained:
-            rule = f"response_format must be null: {self._unconstrained}"
-            raise RequestError(400, rule, param="response_format")
-        if chat.constraint is None or self._tools is None or not chat.reads_calls:
+        if self._unconstrained:
+            for field, rule, wanted in (
+                ("response_format", "null", chat.constraint),
+                ("tool_choice", "auto or none", chat.call),
+            ):
+                if wanted is not None:
+                    text = f"{field} must be {rule}: {self._unconstrained}"
+                    raise RequestError(400, text, param=field)
+            return None
+        if self._tools is None or not chat.reads_calls:
             return chat.constraint
-        return msgspec.structs.replace(chat.constraint, call_start=self._tools.call_start)
+        return call_constraint(chat, self._tools, self._codec)
 
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:
@@ -451,7 +454,6 @@ class Session:
             tools,
             result,
             number=turn.call.number,
-            forced=turn.forced,
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
         )
@@ -459,7 +461,7 @@ class Session:
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
         stops = (*self._sampling.stop, *chat.stop)
         end = next((one for one in stops if text.startswith(one, turn.shown)), "")
-        stopped = turn.forced + text[: turn.shown] + end if end else ""
+        stopped = text[: turn.shown] + end if end else ""
         self.recorder.answer(turn.call, result, turn.message, stopped=stopped)
         asked = chat.messages
         if isinstance(chat.prompt, str):
