@@ -426,6 +426,14 @@ def engine(
         bool,
         typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
     ] = False,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat-template",
+            metavar="FILE",
+            help="Jinja template of chats, instead of the checkpoint's.",
+        ),
+    ] = None,
     prefill_at: PrefillAt = None,
     prefill_only: PrefillOnly = False,
     lend: Lend = None,
@@ -471,7 +479,7 @@ def engine(
             tpot_ms=tpot_ms,
             phase=phase,
         )
-        work(spec, access, lending, phase)
+        work(spec, access, lending, phase, template)
 
 
 @app.command()

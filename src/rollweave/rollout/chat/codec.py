@@ -151,10 +151,15 @@ class ChatCodec(TextCodec):
 
     @classmethod
     def from_directory(
-        cls, model_dir: str | Path, arguments: Mapping[str, Any] | None = None
+        cls,
+        model_dir: str | Path,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        template: Path | None = None,
     ) -> Self:
         """Return the codec of a checkpoint directory with tokenizer.json and a chat
-        template, which gets the `arguments` of `model.template_arguments`.
+        template, which gets the `arguments` of `model.template_arguments`. The file
+        `template` takes the place of the checkpoint's.
 
         Raises ConfigError if one of them is missing, or for an argument that the
         template cannot have.
@@ -165,7 +170,7 @@ class ChatCodec(TextCodec):
             raise ConfigError(f"{directory} must have a tokenizer.json, got none")
         return cls(
             tokenizer,
-            configured(read_template(directory), arguments or {}),
+            configured(read_template(directory, template), arguments or {}),
             name=str(directory),
             eos=eos_tokens(directory, tokenizer),
             images=image_tokens(directory, tokenizer),
