@@ -27,6 +27,7 @@ from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.template import read_json
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent
@@ -374,5 +375,6 @@ async def _prompts(
 
 def _application(server: EngineServer, codec: TextCodec, context: int) -> web.Application:
     app = server.application()
-    ServingFront(server, codec, context=context).add_to(app)
+    settings = read_json(Path(server.model) / "tokenizer_config.json")
+    ServingFront(server, codec, context=context, tokenizer=settings).add_to(app)
     return app

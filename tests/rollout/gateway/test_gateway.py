@@ -28,7 +28,7 @@ from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
 from rollweave.rollout.gateway import answering
 from rollweave.rollout.gateway.answering import MAX_BODY
 from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.requests import _Chat, parse_chat
+from rollweave.rollout.gateway.requests import Chat, parse_chat
 from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
@@ -690,7 +690,7 @@ async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
 THOUGHT = encode("<think>\n\n</think>\n\n")
 
 
-HONORED = set(_Chat.model_fields)
+HONORED = set(Chat.model_fields)
 """Fields of a request that the gateway reads; the run decides `PINNED_FIELDS` of them
 where the session is pinned.
 """

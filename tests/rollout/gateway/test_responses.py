@@ -44,7 +44,7 @@ def reply_of(
     message, deltas = read_turn(CODEC, hermes, result, number=7, stop=stop, stop_tokens=stop_tokens)
     return ChatReply(
         message=message,
-        deltas=text_deltas(CODEC, result, length=deltas, logprobs=True),
+        deltas=text_deltas(CODEC, result, length=deltas),
         finish_reason=finish_reason(message, finish),
         prompt_tokens=1,
         result=result,
@@ -86,8 +86,8 @@ def test_a_stream_adds_up_to_the_complete_response(
     reply = reply_of(sampled, tools=tools, stop=stop, finish=finish, stop_tokens=stop_tokens)
     ask = ChatRequest(model="m", messages=(), logprobs=True, include_usage=True)
     head = ReplyHead(id="r", created=0, model="m")
-    stream = list(Chunks(head, ask).rest(reply))
-    body = json.loads(json.dumps(completion(head, reply, ask)))
+    stream = list(Chunks(CODEC, head, ask).rest(reply))
+    body = json.loads(json.dumps(completion(CODEC, head, reply, ask)))
     assembled = put_together(json.loads(json.dumps(stream)))
     message = body["choices"][0]["message"]
     assert assembled["content"] == (message["content"] or "")

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Middleware
 from rollweave.schema.address import ip_address, split_host
 from rollweave.schema.errors import ConfigError
 
-OPEN = frozenset({"/health", "/ready"})
+OPEN = frozenset({"/health", "/ping", "/ready"})
 """Paths that require no token, for programs that start and monitor servers: it is no
 secret that a server runs.
 """
@@ -128,7 +128,7 @@ class Guard:
         if (
             self._token is not None
             and path not in OPEN
-            and not self._is_known(headers["Authorization"])
+            and not self._is_known(headers["Authorization"], headers.get("X-Api-Key", ()))
         ):
             return 401, "the request must carry this server's token (Authorization: Bearer TOKEN)"
         kinds = headers["Content-Type"]
@@ -163,7 +163,12 @@ class Guard:
             name == self._machine or ip_address(name) is not None
         )
 
-    def _is_known(self, headers: Sequence[str]) -> bool:
+    def _is_known(self, headers: Sequence[str], keys: Sequence[str]) -> bool:
+        """Return whether one header has the token: Anthropic's clients send it as
+        `X-Api-Key`.
+        """
+        if not headers:
+            headers = [f"Bearer {key}" for key in keys]
         scheme, _, token = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
         expected = (self._token or "").encode()
         return (
@@ -172,7 +177,7 @@ class Guard:
         )
 
 
-_READ = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "Content-Type")
+_READ = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "X-Api-Key", "Content-Type")
 
 
 def _authority(target: str) -> str:

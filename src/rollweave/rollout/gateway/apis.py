@@ -9,14 +9,13 @@ from rollweave.rollout.gateway.openai_responses import ResponsesApi
 from rollweave.rollout.gateway.responses import Api, ChatApi
 
 
-def apis(codec: TextCodec, *, scores_prompts: bool = False) -> Mapping[str, Api]:
-    """Return the path of each API below the base URL, and the API.
-
-    `scores_prompts` is true if completions may have `prompt_logprobs`.
+def apis(codec: TextCodec, *, served: bool = False) -> Mapping[str, Api]:
+    """Return the path of each API below the base URL, and the API. With `served`,
+    requests may have the fields of those outside of a run.
     """
     return {
-        "/chat/completions": ChatApi(),
-        "/completions": CompletionsApi(codec.plain, scores_prompts=scores_prompts),
+        "/chat/completions": ChatApi(codec, served=served),
+        "/completions": CompletionsApi(codec.plain, served=served),
         "/messages": MessagesApi(codec),
         "/responses": ResponsesApi(),
     }

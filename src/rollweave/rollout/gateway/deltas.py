@@ -12,11 +12,12 @@ nothing released can be taken back.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rollweave.rollout.chat.text import TextCodec, TokenTexts
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.serving import GenerateResult
+from rollweave.schema.serving import GenerateResult, TokenChances
 
 SAME_LOGPROB = 1e-4
 """Maximum difference of a token's log-probs that engines with equal weights compute."""
@@ -26,14 +27,21 @@ class ContradictionError(RollweaveError):
     """The turn is no longer the one whose beginning was released."""
 
 
-class TextDelta(Struct, frozen=True, kw_only=True):
-    """The text of one or several tokens: the smallest run of complete characters.
-
-    `entries` are the tokens' `(text, log-prob)`.
+class TokenEntry(NamedTuple):
+    """A sampled token with its log-prob, and the tokens that were reported beside
+    it.
     """
 
+    token: int
+    logprob: float
+    top: TokenChances = ()
+
+
+class TextDelta(Struct, frozen=True, kw_only=True):
+    """The text of one or several tokens: the smallest run of complete characters."""
+
     text: str
-    entries: tuple[tuple[str, float], ...]
+    entries: tuple[TokenEntry, ...]
 
 
 class _Piece(Struct, frozen=True, kw_only=True):
@@ -49,7 +57,7 @@ class DeltaReader:
 
     `stop` and `stop_tokens` end the turn, and `call_start` begins a tool call: nothing
     from there on is released before the turn is complete. None if no call is read.
-    Without `logprobs`, deltas have no entries.
+    Without `logprobs`, log-probs may change while the tokens stay.
     """
 
     def __init__(
@@ -69,13 +77,21 @@ class DeltaReader:
         self._released_tokens = 0
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: Sequence[TokenChances] = ()
         self._begin()
 
-    def read(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[TextDelta]:
-        """Return the deltas that are certain now; the turn has these tokens so far.
+    def read(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TokenChances] = (),
+    ) -> list[TextDelta]:
+        """Return the deltas that are certain now; the turn has these tokens so far, and
+        `tops` beside them if any are reported.
 
         Raises ContradictionError.
         """
+        self._tops = tops
         self._take(tokens, logprobs)
         certain = len(self._tokens) - self._codec.end_overlap(self._tokens)
         if certain == len(self._tokens) and self._tokens and self._tokens[-1] in self._stop_tokens:
@@ -89,15 +105,14 @@ class DeltaReader:
             released.append(self._release())
         return released
 
-    def finish(
-        self, tokens: Sequence[int], logprobs: Sequence[float], length: int
-    ) -> list[TextDelta]:
+    def finish(self, result: GenerateResult, length: int) -> list[TextDelta]:
         """Return the other deltas of the complete turn, of whose text `length`
         characters are shown.
 
         Raises ContradictionError.
         """
-        self._take(tokens, logprobs)
+        tokens, self._tops = result.tokens, result.top_logprobs
+        self._take(tokens, result.logprobs)
         if len(tokens) < self._released_tokens or length < len(self._released):
             raise ContradictionError("the turn ended before the end of what was released")
         deltas = [piece.delta for piece in self._pieces]
@@ -119,7 +134,7 @@ class DeltaReader:
         self._texts = TokenTexts(self._codec)
         self._text = ""
         self._pieces: list[_Piece] = []
-        self._entries: list[tuple[str, float]] = []
+        self._entries: list[TokenEntry] = []
         """Entries of the tokens whose characters are not complete."""
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -156,10 +171,11 @@ class DeltaReader:
         self._pieces.clear()
 
     def _append(self, token: int, logprob: float) -> None:
+        at = len(self._tokens)
         self._tokens.append(token)
         self._logprobs.append(logprob)
-        if self._wants_logprobs:
-            self._entries.append((self._codec.decode([token]), logprob))
+        top = self._tops[at] if at < len(self._tops) else ()
+        self._entries.append(TokenEntry(token, logprob, top))
         text = self._texts.add(token)
         if text:
             self._text += text
@@ -190,12 +206,9 @@ class DeltaReader:
         return len(text[:safe].rstrip()) if self._call_start is not None else safe
 
 
-def text_deltas(
-    codec: TextCodec, result: GenerateResult, *, length: int, logprobs: bool
-) -> tuple[TextDelta, ...]:
+def text_deltas(codec: TextCodec, result: GenerateResult, *, length: int) -> tuple[TextDelta, ...]:
     """Return the first `length` characters of a complete turn's text as deltas."""
-    reader = DeltaReader(codec, logprobs=logprobs)
-    return tuple(reader.finish(result.tokens, result.logprobs, length))
+    return tuple(DeltaReader(codec).finish(result, length))
 
 
 def _before(mark: str, text: str, *, since: int) -> int:

@@ -10,9 +10,10 @@ engine's server (429), and cancelled with their connections.
 """
 
 import functools
+import json
 import secrets
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -21,12 +22,15 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
+from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
+from rollweave.rollout.gateway.anthropic_messages import MessagesApi
 from rollweave.rollout.gateway.apis import apis
-from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.requests import ChatRequest
+from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.requests import ChatRequest, OpenModel, PromptForm, read
 from rollweave.rollout.gateway.responses import Api
+from rollweave.rollout.gateway.served import parse_detokenize, parse_tokenize
 from rollweave.rollout.gateway.sessions import Session, SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling, VersionSpan
@@ -43,35 +47,49 @@ REPORT_S: Final = 0.0
 
 class ServingFront:
     """The handlers of one engine's clients. `context` is the engine's maximum number of
-    tokens in a sequence.
+    tokens in a sequence. `tokenizer` is what its checkpoint says of its tokenizer.
     """
 
-    def __init__(self, server: EngineServer, codec: TextCodec, *, context: int) -> None:
-        self._server, self._codec = server, codec
+    def __init__(
+        self,
+        server: EngineServer,
+        codec: TextCodec,
+        *,
+        context: int,
+        tokenizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._server, self._codec, self._context = server, codec, context
+        self._tokenizer = dict(tokenizer or {})
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
-        for path, api in apis(self._codec, scores_prompts=True).items():
+        served = apis(self._codec, served=True)
+        for path, api in served.items():
             app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
+        count = functools.partial(self._ask, ask=self._count, api=served["/messages"])
+        app.router.add_post("/v1/messages/count_tokens", count)
+        for path, ask in (("/tokenize", self._tokenize), ("/detokenize", self._detokenize)):
+            app.router.add_post(path, functools.partial(self._ask, ask=ask))
+        app.router.add_get("/tokenizer_info", self._tokenizer_info)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         with self._server.metrics.request() as outcome:
             try:
                 body = await body_of(request, most=REQUEST_BYTES)
                 chat = api.parse(body)
-                if self._server.is_full:
+                chat = msgspec.structs.replace(chat, model=chat.model or self._server.model)
+                choices = (chat, *chat.others)
+                if not self._server.has_room(len(choices)):
                     rule = "requests in flight must be fewer: the engine is busy"
                     raise RequestError(429, rule, code="rate_limit_exceeded")
-                session = self._session(chat, outcome)
                 response = await answer(
                     request,
-                    session,
+                    list(self._asked(choices, outcome)),
                     api,
-                    chat,
-                    key=session.id,
+                    key="",
                     repeated=False,
                     keep_alive_s=KEEP_ALIVE_S,
                 )
@@ -84,6 +102,97 @@ class ServingFront:
             outcome.name = "answered" if outcome.sampled else "failed"
             return response
 
+    def _asked(
+        self, choices: Sequence[ChatRequest], outcome: Outcome
+    ) -> Iterator[tuple[Session, ChatRequest]]:
+        """Yield the session of each choice, and the choice with the tokens of its
+        prompt.
+        """
+        prompt: str | tuple[int, ...] | None = None
+        for chat in choices:
+            session = self._session(chat, outcome)
+            if not chat.repeats:
+                session.check(chat)
+                prompt = self._prompt(chat)
+            yield session, msgspec.structs.replace(chat, prompt=prompt)
+
+    def _prompt(self, chat: ChatRequest) -> tuple[int, ...] | None:
+        """Return the tokens of a prompt; None for messages in their usual form. Raises
+        RequestError.
+        """
+        form, tokens = chat.prompt_form, chat.prompt
+        if tokens is None and form == PromptForm():
+            return None
+        try:
+            if tokens is None:
+                codec = self._codec.with_arguments(chat.template_arguments)
+                tokens = codec.start(
+                    chat.messages,
+                    chat.tools,
+                    prompt=form.opens_turn,
+                    continues=form.continues_last,
+                )
+                if form.adds_special:
+                    tokens = self._codec.added_before() + tokens
+            elif isinstance(tokens, str):
+                tokens = self._codec.encode_literal(tokens, adds_special=form.adds_special)
+        except ChatError as error:
+            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
+        if form.most is None:
+            return tokens
+        most = form.most
+        if most < 0:
+            most = self._context - (chat.max_tokens or 1)
+        if most < 1:
+            raise bad("truncate_prompt_tokens", "must leave a token of the prompt", form.most)
+        return tokens[:most] if form.keeps_first else tokens[-most:]
+
+    async def _ask(
+        self,
+        request: web.Request,
+        ask: Callable[[bytes], dict[str, Any]],
+        api: Api | None = None,
+    ) -> web.Response:
+        """Answer a request that needs no turn."""
+        try:
+            return web.json_response(ask(await body_of(request, most=REQUEST_BYTES)))
+        except Exception as error:
+            return error_response(request, error, api)
+
+    def _tokens_of(self, chat: ChatRequest) -> tuple[int, ...]:
+        """Return the tokens of a request's prompt. Raises RequestError."""
+        session = self._session(chat, Outcome())
+        session.check(chat)
+        tokens = self._prompt(chat)
+        if tokens is None:
+            call = session.recorder.begin(
+                "", chat.messages, chat.tools, arguments=chat.template_arguments
+            )
+            tokens = call.prompt
+        return tokens
+
+    def _count(self, body: bytes) -> dict[str, Any]:
+        """Return the number of tokens in the prompt of a request of Anthropic's API."""
+        fields = read(body, OpenModel).model_extra or {}
+        chat = MessagesApi(self._codec).parse(json.dumps({"max_tokens": 1, **fields}).encode())
+        return {"input_tokens": len(self._tokens_of(chat))}
+
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
+        chat, wants_names = parse_tokenize(body, self._codec)
+        tokens = self._tokens_of(chat)
+        return {
+            "count": len(tokens),
+            "max_model_len": self._context,
+            "tokens": tokens,
+            "token_strs": self._codec.names(tokens) if wants_names else None,
+        }
+
+    def _detokenize(self, body: bytes) -> dict[str, Any]:
+        return {"prompt": self._codec.decode(parse_detokenize(body))}
+
+    async def _tokenizer_info(self, _: web.Request) -> web.Response:
+        return web.json_response(self._tokenizer)
+
     def _session(self, chat: ChatRequest, outcome: Outcome) -> Session:
         async def generate(
             session: str,
@@ -91,11 +200,14 @@ class ServingFront:
             sampling: Sampling,
             on_tokens: OnTokens | None,
         ) -> GenerateResult:
+            top = 0 if chat.logprob_ids else chat.top_logprobs
             asked = GenerateRequest(
                 id=session,
                 tokens=tokens,
                 sampling=sampling,
-                prompt_logprobs=chat.prompt_logprobs,
+                prompt_logprobs=chat.prompt_logprobs or (chat.echo and chat.logprobs),
+                top_logprobs=max(top, chat.prompt_top),
+                logprob_ids=chat.logprob_ids,
             )
             result = await self._generate(asked, on_tokens)
             outcome.sampled = True

@@ -183,9 +183,8 @@ class Gateway:
         key, repeated = identity(request, body)
         return await answer(
             request,
-            session,
+            [(session, api.parse(body))],
             api,
-            api.parse(body),
             key=key,
             repeated=repeated,
             keep_alive_s=self._keep_alive_s,

@@ -35,6 +35,7 @@ from rollweave.schema.serving import (
     FinishReason,
     GenerateResult,
     Sampling,
+    TokenChances,
     TokenDelta,
 )
 from rollweave.schema.work import StopReason
@@ -98,6 +99,8 @@ class Turn:
     however slowly clients read.
     """
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TokenChances] = field(default_factory=list)
+    """The tokens that are reported beside each of them, if any are."""
     news: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -115,10 +118,12 @@ class Turn:
         if delta.start == 0:
             self.tokens.clear()
             self.logprobs.clear()
+            self.tops.clear()
         if delta.start != len(self.tokens) or len(delta.tokens) != len(delta.logprobs):
             return
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.tops += delta.top_logprobs
         news, self.news = self.news, asyncio.get_running_loop().create_future()
         news.set_result(None)
 
@@ -192,9 +197,11 @@ class Session:
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
-        if chat.prompt is not None:
-            return self._codec.plain
-        return self._codec.with_arguments(chat.template_arguments)
+        codec = self._codec.plain
+        if chat.source != "prompt":
+            codec = self._codec.with_arguments(chat.template_arguments)
+        # The marks of calls may be special tokens.
+        return codec.without_special() if chat.hides_special and not chat.reads_calls else codec
 
     def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
         """Return a reader of the turn's text while it is sampled."""
@@ -232,11 +239,7 @@ class Session:
                 f"session must be open, got {self.id!r:.80}, which is closed",
                 code="session_not_found",
             )
-        self._check_size(chat)
-        self._check_images(chat)
-        self._check_template(chat)
-        if chat.tools:
-            self._check_tools(chat)
+        self.check(chat)
         if self.recorder.repeated_call(key, repeated=repeated) is None:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
@@ -268,7 +271,18 @@ class Session:
             turn.task.add_done_callback(self._tasks.discard)
         return turn
 
+    def check(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a conversation that this session's model cannot be
+        shown.
+        """
+        self._check_size(chat)
+        self._check_images(chat)
+        self._check_template(chat)
+        if chat.tools:
+            self._check_tools(chat)
+
     def _check_size(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a text that is too long to be tokenized."""
         chars = sum(map(len, chat.tools)) + sum(
             len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
             for message in chat.messages
@@ -370,6 +384,8 @@ class Session:
 
     def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
+        goes_on = chat.adjustments is not None and chat.adjustments.ignores_eos
+        ends, end_texts = ((), ()) if goes_on else (codec.stop_token_ids, codec.stop)
         one_call = (
             (self._tools.call_end,)
             if self._tools is not None and chat.reads_calls and chat.one_call
@@ -386,10 +402,11 @@ class Session:
             base,
             max_tokens=min(room, chat.max_tokens or room),
             stop_token_ids=tuple(
-                dict.fromkeys((*codec.stop_token_ids, *base.stop_token_ids, *chat.stop_token_ids))
+                dict.fromkeys((*ends, *base.stop_token_ids, *chat.stop_token_ids))
             ),
-            stop=(*codec.stop, *base.stop, *chat.stop, *one_call),
+            stop=(*end_texts, *base.stop, *chat.stop, *one_call),
             allowed=chat.allowed or base.allowed,
+            adjustments=chat.adjustments,
             constraint=self._constraint_of(chat),
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
@@ -456,6 +473,7 @@ class Session:
             number=turn.call.number,
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
+            shows_stop=chat.shows_stop,
         )
         codec = self.codec_of(chat)
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
