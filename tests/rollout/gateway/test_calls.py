@@ -111,9 +111,6 @@ def test_a_turn_without_strict_tools_is_free_and_bad_parameters_are_refused() ->
         asked = ChatRequest(model="m", tools=declared, call=call, reads_calls=True)
         with pytest.raises(RequestError, match=r"tools\.0\.function\.parameters must be a JSON"):
             call_constraint(asked, Hermes(), PLAIN)
-    grammar = Constraint(kind="lark", text='start: "a"')
-    with pytest.raises(RequestError, match="must be null where tools may be called"):
-        call_constraint(chat(call=None, constraint=grammar), Hermes(), PLAIN)
 
 
 def valid(name: str, arguments: str | dict[str, Any]) -> bool:

@@ -89,9 +89,6 @@ def _bound(chat: ChatRequest) -> Iterator[str]:
     if chat.call is not None or chat.constraint is None:
         yield f"start: {calls}"
         return
-    if chat.constraint.kind == "lark":
-        rule = "must be null where tools may be called"
-        raise bad("structured_outputs.grammar", rule, chat.constraint.text)
     yield "start: calls | answer"
     yield f"calls: {calls}"
     yield f"answer: {rule_of(chat.constraint)}"

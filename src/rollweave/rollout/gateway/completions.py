@@ -83,11 +83,12 @@ class _Completion(Common):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        several = [each for each in prompt if not isinstance(each, int)]
-        return [
-            each if isinstance(each, str) else tuple(each)
-            for each in several or [tuple(each for each in prompt if isinstance(each, int))]
+        several = [
+            each if isinstance(each, str) else tuple(_ids(each))
+            for each in prompt
+            if not isinstance(each, int)
         ]
+        return several or [tuple(_ids(prompt))]
 
 
 class _ServedCompletion(Served, _Completion):
@@ -214,6 +215,10 @@ class CompletionsApi(OpenAIApi):
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def _ids(tokens: Sequence[object]) -> Iterator[int]:
+    return (token for token in tokens if isinstance(token, int))
 
 
 class TextStream:

@@ -253,10 +253,10 @@ def prompt_scores(
 
     scores: list[Json | None] = [None]
     for at, token in enumerate(head.prompt[1:]):
-        top = tops[at][: chat.prompt_top] if tops else ()
-        scores.append(score(token, logprobs[at], None))
-        for rank, (each, logprob) in enumerate(top, 1):
-            scores[-1] |= score(each, logprob, rank)
+        place = score(token, logprobs[at], None)
+        for rank, (each, logprob) in enumerate(tops[at][: chat.prompt_top] if tops else (), 1):
+            place |= score(each, logprob, rank)
+        scores.append(place)
     return scores
 
 

@@ -86,7 +86,7 @@ class Served(BaseModel):
         }
 
     def _adjustments(self, codec: TextCodec) -> Adjustments | None:
-        given = {
+        given: dict[str, Any] = {
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,

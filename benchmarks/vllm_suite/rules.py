@@ -1,0 +1,56 @@
+"""Which of vLLM's test files are run, and which tests do not apply, and why."""
+
+from typing import Final
+
+FILES: Final = (
+    "openai/completion/test_completion.py",
+    "openai/completion/test_prompt_validation.py",
+    "openai/completion/test_token_in_token_out.py",
+    "openai/chat_completion/test_chat.py",
+    "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_batched_chat_completions.py",
+    "openai/chat_completion/test_chat_echo.py",
+    "openai/chat_completion/test_chat_logit_bias_validation.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/chat_completion/test_enable_force_include_usage.py",
+    "openai/chat_completion/test_include_reasoning.py",
+    "openai/chat_completion/test_logprob_token_ids.py",
+    "openai/chat_completion/test_root_path.py",
+    "openai/chat_completion/test_thinking_token_budget.py",
+    "openai/models/test_models.py",
+    "openai/responses/test_basic.py",
+    "openai/responses/test_function_call.py",
+    "openai/responses/test_simple.py",
+    "openai/responses/test_stateful.py",
+    "openai/responses/test_structured_output.py",
+    "openai/test_chunked_prompt.py",
+    "openai/test_return_token_ids.py",
+    "openai/test_return_tokens_as_ids.py",
+    "anthropic/test_messages.py",
+    "serve/instrumentator/test_basic.py",
+    "serve/tokenize/test_tokenization.py",
+)
+"""Paths below `tests/entrypoints`."""
+
+OPTIONS: Final = (
+    "--enable-force-include-usage",
+    "--enable-prompt-embeds",
+    "--max-logprobs",
+    "--return-tokens-as-token-ids",
+    "--root-path",
+    "--skip-tokenizer-init",
+    "--speculative-config",
+    "--watermark-config",
+)
+
+LORA: Final = "asks for an adapter"
+REASONS: Final = "needs a model that thinks before it answers"
+TOKENIZER: Final = "expects the number of tokens of another model's tokenizer"
+QUALITY: Final = "expects the right answer, or a call, of a model of billions of parameters"
+WORDS: Final = "expects vLLM's words of an error"
+STORE: Final = "needs stored responses, or ones in the background"
+VERSION: Final = "expects vLLM's version"
+TRANSFER: Final = "sends the prompt's tokens between vLLM's prefill and decode servers"
+
+RULES: Final[tuple[tuple[str, str], ...]] = ((r"\[zephyr-lora\]|test_check_models", LORA),)
+"""A regular expression of the test's id → why it does not apply."""
