@@ -246,7 +246,8 @@ class MessageStream(BlockStream):
         self._api, self._head, self._chat = api, head, chat
 
     def _begin(self) -> Iterator[Json]:
-        usage = {"input_tokens": 0, "output_tokens": 0}  # they come with the last event
+        # The tokens from the cache are counted with the last event.
+        usage = {"input_tokens": self._head.prompt_tokens, "output_tokens": 0}
         message = {"stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": {**_head(self._head), "content": [], **message}}
 

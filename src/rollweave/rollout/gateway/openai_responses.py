@@ -140,7 +140,7 @@ class _Reasoning(Strict):
 
 
 class _Request(OpenModel):
-    model: str
+    model: str = ""
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None

@@ -185,7 +185,7 @@ def _words(words: Sequence[str], codec: TextCodec) -> Iterator[tuple[int, ...]]:
         text = word.lstrip()
         alone, behind = codec.encode_literal(text), codec.encode_literal(" " + text)
         yield alone
-        if behind[0] != alone[0] and len(behind) == len(alone):
+        if behind[-len(alone) :] != alone:
             yield behind
 
 
