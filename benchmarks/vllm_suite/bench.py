@@ -81,6 +81,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         report = (asked.report or Path(scratch) / "report.jsonl").absolute()
         report.touch()
+        # Only the tests of the source: vLLM itself is that of the interpreter.
+        (Path(scratch) / "tests").symlink_to(asked.source.absolute() / "tests")
         with _engine(asked.checkpoint, asked.chat_template, asked.port) as url:
             files = [f"tests/entrypoints/{file}" for file in FILES if re.search(asked.only, file)]
             command = [str(python), "-m", "pytest", *files, "-q", "--noconftest"]
@@ -91,13 +93,15 @@ def main() -> None:
                 "tests.entrypoints.openai.responses.conftest",
             ]
             command += ["-p", "no:cacheprovider", "--timeout", str(TEST_S), "--rootdir", "."]
+            command += ["--continue-on-collection-errors"]
             subprocess.run(
                 command,
-                cwd=asked.source,
+                cwd=scratch,
                 stdout=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": f"{here}:{asked.source.absolute()}",
+                    "PYTHONPATH": f"{here}:{scratch}",
+                    "VLLM_SUITE_SOURCE": str(asked.source.absolute()),
                     "VLLM_SUITE_URL": url,
                     "VLLM_SUITE_MODEL": str(asked.checkpoint.absolute()),
                     "VLLM_SUITE_REPORT": str(report),

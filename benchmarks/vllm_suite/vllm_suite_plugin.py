@@ -86,12 +86,14 @@ def _stand_ins() -> None:
     helpers: Any = types.ModuleType("tests.utils")
     helpers.RemoteOpenAIServer = RemoteOpenAIServer
     helpers.ROCM_EXTRA_ARGS, helpers.ROCM_ENV_OVERRIDES = [], {}
-    helpers.VLLM_PATH = Path.cwd()
-    helpers.multi_gpu_only = helpers.requires_fp8 = lambda test: test
+    helpers.VLLM_PATH = Path(os.environ["VLLM_SUITE_SOURCE"])
+    helpers.multi_gpu_only = helpers.requires_fp8 = lambda *_, **__: lambda test: test
     sys.modules["tests.utils"] = helpers
-    of_name, config = vllm.tokenizers.get_tokenizer, vllm.config.ModelConfig
+    of_name, init = vllm.tokenizers.get_tokenizer, vllm.config.ModelConfig.__init__
     vllm.tokenizers.get_tokenizer = lambda *_, **__: of_name(MODEL)
-    vllm.config.ModelConfig = lambda *_, **more: config(**{**more, "model": MODEL})
+    vllm.config.ModelConfig.__init__ = lambda self, *_, **more: init(
+        self, **{**more, "model": MODEL}
+    )
     repositories.hf_api = _Hub
 
 
