@@ -47,4 +47,5 @@ def _check_adjustments(sampling: Sampling, vocab: int) -> None:
 
 def _in_vocabulary(field: str, tokens: tuple[int, ...], vocab: int) -> None:
     if not 0 <= min(tokens) <= max(tokens) < vocab:
-        raise ValueError(f"{field} must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+        got = f"{min(tokens)} to {max(tokens)}: out of vocabulary"
+        raise ValueError(f"{field} must be in [0, {vocab}), got {got}")
