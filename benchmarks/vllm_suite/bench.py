@@ -1,11 +1,13 @@
 """Run vLLM's tests of its OpenAI-compatible server against `rollweave engine`.
 
     .venv/bin/python -m benchmarks.vllm_suite.bench VLLM_SOURCE CHECKPOINT \
-        --python .venv-vllm/bin/python --chat-template TEMPLATE
+        --python .venv-vllm/bin/python
 
 `VLLM_SOURCE` is the source distribution of the same version of vLLM as that of the
 interpreter, unpacked, which has pytest, pytest-asyncio, pytest-timeout and anthropic,
-too. Prints a line for each file: the tests that passed, failed and do not apply.
+too. The checkpoint is served with the chat template beside this file, in ChatML, which
+shows tools. Prints a line for each file: the tests that passed, failed and do not
+apply.
 """
 
 import argparse
@@ -30,14 +32,24 @@ TEST_S: Final = 300
 """Maximum seconds until the engine serves, and of one test."""
 
 
+def _with_tools(checkpoint: Path, folder: Path) -> Path:
+    """Make a folder with a checkpoint's files, and the template that shows tools."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name not in ("tokenizer_config.json", "chat_template.jinja"):
+            (folder / file.name).symlink_to(file.absolute())
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    settings["chat_template"] = Path(__file__).with_name("tools.jinja").read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 @contextmanager
-def _engine(checkpoint: Path, template: Path | None, port: int) -> Iterator[str]:
+def _engine(checkpoint: Path, port: int) -> Iterator[str]:
     """Serve the checkpoint; yield the address."""
     program = str(Path(sys.executable).with_name("rollweave"))
     command = [program, "engine", str(checkpoint), "--no-token"]
     command += ["--port", str(port), "--slots", "128", "--device", "cpu"]
-    if template is not None:
-        command += ["--chat-template", str(template)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             url, ends = f"http://127.0.0.1:{port}", time.monotonic() + START_S
@@ -71,7 +83,6 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--python", default=".venv-vllm/bin/python")
-    parser.add_argument("--chat-template", type=Path)
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--only", default="")
@@ -83,7 +94,8 @@ def main() -> None:
         report.touch()
         # Only the tests of the source: vLLM itself is that of the interpreter.
         (Path(scratch) / "tests").symlink_to(asked.source.absolute() / "tests")
-        with _engine(asked.checkpoint, asked.chat_template, asked.port) as url:
+        checkpoint = _with_tools(asked.checkpoint, Path(scratch) / "checkpoint")
+        with _engine(checkpoint, asked.port) as url:
             files = [f"tests/entrypoints/{file}" for file in FILES if re.search(asked.only, file)]
             command = [str(python), "-m", "pytest", *files, "-q", "--noconftest"]
             command += [
@@ -103,7 +115,7 @@ def main() -> None:
                     "PYTHONPATH": f"{here}:{scratch}",
                     "VLLM_SUITE_SOURCE": str(asked.source.absolute()),
                     "VLLM_SUITE_URL": url,
-                    "VLLM_SUITE_MODEL": str(asked.checkpoint.absolute()),
+                    "VLLM_SUITE_MODEL": str(checkpoint),
                     "VLLM_SUITE_REPORT": str(report),
                     "VLLM_SUITE_RULES": json.dumps(RULES),
                     "VLLM_SUITE_OPTIONS": json.dumps(OPTIONS),

@@ -1,4 +1,4 @@
-"""Which of vLLM's test files are run, and which tests do not apply, and why."""
+"""The test files of vLLM that are run, and why some of the tests do not apply."""
 
 from typing import Final
 
@@ -47,10 +47,20 @@ LORA: Final = "asks for an adapter"
 REASONS: Final = "needs a model that thinks before it answers"
 TOKENIZER: Final = "expects the number of tokens of another model's tokenizer"
 QUALITY: Final = "expects the right answer, or a call, of a model of billions of parameters"
-WORDS: Final = "expects vLLM's words of an error"
-STORE: Final = "needs stored responses, or ones in the background"
 VERSION: Final = "expects vLLM's version"
 TRANSFER: Final = "sends the prompt's tokens between vLLM's prefill and decode servers"
 
-RULES: Final[tuple[tuple[str, str], ...]] = ((r"\[zephyr-lora\]|test_check_models", LORA),)
+RULES: Final[tuple[tuple[str, str], ...]] = (
+    (r"zephyr-lora|test_check_models", LORA),
+    (r"test_include_reasoning|test_thinking_token|test_function_tool_use.*True-", REASONS),
+    (r"responses/.*(reasoning|raw_message|test_simple_input|test_function_tool_use)", REASONS),
+    (r"test_completion.py::test_single_completion|test_single_chat_session", TOKENIZER),
+    (r"more_than_one_prompt_logprobs|test_comparison_with_prompt", QUALITY),
+    (r"test_completion_streaming|test_response_format_json_|complex_message_content", QUALITY),
+    (r"structured_outputs_choice_chat$|test_chat_completion_with_tool_use|-auto-", QUALITY),
+    (r"test_anthropic_tool_call\b|responses/test_structured_output", QUALITY),
+    (r"previous_response|same_prev_id|test_basic.py::(test_instructions|test_chat)$", QUALITY),
+    (r"test_kv_transfer", TRANSFER),
+    (r"test_show_version", VERSION),
+)
 """A regular expression of the test's id → why it does not apply."""

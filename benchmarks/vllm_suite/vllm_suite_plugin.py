@@ -106,7 +106,8 @@ def _starts_server(item: Any) -> bool:
     functions = [item.function]
     for fixtures in item._fixtureinfo.name2fixturedefs.values():
         functions += [fixture.func for fixture in fixtures]
-    return any("Remote" in inspect.getsource(function) for function in functions)
+    sources = [inspect.getsource(function) for function in functions]
+    return any("Remote" in source or "getfixturevalue" in source for source in sources)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -237,6 +237,9 @@ async def test_the_routes_of_vllm_and_the_vendors(url: str) -> None:
         shown = await get("/tokenize", messages=USER, add_generation_prompt=False)
         whole = await get("/tokenize", messages=USER)
         assert whole["tokens"][: shown["count"]] == shown["tokens"]
+        pair = await get("/v1/chat/completions/batch", messages=[USER, USER], max_tokens=2)
+        assert [choice["index"] for choice in pair["choices"]] == [0, 1]
+        assert pair["usage"]["prompt_tokens"] == 2 * whole["count"]
         counted = await api.messages.count_tokens(model="m", messages=USER)
         assert counted.input_tokens == whole["count"]
         said = await api.messages.create(model="m", messages=USER, max_tokens=2)

@@ -21,8 +21,8 @@ NO_ARGUMENTS: Final[dict[str, Any]] = {"type": "object", "additionalProperties":
 """The schema of a tool that declares no parameters."""
 
 SPELLING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How llguidance spells arguments: with no other white space than `json.dumps`, so that
-a call cannot end in a run of blanks.
+"""llguidance's spelling of arguments: with no other white space than `json.dumps`, so
+that a call cannot end in a run of blanks.
 """
 
 CLOSED_BY: Final = ("additionalProperties", "patternProperties")

@@ -15,7 +15,7 @@ from rollweave.rollout.chat.tools import ParsedReply, ToolFormat, openai_calls
 from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta, TokenEntry
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest, parse_chat
-from rollweave.rollout.gateway.served import parse_served_chat
+from rollweave.rollout.gateway.served import parse_batch, parse_served_chat
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import (
@@ -201,6 +201,13 @@ class ChatApi(OpenAIApi):
 
     def stream(self, head: ReplyHead, chat: ChatRequest) -> "Chunks":
         return Chunks(self._codec, head, chat)
+
+
+class BatchApi(ChatApi):
+    """vLLM's chat API of several conversations in one request."""
+
+    def parse(self, body: bytes) -> ChatRequest:
+        return parse_batch(body, self._codec)
 
 
 def completion(codec: TextCodec, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:

@@ -3,6 +3,7 @@ they change the distribution of what is sampled, ask for several choices, or sha
 prompt. In a session of a run they are refused unless they ask for nothing. Pure.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -110,6 +111,10 @@ class Served(BaseModel):
         )
 
 
+class _Batch(OpenModel):
+    messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class ServedChat(Chat, Served):
     """The fields of a chat request."""
 
@@ -138,6 +143,21 @@ class ServedChat(Chat, Served):
 def parse_served_chat(body: bytes, codec: TextCodec) -> ChatRequest:
     """Parse the body of a chat request outside of a run. Raises RequestError."""
     return read(body, ServedChat).request(codec)
+
+
+def parse_batch(body: bytes, codec: TextCodec) -> ChatRequest:
+    """Parse the body of a request with several conversations, each of which gets one
+    choice. Raises RequestError.
+    """
+    asked = read(body, _Batch)
+    fields = asked.model_extra or {}
+    if fields.get("stream") or fields.get("n") not in (None, 1):
+        raise bad("stream", "must be false, and n 1, with several conversations", True)
+    chats = [
+        parse_served_chat(json.dumps({**fields, "messages": messages}).encode(), codec)
+        for messages in asked.messages
+    ]
+    return with_choices(chats, 1)
 
 
 def checked_length(chat: ChatRequest) -> ChatRequest:
