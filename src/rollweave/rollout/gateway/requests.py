@@ -29,10 +29,10 @@ from rollweave.schema.serving import COLDEST, Adjustments, Constraint
 
 
 class PromptForm(Struct, frozen=True, kw_only=True):
-    """How the tokens of a prompt are made of its text or messages: with the special
-    tokens that the tokenizer adds; with the opening of the agent's turn, or with the
-    last message left open, or neither. The last `most` tokens are kept, or with
-    `keeps_first` the first ones; -1 keeps as many as the context has room for.
+    """The form of a prompt's tokens: with the special tokens that the tokenizer adds;
+    with the opening of the agent's turn, or with the last message left open, or
+    neither. The last `most` tokens are kept, or with `keeps_first` the first ones; -1
+    keeps as many as the context has room for.
     """
 
     adds_special: bool = False
