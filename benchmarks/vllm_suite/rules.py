@@ -57,9 +57,12 @@ RULES: Final[tuple[tuple[str, str], ...]] = (
     (r"test_completion.py::test_single_completion|test_single_chat_session", TOKENIZER),
     (r"more_than_one_prompt_logprobs|test_comparison_with_prompt", QUALITY),
     (r"test_completion_streaming|test_response_format_json_|complex_message_content", QUALITY),
-    (r"structured_outputs_choice_chat$|test_chat_completion_with_tool_use|-auto-", QUALITY),
+    (r"structured_outputs_choice_chat$|test_chat_completion_with_tool_use|-auto-|\[auto-", QUALITY),
     (r"test_anthropic_tool_call\b|responses/test_structured_output", QUALITY),
-    (r"previous_response|same_prev_id|test_basic.py::(test_instructions|test_chat)$", QUALITY),
+    (
+        r"streaming_expected_arguments|previous_response|same_prev_id|test_basic.py::(test_instructions|test_chat)$",
+        QUALITY,
+    ),
     (r"test_kv_transfer", TRANSFER),
     (r"test_show_version", VERSION),
 )
