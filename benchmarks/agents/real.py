@@ -205,7 +205,10 @@ class _Engine:
     """The part of an engine's server that `ServingFront` uses."""
 
     def __init__(self, answers: Answers) -> None:
-        self._answers, self.metrics, self.is_full = answers, ServingMetrics(), False
+        self._answers, self.metrics, self.model = answers, ServingMetrics(), "model"
+
+    def has_room(self, count: int) -> bool:
+        return count > 0
 
     async def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None, *, report_s: float

@@ -155,10 +155,15 @@ class ChatCodec(TextCodec):
 
     @classmethod
     def from_directory(
-        cls, model_dir: str | Path, arguments: Mapping[str, Any] | None = None
+        cls,
+        model_dir: str | Path,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        template: Path | None = None,
     ) -> Self:
         """Return the codec of a checkpoint directory with tokenizer.json and a chat
-        template, which gets the `arguments` of `model.template_arguments`.
+        template, which gets the `arguments` of `model.template_arguments`. The file
+        `template` takes the place of the checkpoint's.
 
         Raises ConfigError if one of them is missing, or for an argument that the
         template cannot have.
@@ -169,7 +174,7 @@ class ChatCodec(TextCodec):
             raise ConfigError(f"{directory} must have a tokenizer.json, got none")
         return cls(
             tokenizer,
-            configured(read_template(directory), arguments or {}),
+            configured(read_template(directory, template), arguments or {}),
             name=str(directory),
             eos=eos_tokens(directory, tokenizer),
             images=image_tokens(directory, tokenizer),
@@ -207,15 +212,24 @@ class ChatCodec(TextCodec):
         """The tokenizer of the checkpoint."""
         return self._tokenizer
 
-    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the tokens of a conversation's first messages and of the opening of
-        the agent's turn. Raises ChatError.
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: bool = True,
+        continues: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation's first messages, and with `prompt` of
+        the opening of the agent's turn. If it `continues`, the last message is left
+        open. Raises ChatError.
 
         `tools` are the declarations that the agent is shown, as in
         `ChatTemplate.render`.
         """
         count = self._count_images(messages)
-        return self._checked(self._start(_blanked(messages), tuple(tools)), count)
+        tokens = self._start(_blanked(messages), tuple(tools), prompt, continues)
+        return self._checked(tokens, count)
 
     def extend(
         self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
@@ -385,12 +399,18 @@ class ChatCodec(TextCodec):
         return self._tokenizer.decode([token], skip_special_tokens=True) == ""
 
     def _render_start(
-        self, messages: tuple[Message, ...], tools: tuple[str, ...]
+        self, messages: tuple[Message, ...], tools: tuple[str, ...], prompt: bool, continues: bool
     ) -> tuple[int, ...]:
-        guarded = [self._guard_json(tool) for tool in tools]
-        return self._encode(
-            self._template.render(self._guard(messages), prompt=True, tools=guarded)
-        )
+        declared, guarded = [self._guard_json(tool) for tool in tools], self._guard(messages)
+        text = self._template.render(guarded, prompt=prompt, tools=declared)
+        if continues:
+            last = guarded[-1].content
+            place = text.rfind(last.strip())
+            if place < 0 or not last.strip():
+                raise ChatError(f"{self._name}: chat template must show the last message as it is")
+            whole = text.startswith(last.lstrip(), place)
+            text = text[: place + len(last.lstrip() if whole else last.strip())]
+        return self._encode(text)
 
     def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
         return self._encode(

@@ -210,14 +210,17 @@ def configured(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemp
     return template.with_arguments(arguments)
 
 
-def read_template(directory: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
-    """Return the template of checkpoint `directory`: chat_template.jinja, otherwise
-    that of tokenizer_config.json. Raises ConfigError if it has none.
+def read_template(
+    directory: Path, file: Path | None = None, *, now: datetime.datetime | None = None
+) -> ChatTemplate:
+    """Return the template in `file`, or that of checkpoint `directory`:
+    chat_template.jinja, otherwise that of tokenizer_config.json. Raises ConfigError if
+    it has none, and OSError for a `file` that cannot be read.
     """
     config = read_json(directory / "tokenizer_config.json")
     special = special_tokens(directory)
-    file = directory / "chat_template.jinja"
-    if file.exists():
+    given, file = file, file or directory / "chat_template.jinja"
+    if given or file.exists():
         return ChatTemplate(
             file.read_text(encoding="utf-8"), special=special, name=str(file), now=now
         )
