@@ -23,7 +23,7 @@ from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.calls import call_constraint
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.fields import Unread
-from rollweave.rollout.gateway.readable import IgnoredFields, Unreadable, readable
+from rollweave.rollout.gateway.readable import IgnoredFields, readable
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
@@ -40,7 +40,7 @@ from rollweave.schema.serving import (
     TokenChances,
     TokenDelta,
 )
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import StopReason, Unreadable
 
 Generate = Callable[..., Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
@@ -158,7 +158,7 @@ class Session:
     ) -> None:
         self._call_prefix = call_prefix
         self.id, self.limits = id, limits
-        self._unreadable: Unreadable = unreadable
+        self.unreadable: Unreadable = unreadable
         self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
         self.exhausted: StopReason | None = None
@@ -190,7 +190,7 @@ class Session:
         which is recorded. Raises RequestError.
         """
         codec = self._codec
-        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self._unreadable)
+        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
         self.ignored.add(unread)
         return chat, unread
 
