@@ -285,8 +285,8 @@ FEATURES: Final[tuple[Feature, ...]] = (
             responses={"tool_choice": "required"},
             messages={"tool_choice": {"type": "any"}},
         ),
-        check=lambda seen: seen.prompt.endswith("<tool_call>\n") and bool(seen.answer.calls),
-        says=('{"name": "add", "arguments": {}}\n</tool_call>',),
+        check=lambda seen: seen.sampling.constraint is not None and bool(seen.answer.calls),
+        says=(CALL,),
     ),
     Feature(
         name="no call may be made",

@@ -53,7 +53,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-from rollweave.schema.work import SequenceCause, Task
+from rollweave.schema.work import SequenceCause, Task, Unreadable
 
 WAYS: Final = ("gateway", "engine", "sandbox")
 RUN_S: Final = 300.0
@@ -205,7 +205,10 @@ class _Engine:
     """The part of an engine's server that `ServingFront` uses."""
 
     def __init__(self, answers: Answers) -> None:
-        self._answers, self.metrics, self.is_full = answers, ServingMetrics(), False
+        self._answers, self.metrics, self.model = answers, ServingMetrics(), "model"
+
+    def has_room(self, count: int) -> bool:
+        return count > 0
 
     async def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None, *, report_s: float
@@ -336,7 +339,8 @@ class _Agent:
     def __init__(self, url: str, key: str) -> None:
         self._endpoint = Endpoint(url=url, token=key)
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        del unreadable
         return self._endpoint
 
 

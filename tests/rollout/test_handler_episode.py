@@ -768,6 +768,11 @@ async def test_an_agent_program_at_the_endpoint(
                 model="x", messages=[{"role": "user", "content": "go"}], reasoning_effort="high"
             )
             assert first.choices[0].message.content == "hi"
+            await agent.endpoint(unreadable="refuse")
+            with pytest.raises(openai.BadRequestError, match="reasoning_effort must be null"):
+                await client.chat.completions.create(
+                    model="x", messages=[{"role": "user", "content": "go"}], reasoning_effort="low"
+                )
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
 
     stage_ = harness(store, listener, Played(on_run=run))

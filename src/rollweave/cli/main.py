@@ -87,6 +87,14 @@ TpotLimit = Annotated[
     float | None,
     typer.Option(help="With --lend: limit of the time per output token (P99); 150 by default."),
 ]
+Template = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of chats, instead of the checkpoint's.",
+    ),
+]
 PrefillAt = Annotated[
     str | None,
     typer.Option(
@@ -433,6 +441,7 @@ def engine(
         bool,
         typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
     ] = False,
+    template: Template = None,
     prefill_at: PrefillAt = None,
     prefill_only: PrefillOnly = False,
     lend: Lend = None,
@@ -478,7 +487,7 @@ def engine(
             tpot_ms=tpot_ms,
             phase=phase,
         )
-        work(spec, access, lending, phase)
+        work(spec, access, lending, phase, template)
 
 
 @app.command()

@@ -60,8 +60,8 @@ def grammar_of(constraint: Constraint) -> str:
         raise ValueError("it is empty")
     if is_json:
         _check_multiples(json.loads(text, parse_float=Decimal))
-    if constraint.call_start:
-        grammar = LLMatcher.grammar_from_lark(lark_of(constraint))
+    if constraint.kind == "lark":
+        grammar = LLMatcher.grammar_from_lark(text)
     elif is_json:
         grammar = LLMatcher.grammar_from_json_schema(text)
     else:
@@ -78,13 +78,15 @@ def lark_of(constraint: Constraint) -> str:
     """Return the grammar of a constraint that can be constrained as llguidance's Lark,
     which servers take.
     """
+    return constraint.text if constraint.kind == "lark" else f"start: {rule_of(constraint)}"
+
+
+def rule_of(constraint: Constraint) -> str:
+    """Return the right-hand side of a rule of llguidance's Lark: for JSON of a schema,
+    or a match of a regular expression.
+    """
     text = constraint.text
-    is_json = constraint.kind == "json"
-    answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
-    if not constraint.call_start:
-        return f"start: {answer}"
-    call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
-    return f"start: call | answer\ncall: {call}\nanswer: {answer}"
+    return f"%json {json.dumps(json.loads(text))}" if constraint.kind == "json" else _lark(text)
 
 
 class Grammars:

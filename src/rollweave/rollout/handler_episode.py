@@ -39,7 +39,14 @@ from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
-from rollweave.schema.work import TRAINABLE, Ignored, StopReason, TokenSequence, Trajectory
+from rollweave.schema.work import (
+    TRAINABLE,
+    Ignored,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+    Unreadable,
+)
 
 T = TypeVar("T")
 
@@ -162,7 +169,6 @@ class HandlerEpisode:
             sampling=sampling,
             pinned=True,
             no_images=self._agent_config.no_images,
-            unreadable=self._agent_config.unreadable,
         )
         session = gateway.session(session_id)
         self._agent = _Agent(session, self._listener, max_turns=limits.calls)
@@ -483,7 +489,8 @@ class _Agent:
         assert turn.message is not None, "a turn without error has a message"
         return turn.message
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        self._session.unreadable = unreadable
         url = await self._listener.url()
         return Endpoint(url=f"{url}/s/{self._session.id}/v1", token=self._session.token)
 

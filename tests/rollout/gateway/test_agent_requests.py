@@ -353,7 +353,10 @@ class Server:
     """An engine's server, as far as the front uses it: it always calls a tool."""
 
     def __init__(self) -> None:
-        self.metrics, self.is_full = ServingMetrics(), False
+        self.metrics, self.model = ServingMetrics(), "m"
+
+    def has_room(self, count: int) -> bool:
+        return count > 0
 
     async def generate(self, request: GenerateRequest, *_: Any, **__: Any) -> GenerateResult:
         result = engine_result(OF.encode_turn(CALL))

@@ -202,12 +202,12 @@ def test_fields_without_effect_have_none() -> None:
 async def test_a_tool_must_be_called_and_errors_have_anthropics_form() -> None:
     from anthropic import AuthenticationError, BadRequestError
 
-    script = Script([engine_result(CODEC.encode_turn(' {"a": 1, "b": 2}}\n</tool_call>'))])
+    script = Script([engine_result(CODEC.encode_turn(CALL))])
     session = {"unreadable": "refuse"}
     async with gateway(script, session=session) as (_, client), anthropic_client(client) as api:
         choice: Any = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
         called = await api.messages.create(**ASK, messages=[USER], tools=[TOOL], tool_choice=choice)
-        assert called.content[0].input == {"a": 1, "b": 2}  # type: ignore[union-attr]
+        assert called.content[0].input == {"a": 2, "b": 3}  # type: ignore[union-attr]
         assert "</tool_call>" in script.requests[0][2].stop
         with pytest.raises(BadRequestError, match=r"output_config\.effort must be null"):
             await api.messages.create(**ASK, messages=[USER], output_config={"effort": "high"})

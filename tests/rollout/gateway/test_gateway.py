@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import yarl
 from hypothesis import given, settings
@@ -29,7 +28,7 @@ from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
 from rollweave.rollout.gateway import answering
 from rollweave.rollout.gateway.answering import MAX_BODY
 from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.requests import _Chat, parse_chat
+from rollweave.rollout.gateway.requests import Chat, parse_chat
 from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
@@ -144,15 +143,7 @@ async def test_editing_the_history_opens_another_sequence() -> None:
 
 
 async def test_tool_choice() -> None:
-    script = Script(
-        [
-            '{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
-            ' {"a": 2, "b": 3}}\n</tool_call>',
-            CALL,
-            CALL,
-            CALL,
-        ]
-    )
+    script = Script([CALL])
     async with gateway(script) as (_, client):
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             _, body = await client.post(ask(tools=[TOOL], tool_choice=choice))
@@ -161,12 +152,13 @@ async def test_tool_choice() -> None:
                 "add",
                 ARGUMENTS,
             )
-        assert CODEC.decode(script.requests[0][1]).endswith("assistant\n<tool_call>\n")
-        assert CODEC.decode(script.requests[1][1]).endswith(
-            '<tool_call>\n{"name": "add", "arguments":'
-        )
+            constraint = script.requests[-1][2].constraint
+            assert constraint is not None
+            assert constraint.text.startswith("start: call ")
+            assert CODEC.decode(script.requests[-1][1]).endswith("assistant\n")
         _, body = await client.post(ask(tools=[TOOL], tool_choice="none"))
         assert body["choices"][0]["message"]["content"] == CALL
+        assert script.requests[-1][2].constraint is None
         _, body = await client.post(ask(tools=[TOOL], parallel_tool_calls=False))
         assert script.requests[-1][2].stop == ("</tool_call>",)
         assert body["choices"][0]["finish_reason"] == "tool_calls"
@@ -666,13 +658,14 @@ async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling(
             assert (await client.post(ask(**fields, **more)))[0] == 200
             assert script.requests[-1][2].constraint == constraint
         assert (await client.post(ask(**fields, tools=[TOOL])))[0] == 200
-        if constraint is not None:
-            constraint = msgspec.structs.replace(constraint, call_start="<tool_call>")
-        assert script.requests[-1][2].constraint == constraint
+        either = script.requests[-1][2].constraint
+        if constraint is None:
+            assert either is None
+        else:
+            assert either is not None
+            assert either.text.startswith("start: calls | answer")
         body = {"model": "m", "prompt": "a", **fields}
         assert (await client.post(body, path="/completions"))[0] == 200
-        if constraint is not None:
-            constraint = msgspec.structs.replace(constraint, call_start="")
         assert script.requests[-1][2].constraint == constraint
 
 
@@ -707,7 +700,7 @@ async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
 THOUGHT = encode("<think>\n\n</think>\n\n")
 
 
-HONORED = set(_Chat.model_fields)
+HONORED = set(Chat.model_fields)
 """Fields of a request that the gateway reads; the run decides `PINNED_FIELDS` of them
 where the session is pinned.
 """

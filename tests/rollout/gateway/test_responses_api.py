@@ -85,7 +85,7 @@ async def test_limits_and_forced_calls() -> None:
     script = Script(
         [
             engine_result(encode("cut"), finish=FinishReason.LENGTH),
-            engine_result(CODEC.encode_turn(' {"a": 1}}\n</tool_call>')),
+            engine_result(CODEC.encode_turn(CALL)),
         ]
     )
     session = {"unreadable": "refuse"}

@@ -252,9 +252,7 @@ def test_a_stream_adds_up_to_the_message(
     thinking = Thinking(first="<think>", last="</think>", opened=opened)
     tokens = encode("".join(parts))
     result = engine_result(tokens)
-    message, shown = read_turn(
-        of, of.tool_format, result, number=0, forced="", stop=(), thinking=thinking
-    )
+    message, shown = read_turn(of, of.tool_format, result, number=0, stop=(), thinking=thinking)
     reader = DeltaReader(of, call_start="<tool_call>", thinking=thinking)
     deltas = []
     for end in sorted(data.draw(st.sets(st.integers(0, len(tokens))))):
@@ -262,7 +260,7 @@ def test_a_stream_adds_up_to_the_message(
     sent = "".join(each.thoughts for each in deltas), "".join(each.text for each in deltas)
     assert message.thoughts.startswith(sent[0])
     assert message.content.startswith(sent[1])
-    deltas += reader.finish(tokens, result.logprobs, shown)
+    deltas += reader.finish(result, shown)
     assert "".join(each.thoughts for each in deltas) == message.thoughts
     if not message.tool_calls:
         assert "".join(each.text for each in deltas) == message.content

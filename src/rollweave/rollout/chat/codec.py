@@ -191,10 +191,15 @@ class ChatCodec(TextCodec):
 
     @classmethod
     def from_directory(
-        cls, model_dir: str | Path, arguments: Mapping[str, Any] | None = None
+        cls,
+        model_dir: str | Path,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        template: Path | None = None,
     ) -> Self:
         """Return the codec of a checkpoint directory with tokenizer.json and a chat
-        template, which gets the `arguments` of `model.template_arguments`.
+        template, which gets the `arguments` of `model.template_arguments`. The file
+        `template` takes the place of the checkpoint's.
 
         Raises ConfigError if one of them is missing, or for an argument that the
         template cannot have.
@@ -203,7 +208,7 @@ class ChatCodec(TextCodec):
         read = read_tokenizer(directory)
         if read is None:
             raise ConfigError(missing_tokenizer(directory))
-        templates = configured(read_templates(directory, read.special), arguments or {})
+        templates = configured(read_templates(directory, read.special, template), arguments or {})
         return cls(
             read.tokenizer,
             templates[DEFAULT],
@@ -278,15 +283,24 @@ class ChatCodec(TextCodec):
                 found += [kind] if self._following(tools).rewrites(first, said) else []
         return found
 
-    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the tokens of a conversation's first messages and of the opening of
-        the agent's turn. Raises ChatError.
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: bool = True,
+        continues: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation's first messages, and with `prompt` of
+        the opening of the agent's turn. If it `continues`, the last message is left
+        open. Raises ChatError.
 
         `tools` are the declarations that the agent is shown, as in
         `ChatTemplate.render`.
         """
         count = self._count_images(messages)
-        return self._checked(self._start(_blanked(messages), tuple(tools)), count)
+        tokens = self._start(_blanked(messages), tuple(tools), prompt, continues)
+        return self._checked(tokens, count)
 
     def extend(
         self,
@@ -403,12 +417,19 @@ class ChatCodec(TextCodec):
         return tuple(ids[0] for ids in encoded)
 
     def _render_start(
-        self, messages: tuple[Message, ...], tools: tuple[str, ...]
+        self, messages: tuple[Message, ...], tools: tuple[str, ...], prompt: bool, continues: bool
     ) -> tuple[int, ...]:
         template = self._with_tools if tools else self._template
         guarded = self._guard.messages(messages)
-        rendering = template.render(guarded, prompt=True, tools=self._guarded(tools))
-        return tuple(self._guard.encode(rendering))
+        text = template.render(guarded, prompt=prompt, tools=self._guarded(tools))
+        if continues:
+            last = guarded[-1].content
+            place = text.rfind(last.strip())
+            if place < 0 or not last.strip():
+                raise ChatError(f"{self._name}: chat template must show the last message as it is")
+            whole = text.startswith(last.lstrip(), place)
+            text = text[: place + len(last.lstrip() if whole else last.strip())]
+        return tuple(self._guard.encode(text))
 
     def _guard_tools(self, tools: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(self._guard.json, tools))

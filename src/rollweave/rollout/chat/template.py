@@ -290,12 +290,20 @@ def configured(
 
 
 def read_templates(
-    directory: Path, special: Mapping[str, str], *, now: datetime.datetime | None = None
+    directory: Path,
+    special: Mapping[str, str],
+    file: Path | None = None,
+    *,
+    now: datetime.datetime | None = None,
 ) -> dict[str, ChatTemplate]:
     """Return the templates of checkpoint `directory` by name, `default` among them:
     those of files, otherwise those of tokenizer_config.json, otherwise that of
-    chat_template.json. Raises ConfigError if it has none.
+    chat_template.json. The template in `file` takes the place of all of them. Raises
+    ConfigError if there is none, and OSError for a `file` that cannot be read.
     """
+    if file is not None:
+        source = file.read_text(encoding="utf-8")
+        return {DEFAULT: ChatTemplate(source, special=special, name=str(file), now=now)}
     files = {path.stem: path for path in sorted(directory.glob(f"{NAMED_TEMPLATES}/*.jinja"))}
     if (directory / TEMPLATE).exists():
         files = {DEFAULT: directory / TEMPLATE} | files
@@ -303,10 +311,10 @@ def read_templates(
         named: Any = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory}: chat templates must be readable: {error}") from error
-    for file in (TOKENIZER_CONFIG, OLD_TEMPLATE):
+    for config in (TOKENIZER_CONFIG, OLD_TEMPLATE):
         if not named:
-            files, named = {}, read_json(directory / file).get("chat_template")
-            files[DEFAULT] = directory / file
+            files, named = {}, read_json(directory / config).get("chat_template")
+            files[DEFAULT] = directory / config
     if isinstance(named, list):  # several named templates
         entries = [entry for entry in named if isinstance(entry, dict)]
         named = {entry.get("name"): entry.get("template") for entry in entries}

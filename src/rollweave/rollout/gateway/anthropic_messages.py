@@ -231,8 +231,7 @@ class MessagesApi:
             reason = "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "MessageStream":
-        del forced  # it is part of the message's text
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "MessageStream":
         return MessageStream(self, head, chat)
 
     def event(self, event: Json) -> bytes:
@@ -262,7 +261,8 @@ class MessageStream(BlockStream):
         self._api, self._head, self._chat = api, head, chat
 
     def _begin(self) -> Iterator[Json]:
-        usage = {"input_tokens": 0, "output_tokens": 0}  # they come with the last event
+        # The tokens from the cache are counted with the last event.
+        usage = {"input_tokens": self._head.prompt_tokens, "output_tokens": 0}
         message = {"stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": {**_head(self._head), "content": [], **message}}
 

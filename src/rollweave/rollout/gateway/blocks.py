@@ -42,7 +42,6 @@ class BlockStream(ABC):
         message = reply.message
         check_begun(message, self._sent[THOUGHTS], self._sent[TEXT])
         yield from self._more(THOUGHTS, message.thoughts[len(self._sent[THOUGHTS]) :])
-        # A forced beginning of the message was not sampled, but is part of its text.
         yield from self._more(TEXT, message.content[len(self._sent[TEXT]) :])
         if not self._begun:
             yield from self._begin()

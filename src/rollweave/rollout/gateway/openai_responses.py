@@ -177,7 +177,7 @@ class _Reasoning(OpenModel):
 
 
 class _Request(OpenModel):
-    model: str
+    model: str = ""
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
@@ -259,8 +259,7 @@ class ResponsesApi:
             },
         }
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "ResponseStream":
-        del forced  # it is part of the message's text
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "ResponseStream":
         return ResponseStream(self, head, chat)
 
     def event(self, event: Json) -> bytes:

@@ -57,8 +57,7 @@ class CallState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One request. `forced` are the last tokens of its prompt, a forced prefix of the
-    agent's message.
+    """One request.
 
     `digest` is that of the conversation; a completion has the `text` of its prompt
     instead, until it is answered. Once the call is in a sequence, up to `end`,
@@ -70,7 +69,6 @@ class Call:
     digest: bytes
     prompt: tuple[int, ...]
     prompt_tokens: int
-    forced: tuple[int, ...] = ()
     images: tuple[PlacedImage, ...] = ()
     """The images of its prompt, until it is in a sequence."""
     known_expansion: int = 0
@@ -105,7 +103,7 @@ class Call:
     def message_tokens(self) -> tuple[int, ...]:
         """Return the tokens of the agent's message."""
         assert self.result is not None, "only an answered call has a message"
-        return self.forced + self.result.tokens
+        return self.result.tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -236,7 +234,6 @@ class SessionRecorder:
         tools: Sequence[str] = (),
         *,
         prompt: str | tuple[int, ...] | None = None,
-        forced: str = "",
         repeated: bool = False,
         arguments: str = "",
     ) -> Call:
@@ -245,10 +242,9 @@ class SessionRecorder:
 
         Requests with equal `key` are equal; one whose answer was lost gets that answer,
         and one that the program marks as `repeated` is the call that it repeats, if
-        there is one. `forced` is the prefix that the agent's message must have. A
-        completion has a `prompt`, text or tokens, instead of messages. `arguments` are
-        those of the chat template, as in `TextCodec.with_arguments`. Raises ChatError
-        if the chat template refuses the messages or its arguments.
+        there is one. A completion has a `prompt`, text or tokens, instead of messages.
+        `arguments` are those of the chat template, as in `TextCodec.with_arguments`.
+        Raises ChatError if the chat template refuses the messages or its arguments.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
@@ -266,14 +262,12 @@ class SessionRecorder:
         _check_placeholders(codec, context)
         for known in recognized:
             self.deliver(known)  # the program sent the answer back, so it has it
-        opening = self._codec.encode_literal(forced, after="\n") if forced else ()
         call = Call(
             number=self.calls,
             key=key,
             digest=digests[-1],
-            prompt=context.tokens + opening,
-            prompt_tokens=len(context.tokens) + len(opening),
-            forced=opening,
+            prompt=context.tokens,
+            prompt_tokens=len(context.tokens),
             images=context.images,
             known_expansion=_expansion(context, recognized),
             text=prompt if isinstance(prompt, str) else None,
@@ -287,19 +281,16 @@ class SessionRecorder:
         self._calls_by_key.setdefault(key, []).append(call)
         return call
 
-    def count(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[str],
-        arguments: str,
-    ) -> int:
-        """Return the number of tokens in the prompt of such a conversation. Raises
-        ChatError, as `begin`.
+    def prompt_of(
+        self, messages: Sequence[Message], tools: Sequence[str], arguments: str
+    ) -> tuple[int, ...]:
+        """Return the tokens of the prompt of such a conversation. Raises ChatError, as
+        `begin`.
         """
         codec = self._codec.with_arguments(arguments)
         messages, digests = self._with_thoughts(messages, tools, arguments)
         shown = codec.shown_thoughts(messages)
-        return len(self._context(codec, messages, tools, digests, shown)[0].tokens)
+        return self._context(codec, messages, tools, digests, shown)[0].tokens
 
     def repeated_call(self, key: Hashable, *, repeated: bool) -> Call | None:
         """Return the call that a request repeats, as `begin` defines it, or None."""
@@ -328,8 +319,7 @@ class SessionRecorder:
         call.message, call.thoughts = message, message.thoughts
         call.call_ids = [each.id for each in message.tool_calls]
         spoken = [message]
-        if message.thoughts:
-            assert call.conversation is not None, "only a conversation has thoughts"
+        if message.thoughts and call.conversation is not None:
             call.shown |= {len(call.conversation.messages)}
             spoken.append(_without_thoughts(message))
         for known in spoken:

@@ -33,7 +33,21 @@ from rollweave.rollout.gateway.formats import Formats
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import COLDEST, Constraint
+from rollweave.schema.serving import COLDEST, Adjustments, Constraint
+
+
+class PromptForm(Struct, frozen=True, kw_only=True):
+    """The form of a prompt's tokens: with the special tokens that the tokenizer adds;
+    with the opening of the agent's turn, or with the last message left open, or
+    neither. The last `most` tokens are kept, or with `keeps_first` the first ones; -1
+    keeps as many as the context has room for.
+    """
+
+    adds_special: bool = False
+    opens_turn: bool = True
+    continues_last: bool = False
+    most: int | None = None
+    keeps_first: bool = False
 
 
 class ToolKind(Struct, frozen=True, kw_only=True):
@@ -64,6 +78,12 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     `divides`, thoughts are apart from the text; `thoughts_as` is how the answer shows
     them: "text", "summary", or "sealed". `constraint` is that of the agent's text,
     which it leaves to call a tool.
+
+    The other fields are those of requests outside of a run (`served.py`): `others` are
+    the further choices of the same request, and `repeats` is true of a choice that has
+    the prompt of the one before. `top_logprobs` tokens are shown beside each token, and
+    `prompt_top` beside each of the prompt's. With `only_prompt`, what is sampled is not
+    shown; with `usage_always`, each part of a stream has the usage so far.
     """
 
     model: str
@@ -96,6 +116,17 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     token_ids: bool = False
     token_names: bool = False
+    others: tuple["ChatRequest", ...] = ()
+    repeats: bool = False
+    adjustments: Adjustments | None = None
+    logprob_ids: tuple[int, ...] = ()
+    prompt_top: int = 0
+    prompt_form: PromptForm = PromptForm()
+    hides_special: bool = False
+    shows_stop: bool = False
+    echo: bool = False
+    only_prompt: bool = False
+    usage_always: bool = False
 
 
 PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
@@ -118,8 +149,8 @@ class _Declared(OpenModel):
     The chat template shows all of it, so further fields are honored.
     """
 
-    # The name may become part of a forced prefix of the agent's message, so it must not
-    # be able to spell a special token.
+    # The name becomes part of a grammar of calls, so it must not be able to spell a
+    # special token.
     name: str = Field(pattern=TOOL_NAME)
 
 
@@ -152,7 +183,7 @@ class OtherChoice(OpenModel):
 class _StreamOptions(OpenModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -213,11 +244,15 @@ class Common(OpenModel, Formats):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "stream": bool(self.stream),
             "include_usage": options is not None and bool(options.include_usage),
+            "usage_always": options is not None
+            and bool(options.include_usage and options.continuous_usage_stats),
             "constraint": self.constraint(),
         }
 
 
-class _Chat(Common):
+class Chat(Common):
+    """The fields of a chat request."""
+
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     tools: Annotated[list[_Tool | OtherTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Choice | OtherChoice | None = None
@@ -231,11 +266,21 @@ class _Chat(Common):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=1)
 
+    def check_top(self) -> None:
+        """Raise RequestError for log-probs of tokens that are not known."""
+        if self.top_logprobs and self.temperature != 0:
+            rule = "must be 0 unless temperature is 0: only the sampled token's is known"
+            raise bad("top_logprobs", rule, self.top_logprobs)
+
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Parse the body of a chat request. Raises RequestError."""
-    chat, reading = read(body, _Chat), Reading()
-    reading.request(chat)
+    return chat_request(read(body, Chat))
+
+
+def chat_request(chat: Chat) -> ChatRequest:
+    """Return the request that these fields are. Raises RequestError."""
+    reading = reading_of(chat)
     _ask(reading, chat)
     declared = list(_declared(reading, chat.tools))
     tools = tuple(
@@ -252,16 +297,9 @@ def parse_chat(body: bytes) -> ChatRequest:
     check_free("tool_choice", call, shared["constraint"])
     if chat.top_logprobs and not chat.logprobs:
         raise bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
-    if chat.top_logprobs and chat.temperature != 0:
-        raise bad(
-            "top_logprobs",
-            "must be 0 unless temperature is 0: only the sampled token's is known",
-            chat.top_logprobs,
-        )
+    chat.check_top()
     if isinstance(choice, OtherChoice):
         reading.leave("tool_choice.type", choice.type, "must be function")
-    if chat.stream_options is not None:
-        reading.others("stream_options.", chat.stream_options)
     messages = tuple(
         _message(message, place, reading) for place, message in enumerate(chat.messages)
     )
@@ -283,7 +321,16 @@ def parse_chat(body: bytes) -> ChatRequest:
     )
 
 
-def _ask(reading: Reading, chat: _Chat) -> None:
+def reading_of(asked: Common) -> Reading:
+    """Return a reading that has sorted the further fields of a request."""
+    reading = Reading()
+    reading.request(asked)
+    if asked.stream_options is not None:
+        reading.others("stream_options.", asked.stream_options)
+    return reading
+
+
+def _ask(reading: Reading, chat: Chat) -> None:
     """Read the wishes for the chat template."""
     reading.asks += template_asks(chat.chat_template_kwargs)
     if chat.enable_thinking is not None:

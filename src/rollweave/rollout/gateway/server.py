@@ -19,10 +19,11 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from rollweave.io.http.bodies import body_of
-from rollweave.io.http.guard import Guard
+from rollweave.io.http.guard import Guard, sent_token
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ToolFormat
@@ -30,18 +31,17 @@ from rollweave.rollout.gateway.answering import (
     KEEP_ALIVE_S,
     MAX_BODY,
     answer,
-    count,
     errors_of,
     identity,
+    ignored,
 )
-from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_list, model_object
-from rollweave.rollout.gateway.readable import Unreadable
+from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_object
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
-from rollweave.schema.work import Ignored, TokenSequence
+from rollweave.schema.work import Ignored, TokenSequence, Unreadable
 
 MAX_SESSIONS: Final = 100_000
 """Maximum number of open sessions."""
@@ -170,9 +170,14 @@ class Gateway:
         base = "/s/{session}/v1"
         for probed in ("/s/{session}", base):
             app.router.add_get(probed, self._probe)
-        app.router.add_get(base + "/models", self._models)
-        app.router.add_get(base + "/models/{model:.+}", self._one_model)
-        add_apis(app, base, self._apis, answer=self._answer, count=self._count)
+        add_apis(
+            app,
+            base,
+            self._apis,
+            answer=self._answer,
+            count=self._count,
+            model=self._model_object,
+        )
         served = {**self._apis, **{path: self._apis[of] for path, of in COUNTS.items()}}
         paths = {"/v1" + path: api for path, api in served.items()}
         app.middlewares.append(errors_of(paths))
@@ -185,27 +190,22 @@ class Gateway:
             raise _unknown(id)
         return web.json_response({"status": "ok"})
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        return web.json_response(model_list(self._model_object(self._model, session)))
-
-    async def _one_model(self, request: web.Request) -> web.StreamResponse:
-        """Answer for any name, as requests may have any."""
-        session = self._session(request)
-        return web.json_response(self._model_object(request.match_info["model"], session))
-
-    def _model_object(self, name: str, session: Session) -> Json:
-        return model_object(name, created=self._started, context=session.limits.context)
+    def _model_object(self, request: web.Request, name: str) -> Json:
+        context = self._session(request).limits.context
+        root = self._model
+        return model_object(name or root, root=root, created=self._started, context=context)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY)
         key, repeated = identity(request, body)
+        chat, unread = session.readable(api.parse(body))
+        chat = msgspec.structs.replace(chat, model=chat.model or self._model)
         return await answer(
             request,
-            session,
+            [(session, chat)],
             api,
-            api.parse(body),
+            unread=unread,
             key=key,
             repeated=repeated,
             keep_alive_s=self._keep_alive_s,
@@ -214,7 +214,9 @@ class Gateway:
     async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY)
-        return await count(session, api, api.parse(body, counts=True))
+        chat, unread = session.readable(api.parse(body, counts=True))
+        count = api.count(len(session.prompt_of(chat)))
+        return web.json_response(count, headers=ignored(unread))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of the path if the client has its token."""
@@ -222,10 +224,8 @@ class Gateway:
         session = self._sessions.get(id)
         if session is None:
             raise _unknown(id)
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if not token:  # Anthropic's clients
-            scheme, token = "bearer", request.headers.get("X-Api-Key", "")
-        if scheme.lower() != "bearer" or not session.accepts_token(token.strip()):
+        sent = [request.headers.getall(name, []) for name in ("Authorization", "X-Api-Key")]
+        if not session.accepts_token(sent_token(*sent)):
             text = "the bearer token must be that of the session"
             raise RequestError(401, text, code="invalid_api_key")
         return session

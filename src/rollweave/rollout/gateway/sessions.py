@@ -20,9 +20,10 @@ from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.gateway.calls import call_constraint
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.fields import Unread
-from rollweave.rollout.gateway.readable import IgnoredFields, Unreadable, readable
+from rollweave.rollout.gateway.readable import IgnoredFields, readable
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
@@ -36,9 +37,10 @@ from rollweave.schema.serving import (
     FinishReason,
     GenerateResult,
     Sampling,
+    TokenChances,
     TokenDelta,
 )
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import StopReason, Unreadable
 
 Generate = Callable[..., Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
@@ -88,7 +90,6 @@ class Turn:
     """
 
     call: Call
-    forced: str
     waiters: int = 0
     task: asyncio.Task[None] | None = None
     error: RequestError | None = None
@@ -100,6 +101,8 @@ class Turn:
     however slowly clients read.
     """
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TokenChances] = field(default_factory=list)
+    """The tokens that are reported beside each of them, if any are."""
     news: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -117,10 +120,12 @@ class Turn:
         if delta.start == 0:
             self.tokens.clear()
             self.logprobs.clear()
+            self.tops.clear()
         if delta.start != len(self.tokens) or len(delta.tokens) != len(delta.logprobs):
             return
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.tops += delta.top_logprobs
         news, self.news = self.news, asyncio.get_running_loop().create_future()
         news.set_result(None)
 
@@ -153,7 +158,7 @@ class Session:
     ) -> None:
         self._call_prefix = call_prefix
         self.id, self.limits = id, limits
-        self._unreadable: Unreadable = unreadable
+        self.unreadable: Unreadable = unreadable
         self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
         self.exhausted: StopReason | None = None
@@ -185,17 +190,15 @@ class Session:
         which is recorded. Raises RequestError.
         """
         codec = self._codec
-        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self._unreadable)
+        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
         self.ignored.add(unread)
         return chat, unread
 
-    def count(self, chat: ChatRequest) -> int:
-        """Return the number of tokens in the prompt of a request. Raises
-        RequestError.
-        """
-        self._check(chat)
+    def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
+        """Return the tokens of a request's prompt. Raises RequestError."""
+        self.check(chat)
         try:
-            return self.recorder.count(chat.messages, chat.tools, chat.template_arguments)
+            return self.recorder.prompt_of(chat.messages, chat.tools, chat.template_arguments)
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
@@ -221,9 +224,12 @@ class Session:
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
-        if chat.prompt is not None:
-            return self._codec.plain
-        return self._codec.with_arguments(chat.template_arguments)
+        codec = self._codec.plain
+        if chat.source != "prompt":
+            codec = self._codec.with_arguments(chat.template_arguments)
+        # The marks of calls and of thoughts may be special tokens.
+        shows_special = chat.reads_calls or (chat.divides and codec.thinking is not None)
+        return codec.without_special() if chat.hides_special and not shows_special else codec
 
     def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
         """Return a reader of the turn's text while it is sampled."""
@@ -234,7 +240,7 @@ class Session:
             self.codec_of(chat),
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
-            call_start="" if turn.forced else call_start,
+            call_start=call_start,
             logprobs=chat.logprobs,
             thinking=self._thinking_of(chat),
         )
@@ -289,21 +295,17 @@ class Session:
                 f"session must be open, got {self.id!r:.80}, which is closed",
                 code="session_not_found",
             )
-        forced = ""
-        self._check(chat)
+        self.check(chat)
         if self.recorder.repeated_call(key, repeated=repeated) is None:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
                 self._check_quota()
-        if chat.call is not None and self._tools is not None:
-            forced = self._tools.call_prefix(chat.call)
         try:
             call = self.recorder.begin(
                 key,
                 chat.messages,
                 chat.tools,
                 prompt=chat.prompt,
-                forced=forced,
                 repeated=repeated,
                 arguments=chat.template_arguments,
             )
@@ -311,7 +313,7 @@ class Session:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
         turn = self._turns.get(call)
         if turn is None:
-            turn = Turn(call, forced)
+            turn = Turn(call)
             try:
                 sampling = self._admit(chat, call)
             except RequestError:
@@ -325,7 +327,7 @@ class Session:
             turn.task.add_done_callback(self._tasks.discard)
         return turn
 
-    def _check(self, chat: ChatRequest) -> None:
+    def check(self, chat: ChatRequest) -> None:
         """Raise RequestError for a request that the agent cannot be shown."""
         self._check_size(chat)
         try:
@@ -341,6 +343,7 @@ class Session:
             raise RequestError(400, f"{chat.source} {problem}", param=chat.source)
 
     def _check_size(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a text that is too long to be tokenized."""
         chars = sum(map(len, chat.tools)) + sum(
             len(message.content)
             + len(message.thoughts)
@@ -421,6 +424,8 @@ class Session:
 
     def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
+        goes_on = chat.adjustments is not None and chat.adjustments.ignores_eos
+        ends, end_texts = ((), ()) if goes_on else (codec.stop_token_ids, codec.stop)
         one_call = (
             (self._tools.call_end,)
             if self._tools is not None and chat.reads_calls and chat.one_call
@@ -437,10 +442,11 @@ class Session:
             base,
             max_tokens=min(room, chat.max_tokens or room),
             stop_token_ids=tuple(
-                dict.fromkeys((*codec.stop_token_ids, *base.stop_token_ids, *chat.stop_token_ids))
+                dict.fromkeys((*ends, *base.stop_token_ids, *chat.stop_token_ids))
             ),
-            stop=(*codec.stop, *base.stop, *chat.stop, *one_call),
+            stop=(*end_texts, *base.stop, *chat.stop, *one_call),
             allowed=chat.allowed or base.allowed,
+            adjustments=chat.adjustments,
             constraint=self._constraint_of(chat),
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
@@ -448,15 +454,22 @@ class Session:
         )
 
     def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn, which may call a tool instead. Raises
-        RequestError if the engines have none.
+        """Return the constraint of a turn: of its answer, of its calls, or of both.
+
+        Raises RequestError if the engines have none. Strict tools are only shown then.
         """
-        if chat.constraint is not None and self._unconstrained:
-            rule = f"response_format must be null: {self._unconstrained}"
-            raise RequestError(400, rule, param="response_format")
-        if chat.constraint is None or self._tools is None or not chat.reads_calls:
+        if self._unconstrained:
+            for field, rule, wanted in (
+                ("response_format", "null", chat.constraint),
+                ("tool_choice", "auto or none", chat.call),
+            ):
+                if wanted is not None:
+                    text = f"{field} must be {rule}: {self._unconstrained}"
+                    raise RequestError(400, text, param=field)
+            return None
+        if self._tools is None or not chat.reads_calls:
             return chat.constraint
-        return msgspec.structs.replace(chat.constraint, call_start=self._tools.call_start)
+        return call_constraint(chat, self._tools, self._codec)
 
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:
@@ -499,16 +512,16 @@ class Session:
             tools,
             result,
             number=f"{self._call_prefix}{turn.call.number:05d}",
-            forced=turn.forced,
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
+            shows_stop=chat.shows_stop,
             thinking=self._thinking_of(chat),
         )
         codec = self.codec_of(chat)
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
         stops = (*self._sampling.stop, *chat.stop)
         end = next((one for one in stops if text.startswith(one, turn.shown)), "")
-        stopped = turn.forced + text[: turn.shown] + end if end else ""
+        stopped = text[: turn.shown] + end if end else ""
         self.recorder.answer(turn.call, result, turn.message, stopped=stopped)
         asked = chat.messages
         if isinstance(chat.prompt, str):

@@ -36,7 +36,7 @@ from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.text import valid_tree
-from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from rollweave.schema.work import Limits, Purpose, StopReason, Task, Unreadable
 
 T = TypeVar("T")
 
@@ -392,7 +392,8 @@ class _RecordingAgent:
         self.turns_left = 0
         raise LimitError(StopReason.MAX_TURNS, "a dry run has no agent")
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        del unreadable
         self.has_message = True
         raise _DryRunError("a dry run has no agent")
 
