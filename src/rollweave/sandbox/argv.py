@@ -6,6 +6,7 @@ one, the seccomp program as SECCOMP_FD. Nothing of our environment is passed on.
 """
 
 import json
+import os
 
 from rollweave.sandbox.base import HOST, Limits, SandboxSpec
 
@@ -19,6 +20,17 @@ SIGNALS = 4096
 
 UID = 1000
 """Uid of the agent inside the sandbox."""
+
+
+MASKED = ("cmdline", "key-users", "keys", "timer_list")
+"""Files of /proc that say how the machine was started, and name others' processes and
+keys.
+"""
+
+
+def masked() -> list[str]:
+    """Return the masked files of /proc that this kernel has."""
+    return [name for name in MASKED if os.path.exists(f"/proc/{name}")]
 
 
 def rlimits(limits: Limits) -> dict[str, int]:
@@ -83,10 +95,10 @@ def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list
         "--ro-bind",
         "/proc/sys",
         "/proc/sys",
-        "--remount-ro",
-        "/proc",
-        "--clearenv",
     ]
+    for name in masked():
+        argv += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    argv += ["--remount-ro", "/proc", "--clearenv"]
     for name, value in spec.environment().items():
         argv += ["--setenv", name, value]
     return [*argv, "--chdir", spec.workdir, "--", *server({}, spec.workdir, python=python)]

@@ -17,6 +17,7 @@ import importlib
 import os
 import runpy
 import signal
+import site
 import socket
 import struct
 import sys
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
+from rollweave.sandbox.argv import masked
 from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
@@ -33,6 +35,9 @@ CHANNEL = 3
 """Descriptor of the server's socket; 4 is a seccomp program for runtimes that load one
 themselves.
 """
+
+_preloaded: set[str] = set()
+"""Names of the modules that were loaded for cells: IPython, and what it imports."""
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -68,6 +73,7 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
     _mount(inside["root"])
     kernel.pivot_root(inside["root"])
     _forget_host_files()
+    _forget_modules(keep_preloaded=inside["preloaded"])
     os.setsid()
     kernel.drop_capabilities()
     kernel.no_new_privileges()
@@ -80,9 +86,21 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
     _serve(inside, serve_calls)
 
 
+def _forget_modules(*, keep_preloaded: bool) -> None:
+    """Forget Rollweave's modules, which no code inside should import, and those that
+    were loaded for cells, unless the sandbox has their packages.
+    """
+    for name in list(sys.modules):
+        ours = name.partition(".")[0] == __name__.partition(".")[0]
+        if ours or (name in _preloaded and not keep_preloaded):
+            del sys.modules[name]
+
+
 def _mount(root: str) -> None:
     kernel.mount(root, root, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.mount("proc", f"{root}/proc", "proc", _QUIET | kernel.MS_NODEV)
+    for name in masked():
+        kernel.mount(f"{root}/dev/null", f"{root}/proc/{name}", flags=kernel.MS_BIND)
     kernel.mount(f"{root}/proc/sys", f"{root}/proc/sys", flags=kernel.MS_BIND)
     read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
     for path in ("proc/sys", "proc"):
@@ -133,6 +151,9 @@ def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 def main() -> None:
     """Serve as `supervisor.main` does, with the server loaded from BASE."""
     serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
+    # An agent could make the folders that .pth files add, and that no sandbox has.
+    known = (sys.base_prefix, *site.getsitepackages())
+    sys.path[:] = [path for path in sys.path if path.startswith(known)]
     gc.freeze()  # no garbage collection writes to the pages that forks share
     serve(lambda request: enter(request, serve_calls))
 
@@ -147,7 +168,12 @@ def _loaded(folder: str) -> Callable[[list[str]], None]:
         for name, module in sys.modules.items()
         if getattr(module, "__path__", None) == [folder]
     )
+    before = set(sys.modules)
     with contextlib.suppress(ImportError):
         importlib.import_module(PRELOADED)
+    loaded = set(sys.modules) - before
+    _preloaded.update(
+        name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names
+    )
     serve_calls: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
     return serve_calls

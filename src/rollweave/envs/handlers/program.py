@@ -18,25 +18,26 @@ import inspect
 import json
 import os
 import posixpath
-import stat
-import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
-from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, forget
+from rollweave.envs.handlers.sandboxes import (
+    SandboxHandler,
+    StartsSandboxes,
+    check_seen,
+    forget,
+)
 from rollweave.envs.handlers.toolbox import check_positive
 from rollweave.envs.records import draw_record, records
 from rollweave.envs.registry import load
 from rollweave.sandbox.base import (
     HOST,
-    MIB,
     ExecResult,
     Sandbox,
     SandboxSpec,
@@ -51,13 +52,6 @@ from rollweave.schema.text import decimal
 from rollweave.schema.work import Task
 
 TASK = "task.json"
-
-FOLDER_FILES = 10_000
-"""Maximum number of files in a folder that is copied in: a larger one should be an
-image.
-"""
-
-FOLDER_BYTES = 256 * MIB
 
 SCORE_S = 600.0
 """Time limit in seconds of a scoring command, for example a test suite."""
@@ -96,7 +90,7 @@ class Program(SandboxHandler):
     relative to its home, where the program runs.
 
     - `command` is the program and its arguments. On the image `host`, `python` is the
-      interpreter that runs Rollweave.
+      interpreter that runs Rollweave, and `packages` are those that it can import.
     - `score` is `package.module:function`, called with an `Outcome`; it may be async,
       and returns a number or a `Score`. Or it is a command: it runs in the home of a
       clean sandbox, with the `Outcome` as JSON on standard input and the folder of the
@@ -109,9 +103,8 @@ class Program(SandboxHandler):
     - `tasks` and `held_out` are JSONL files with one task per line. Without `tasks`
       each task is empty; without `held_out` two eighths of `tasks` are held out.
       `hidden` lists fields of a task that the program does not see.
-    - `files` maps paths to texts; `folder` is a folder of the host whose files are
-      copied into the home; `outputs` lists text files that are read when the program
-      has ended.
+    - `files` maps paths to texts; `folder` is a folder of the host whose files are in
+      the home; `outputs` lists text files that are read when the program has ended.
     - `env` holds further variables. `image`, `limits` and `network` configure the
       sandbox (`docs/SANDBOX.md`). `image_field` names a field of a task; where a task
       has it, it is its image, in place of `image`.
@@ -135,6 +128,7 @@ class Program(SandboxHandler):
         env: Mapping[str, str] | None = None,
         image: str = HOST,
         image_field: str = "",
+        packages: Sequence[str] = (),
         limits: Mapping[str, Any] | None = None,
         network: bool = False,
         timeout_s: float = 3600.0,
@@ -158,13 +152,13 @@ class Program(SandboxHandler):
         self._score_files = _typed("score_files", score_files or {}, dict[str, str])
         self._hidden = _typed("hidden", hidden, list[str])
         self._files = _typed("files", files or {}, dict[str, str])
-        self._folder = folder
         self._outputs = _typed("outputs", outputs, list[str])
         self._env = _typed("env", env or {}, dict[str, str])
         self._timeout_s = _typed("timeout_s", timeout_s, float)
         check_positive(timeout_s=self._timeout_s)
         try:
             spec = {"image": image, "network": network, "limits": limits or {}, "env": self._env}
+            spec |= {"packages": packages, "folder": os.path.abspath(folder) if folder else ""}
             # Without `env`, all programs share one pool.
             self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})
         except (msgspec.ValidationError, ValueError) as error:
@@ -180,6 +174,7 @@ class Program(SandboxHandler):
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """Return the next line of `tasks`. Raises ConfigError."""
+        check_seen(options)
         path, own = options.get("tasks", ""), mix(seed, split, index)
         if not path:
             return new_task(seed=own)
@@ -214,12 +209,10 @@ class Program(SandboxHandler):
         self._task = payload_of(job.task)
         if self._image_field and self._image_field in self._task:
             image = _image_of(self._task, self._image_field)
-            self._spec = msgspec.structs.replace(self._spec, image=image)
+            packages = self._spec.packages if image == HOST else ()
+            self._spec = msgspec.structs.replace(self._spec, image=image, packages=packages)
         self._sandboxes = job.sandboxes
-        copied = await asyncio.to_thread(_read_folder, self._folder) if self._folder else []
         self._sandbox = await job.sandboxes.start(self._spec)
-        for path, data, mode in copied:
-            await self._sandbox.write(path, data, mode=mode)
         for path, text in self._files.items():
             await self._sandbox.write(path, text.encode())
         visible = {name: value for name, value in self._task.items() if name not in self._hidden}
@@ -240,7 +233,7 @@ class Program(SandboxHandler):
                 "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
                 "ANTHROPIC_API_KEY": endpoint.token,
             }
-            env = {**self._path(), **access, **self._env}
+            env = {**access, **self._env}
             result = await sandbox.exec(self._command, env=env, timeout_s=self._timeout_s)
         self._outcome = Outcome(
             task=self._task,
@@ -295,7 +288,7 @@ class Program(SandboxHandler):
             submitted = posixpath.normpath(
                 f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
             )
-            env = {**self._path(), **self._env, SUBMISSION: submitted}
+            env = {**self._env, SUBMISSION: submitted}
             result = await sandbox.exec(list(self._score), stdin=stdin, env=env, timeout_s=SCORE_S)
         finally:
             await sandbox.stop(grace_s=0.0)
@@ -327,11 +320,6 @@ class Program(SandboxHandler):
             except SandboxError:  # missing, not a file, or too large: the score decides
                 continue
         return outputs
-
-    def _path(self) -> dict[str, str]:
-        if self._spec.image != HOST:
-            return {}
-        return {"PATH": f"{os.path.dirname(sys.executable)}:{self._spec.environment()['PATH']}"}
 
 
 def _image_of(task: Mapping[str, Any], field: str) -> str:
@@ -366,29 +354,3 @@ def _function(reference: str) -> Any:
             f"{type(function).__name__}"
         )
     return function
-
-
-def _read_folder(folder: str) -> list[tuple[str, bytes, int]]:
-    """Return relative path, bytes and mode of each file. Links are not followed.
-
-    Raises ConfigError.
-    """
-    root, files, size = Path(folder), [], 0
-    if not root.is_dir():
-        raise ConfigError(f"options.folder must be a folder, got {folder!r}")
-    for parent, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(parent) / name
-            mode = path.lstat().st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigError(f"options.folder must have only files and folders, got {path}")
-            data = path.read_bytes()
-            size += len(data)
-            files.append((str(path.relative_to(root)), data, stat.S_IMODE(mode)))
-            if size > FOLDER_BYTES or len(files) > FOLDER_FILES:
-                raise ConfigError(
-                    f"options.folder must have at most {FOLDER_FILES} files and {FOLDER_BYTES} "
-                    f"bytes, {folder} has more: make an image of it"
-                )
-    return files
