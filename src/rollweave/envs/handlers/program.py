@@ -21,7 +21,7 @@ import posixpath
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ from rollweave.envs.records import draw_record, records
 from rollweave.envs.registry import load
 from rollweave.sandbox.base import (
     HOST,
+    MIB,
     ExecResult,
     Sandbox,
     SandboxSpec,
@@ -56,6 +57,11 @@ TASK = "task.json"
 SCORE_S = 600.0
 """Time limit in seconds of a scoring command, for example a test suite."""
 
+OUTPUTS_BYTES = 8 * MIB
+"""Maximum size of all files of `outputs` together: a scoring command gets them as
+JSON.
+"""
+
 TAIL = 4000
 """Number of characters of output that a result keeps."""
 
@@ -71,11 +77,51 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ran:
+    """The result of a command that ran beside a submission. `rc` is its exit status, or
+    the negated number of a signal.
+    """
+
+    rc: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+class RunsSubmission(Protocol):
+    """Runs a command in a clean sandbox."""
+
+    async def __call__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Ran:
+        """Run `command` in the home of a sandbox that has `files`, and the submission
+        in the folder that the variable SUBMISSION names.
+
+        Each call has a sandbox of its own, so that no code of one reaches another.
+        Raises SandboxSpoiledError, which gives the attempt reward 0 if it propagates,
+        if code inside ends or overloads its sandbox.
+        """
+
+
+async def _no_submission(command: Sequence[str], **_: Any) -> Ran:
+    raise RewardError(
+        "options.submission must list the files beside which outcome.run is to run "
+        f"{' '.join(command)!r:.100}, got none"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The argument of a scoring function.
 
     `task` is the complete task, including hidden fields; `outputs` are the output files
-    that exist.
+    that exist. `run` runs submitted code, where the option `submission` is given, so
+    that the function can judge what it does (`RunsSubmission`).
     """
 
     task: Mapping[str, Any]
@@ -83,6 +129,12 @@ class Outcome:
     stdout: str
     stderr: str
     outputs: Mapping[str, str] = field(default_factory=dict)
+    run: RunsSubmission = field(default=_no_submission, repr=False, compare=False)
+
+    def as_json(self) -> bytes:
+        """Return the fields but `run`, for a scoring command."""
+        fields = {name: value for name, value in vars(self).items() if name != "run"}
+        return json.dumps(fields).encode()
 
 
 class Program(SandboxHandler):
@@ -96,7 +148,8 @@ class Program(SandboxHandler):
       clean sandbox, with the `Outcome` as JSON on standard input and the folder of the
       submission in the variable SUBMISSION; the last line that it prints is the reward.
     - `submission` lists the files and folders below the program's home that a scoring
-      command receives; by default the complete home. Other files that the program wrote
+      command receives, by default the complete home, or beside which a scoring function
+      runs commands (`Outcome.run`), by default none. Other files that the program wrote
       are left out, and so are symbolic links that lead out of the home.
     - `score_files` maps paths to texts, written before the scoring command only: the
       tests, for example.
@@ -117,7 +170,7 @@ class Program(SandboxHandler):
         *,
         command: Sequence[str],
         score: str | Sequence[str],
-        submission: Sequence[str] = (".",),
+        submission: Sequence[str] | None = None,
         score_files: Mapping[str, str] | None = None,
         tasks: str = "",
         held_out: str = "",
@@ -142,7 +195,10 @@ class Program(SandboxHandler):
         if not self._score:
             raise ConfigError(f"options.score must be a function or a command, got {score!r}")
         self._function = _function(score) if isinstance(score, str) else None
-        self._submission = _typed("submission", submission, list[str])
+        self._is_submitted = self._function is None or submission is not None
+        self._submission = _typed(
+            "submission", ["."] if submission is None else submission, list[str]
+        )
         if not self._submission:
             raise ConfigError("options.submission must have at least one path, got []")
         try:
@@ -170,6 +226,7 @@ class Program(SandboxHandler):
         self._outcome: Outcome | None = None
         self._task: dict[str, Any] = {}
         self._score_output = ""
+        self._unread: dict[str, str] = {}
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
@@ -240,10 +297,11 @@ class Program(SandboxHandler):
             rc=result.rc,
             **_texts(result),
             outputs=await self._read_outputs(sandbox),
+            run=self._run_submitted if self._is_submitted else _no_submission,
         )
         if result.timed_out:
             raise SandboxError(f"the program did not end within timeout_s, {self._timeout_s:g} s")
-        if self._function is None:
+        if self._is_submitted:
             self._snapshot = await sandbox.snapshot(only=self._submission, at=SUBMITTED)
             self._forget = weakref.finalize(self, forget, self._snapshot)
 
@@ -252,19 +310,19 @@ class Program(SandboxHandler):
         number.
         """
         assert self._outcome is not None, "run comes first"
-        if self._function is not None:
+        try:
+            if self._function is None:
+                return Score(reward=await self._run_score(self._outcome))
             score = self._function(self._outcome)
             score = await score if inspect.isawaitable(score) else score
             return score if isinstance(score, Score) else Score(reward=score)
-        try:
-            return Score(reward=await self._run_score(self._outcome))
         finally:
             if self._forget is not None:
                 await asyncio.to_thread(self._forget)
 
     def final_result(self) -> dict[str, Any]:
         """Return the exit status and the end of the output, of the program and of the
-        scoring command.
+        scoring command, and why files of `outputs` could not be read.
         """
         outcome = self._outcome
         if outcome is None:
@@ -275,23 +333,13 @@ class Program(SandboxHandler):
             "stderr": outcome.stderr[-TAIL:],
             "outputs": {path: text[-TAIL:] for path, text in outcome.outputs.items()},
             "score": self._score_output,
+            **({"unread": self._unread} if self._unread else {}),
         }
 
     async def _run_score(self, outcome: Outcome) -> float:
-        assert self._sandboxes is not None, "init comes first"
-        assert self._snapshot is not None, "run took one"
-        sandbox = await self._sandboxes.branch(self._snapshot)
-        try:
-            for path, text in self._score_files.items():
-                await sandbox.write(path, text.encode())
-            stdin = json.dumps(outcome.__dict__).encode()
-            submitted = posixpath.normpath(
-                f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
-            )
-            env = {**self._env, SUBMISSION: submitted}
-            result = await sandbox.exec(list(self._score), stdin=stdin, env=env, timeout_s=SCORE_S)
-        finally:
-            await sandbox.stop(grace_s=0.0)
+        result = await self._run_beside_submission(
+            list(self._score), outcome.as_json(), self._score_files, SCORE_S
+        )
         output = _texts(result)
         self._score_output = (output["stdout"] + output["stderr"])[-TAIL:]
         if result.rc or result.timed_out:
@@ -310,15 +358,49 @@ class Program(SandboxHandler):
             )
         return reward
 
+    async def _run_submitted(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Ran:
+        """Implements `RunsSubmission`."""
+        result = await self._run_beside_submission(
+            list(command), stdin.encode(), files or {}, timeout_s
+        )
+        return Ran(rc=result.rc, timed_out=result.timed_out, **_texts(result))
+
+    async def _run_beside_submission(
+        self, command: list[str], stdin: bytes, files: Mapping[str, str], timeout_s: float
+    ) -> ExecResult:
+        assert self._sandboxes is not None, "init comes first"
+        assert self._snapshot is not None, "run took one"
+        sandbox = await self._sandboxes.branch(self._snapshot)
+        try:
+            for path, text in files.items():
+                await sandbox.write(path, text.encode())
+            submitted = posixpath.normpath(
+                f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
+            )
+            env = {**self._env, SUBMISSION: submitted}
+            return await sandbox.exec(command, stdin=stdin, env=env, timeout_s=timeout_s)
+        finally:
+            await sandbox.stop(grace_s=0.0)
+
     async def _read_outputs(self, sandbox: Sandbox) -> dict[str, str]:
         outputs: dict[str, str] = {}
+        left = OUTPUTS_BYTES
         for path in self._outputs:
             try:
-                outputs[path] = plain((await sandbox.read(path)).decode(errors="replace"))
+                data = await sandbox.read(path, limit=left)
+                left -= len(data)
+                outputs[path] = plain(data.decode(errors="replace"))
             except SandboxLostError:
                 raise
-            except SandboxError:  # missing, not a file, or too large: the score decides
-                continue
+            except SandboxError as error:  # the score decides what that means
+                self._unread[path] = str(error)
         return outputs
 
 
