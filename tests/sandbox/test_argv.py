@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.sandbox import argv
+from rollweave.sandbox import devices
 from rollweave.sandbox.argv import apptainer, bubblewrap
 from rollweave.sandbox.base import Limits, SandboxSpec
 
@@ -32,7 +32,7 @@ def words(*lines: str, processes: int = 128) -> list[str]:
 
 
 def test_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(argv, "MASKED", ("cmdline", "none"))
+    monkeypatch.setattr(devices, "MASKED", ("cmdline", "none"))
     spec = SandboxSpec(env={"A": "b c"}, hostname="box", workdir="/project")
     got = bubblewrap(spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3")
     assert got == words(

@@ -134,12 +134,12 @@ asyncio.run(main())
 """
 
 
-def _run(command: list[str], *, caches: Path) -> dict[str, dict[str, object]]:
+def _run(command: list[str], *, caches: Path, path: str = "") -> dict[str, dict[str, object]]:
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": "", "XDG_CACHE_HOME": str(caches)},
+        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(caches)},
         timeout=200,
         check=False,
     )
@@ -217,6 +217,29 @@ def test_an_installed_package_shows_the_named_packages_alone(install: str, tmp_p
     assert str(seen.pop("installed")).startswith(str(packages))
     for found in seen.values():
         check(found, PYTEST)
+
+
+@pytest.mark.extended
+def test_the_systems_python_shows_the_named_packages_alone(tmp_path: Path) -> None:
+    """Its packages, and those of PYTHONPATH, are in folders that it imports from."""
+    needs("bubblewrap")
+    version = "import sys; print(*sys.version_info[:2])"
+    python = ["/usr/bin/python3", "-c"]
+    if not Path(python[0]).exists() or subprocess.run(
+        [*python, version], capture_output=True, text=True, check=False
+    ).stdout.split() != [*map(str, sys.version_info[:2])]:
+        pytest.skip("the system has no Python of this version")
+    path = f"{Path(rollweave.__file__).parents[1]}:{_dependencies()}"
+    seen = _run([*python, INSIDE, *ISOLATING], caches=tmp_path, path=path)
+    for name in ISOLATING:
+        check(seen[name], PYTEST)
+
+
+def test_supervisors_import_the_standard_library_alone() -> None:
+    """Every sandbox is a fork of one, and has its modules in memory."""
+    source = str(Path(rollweave.__file__).parents[1])
+    program = f"import sys; sys.path.insert(0, {source!r}); import rollweave.sandbox.zygote_process"
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
 
 @pytest.mark.extended

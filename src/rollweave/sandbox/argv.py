@@ -6,9 +6,9 @@ one, the seccomp program as SECCOMP_FD. Nothing of our environment is passed on.
 """
 
 import json
-import os
 
 from rollweave.sandbox.base import HOST, Limits, SandboxSpec
+from rollweave.sandbox.devices import masked
 
 CHANNEL_FD, SECCOMP_FD = 3, 4
 
@@ -20,17 +20,6 @@ SIGNALS = 4096
 
 UID = 1000
 """Uid of the agent inside the sandbox."""
-
-
-MASKED = ("cmdline", "key-users", "keys", "timer_list")
-"""Files of /proc that say how the machine was started, and name others' processes and
-keys.
-"""
-
-
-def masked() -> list[str]:
-    """Return the masked files of /proc that this kernel has."""
-    return [name for name in MASKED if os.path.exists(f"/proc/{name}")]
 
 
 def rlimits(limits: Limits) -> dict[str, int]:

@@ -89,7 +89,8 @@ class _Content:
         for path in dict.fromkeys((*self.folders, *parents)):
             os.makedirs(f"{folder}{path}", exist_ok=True)
         for path, source in self.files.items():
-            with contextlib.suppress(FileNotFoundError):  # some records name what is gone
+            # Some records name what is gone, or a folder.
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 _link_or_copy(source, f"{folder}{path}")
         for path, to in self.links.items():
             os.symlink(to, f"{folder}{path}")

@@ -17,6 +17,7 @@ from rollweave.sandbox.argv import SUPPORT
 from rollweave.sandbox.base import HOME, HOST, LOOPBACK, SandboxSpec
 from rollweave.sandbox.host import View, known_view, view_with
 from rollweave.sandbox.stage import Root
+from rollweave.schema.errors import SandboxError
 
 _LINKER = ("/etc/ld.so.preload", "/etc/ld.so.cache")
 """Files that the dynamic linker reads before any program: empty in every root, so that
@@ -30,11 +31,16 @@ def image_layers(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 async def view_of(spec: SandboxSpec) -> View:
-    """Return what the sandbox sees of the host. Raises ConfigError, OSError."""
+    """Return what the sandbox sees of the host. Raises ConfigError, SandboxError."""
     if spec.image != HOST:
         return View()
     known = known_view(spec.packages)
-    return known if known is not None else await asyncio.to_thread(view_with, spec.packages)
+    if known is not None:
+        return known
+    try:
+        return await asyncio.to_thread(view_with, spec.packages)
+    except OSError as error:
+        raise SandboxError(f"the packages of the sandbox cannot be brought: {error}") from error
 
 
 def root_of(

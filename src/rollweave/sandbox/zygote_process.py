@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
-from rollweave.sandbox.argv import masked
+from rollweave.sandbox.devices import masked
 from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user

@@ -379,6 +379,7 @@ FAST = {"conftest", "code: exits", "code: hooks", "pyproject.toml"}
 async def test_no_attack_earns_a_reward(attack: str, options: dict[str, Any]) -> None:
     score, result = await scored(ATTACKS[attack], options)
     assert score == Score(reward=0.0, success=False), result
+    assert not any(result["FAIL_TO_PASS"].values()), result
 
 
 async def test_the_mended_code_earns_the_reward(options: dict[str, Any]) -> None:
@@ -433,7 +434,7 @@ def test_only_a_complete_authentic_report_with_failed_controls_is_believed() -> 
         (test, control),
         (test, end),
         (test, ("PASSED", "c", "a.py::control"), end),
-        (test, ("XFAIL", "c", "a.py::control"), end),
+        (test, ("BROKEN", "c", "a.py::control"), end),
         (test, ("FAILED", "c", "b.py::control"), end),
         (test, control, ("end", "o", "2")),
         (test, control, ("end", "o", "4")),

@@ -75,6 +75,9 @@ NAME FILE…`: a copy if an agent may change the file, an empty one if there are
 PASSED = frozenset({"PASSED", "XFAIL"})
 """The outcomes that count as passed, as in SWE-bench."""
 
+UNPASSED = frozenset({"FAILED", "ERROR", "SKIPPED"})
+"""The outcomes of controls by which tests are believed."""
+
 FINISHED = (("end", "o", "0"), ("end", "o", "1"))
 """The last record of tests that ran: all passed, or some did not."""
 
@@ -112,7 +115,7 @@ class Run:
         controls = {_file(name) for _, kind, name in records if kind == "c"}
         for status, kind, name in records:
             unchecked = kind == "f" and _file(name) not in controls
-            if (kind == "c" and status in PASSED) or (status == "PASSED" and unchecked):
+            if (kind == "c" and status not in UNPASSED) or (status == "PASSED" and unchecked):
                 return None
         return [(status, name) for status, kind, name in records if kind != "c"]
 

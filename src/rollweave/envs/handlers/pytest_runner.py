@@ -35,10 +35,12 @@ OPTIONS = (
 )
 
 CONTROLS = {
-    "": "def {name}():\n    value = [{number}]\n    assert value == [0]\n",
+    "": "def {name}():\n    value = [{number}]\n    assert value == [0], value\n",
     "unittest": ("def {name}(self):\n    value = [{number}]\n    self.assertEqual(value, [0])\n"),
 }
-"""The sources of controls: of a module, and of a class of unittest."""
+"""The sources of controls: of a module, and of a class of unittest. The error of one
+that fails as it should has the number.
+"""
 
 Tell = Callable[[str, str, str], None]
 
@@ -113,6 +115,16 @@ def status_of(reports: "list[Any]", raised: bool, marked: bool) -> str:
     return "XPASS" if hasattr(calls[-1], "wasxfail") else "PASSED"
 
 
+def control_status_of(reports: "list[Any]", raised: str, number: str) -> str:
+    """Return `FAILED` for a control that failed as it should, `ERROR` or `SKIPPED` for
+    one to whose body its module did not come, and else `BROKEN`.
+    """
+    if number in raised:
+        return "FAILED"
+    status = "BROKEN" if any(report.when == "call" for report in reports) else "SKIPPED"
+    return "ERROR" if any(report.failed for report in reports) and status == "SKIPPED" else status
+
+
 def code_of(item: Any) -> Any:
     return getattr(getattr(item, "obj", None), "__code__", None)
 
@@ -139,25 +151,34 @@ def unittest_of(item: Any) -> Any:
     return kind if hasattr(kind, "assertEqual") else None
 
 
-def make_controls(module: types.ModuleType, name: str) -> "dict[str, Any]":
-    """Return the functions of a module's controls, as if the module had them itself."""
-    made = {}
-    for kind, source in CONTROLS.items():
-        number, space = random.SystemRandom().randrange(1, 1 << 30), {}  # type: ignore[var-annotated]
-        code = compile(source.format(name=name, number=number), module.__file__ or "", "exec")
-        exec(code, module.__dict__, space)
-        made[kind] = space[name]
-    return made
+def make_control(module: types.ModuleType, kind: str, name: str, number: str) -> Any:
+    """Return the function of a control, as if the module had it itself."""
+    space = {}  # type: ignore[var-annotated]
+    source = CONTROLS[kind].format(name=name, number=number)
+    exec(compile(source, module.__file__ or "", "exec"), module.__dict__, space)
+    return space[name]
 
 
 def control_item(pytest: Any, test: Any, function: Any) -> Any:
     """Return an item that runs a control as the test beside it is run."""
-    kind, parent = pytest.Function, test.getparent(pytest.Module)
+    kind, how = pytest.Function, {"name": function.__name__, "callobj": function}
+    how["parent"] = test.getparent(pytest.Module)
     if unittest_of(test):
-        kind, parent = type(test), test.parent
         setattr(test.cls, function.__name__, function)
-    how = {"parent": parent, "name": function.__name__, "callobj": function}
+        kind, how = type(test), {"name": function.__name__, "parent": test.parent}
     return kind.from_parent(**how) if hasattr(kind, "from_parent") else kind(**how)
+
+
+def error_of(item: Any, outcome: Any) -> "str | None":
+    """Return the text of what a test's body raised, or None. Tests of unittest keep
+    their errors.
+    """
+    kept = [each.value for each in getattr(item, "_excinfo", None) or ()]
+    raised = [outcome.excinfo[1]] if outcome.excinfo is not None else kept
+    try:
+        return str(raised[0]) if raised else None
+    except Exception:  # the error is one of the code under test
+        return ""
 
 
 def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[str]") -> Any:
@@ -165,9 +186,10 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
     function, not in attributes, which other code could find by their names.
     """
     phases: dict[str, Any] = {}
-    raised: dict[str, bool] = {}
+    raised: dict[str, Any] = {}
     known: dict[Any, Any] = {}
     controls: dict[str, Any] = {}
+    number = str(random.SystemRandom().randrange(1 << 60, 1 << 61))
 
     class Plugin:
         @pytest.hookimpl(tryfirst=True)  # type: ignore[untyped-decorator]
@@ -183,7 +205,9 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
             yield
             module = getattr(collector, "obj", None)
             if isinstance(collector, pytest.Module) and isinstance(module, types.ModuleType):
-                controls[collector.nodeid] = make_controls(module, control)
+                controls[collector.nodeid] = {
+                    kind: make_control(module, kind, control, number) for kind in CONTROLS
+                }
 
         def pytest_itemcollected(self, item: Any) -> None:
             own = os.path.realpath(source_of(item)) not in changed
@@ -214,7 +238,7 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
         def pytest_runtest_call(self, item: Any) -> Any:
             replaced = item in known and known[item][0] is not code_of(item)
             outcome = yield
-            raised[item.nodeid] = replaced or outcome.excinfo is not None
+            raised[item.nodeid] = "replaced" if replaced else error_of(item, outcome)
 
         @pytest.hookimpl(tryfirst=True)  # type: ignore[untyped-decorator]
         def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> Any:
@@ -225,7 +249,8 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
             from _pytest.runner import runtestprotocol
 
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            tell(status_of(reports, raised.get(item.nodeid, True), False), "c", item.nodeid)
+            error = raised.get(item.nodeid) or ""
+            tell(control_status_of(reports, error, number), "c", item.nodeid)
             return True
 
         def pytest_runtest_logreport(self, report: Any) -> None:
@@ -236,7 +261,7 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
             if nodeid in phases:
                 item, reports = phases.pop(nodeid)
                 marked = item in known and known[item][1]
-                status = status_of(reports, raised.get(nodeid, True), marked)
+                status = status_of(reports, raised.get(nodeid, "") is not None, marked)
                 tell(status, "f" if isinstance(item, pytest.Function) else "o", nodeid)
 
     return Plugin()
