@@ -62,7 +62,7 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass
 class View:
-    """What a sandbox sees of the host, as `stage.Root` has it."""
+    """Parts of the host that a sandbox sees, as `stage.Root` has them."""
 
     binds: list[tuple[str, str]] = field(default_factory=list)
     links: list[tuple[str, str]] = field(default_factory=list)

@@ -7,17 +7,27 @@ import base64
 
 import pytest
 
-from rollweave.envs.base import Score
+from rollweave.envs.base import Score, new_task
 from rollweave.envs.handlers.code import Code, same_output
+from rollweave.envs.handlers.code_tasks import Problem
 from rollweave.envs.handlers.program import Outcome, Program
 from rollweave.envs.handlers.swe import Swe
+from rollweave.envs.handlers.swe_bugs import bugs
 from rollweave.schema.errors import RewardError, SandboxSpoiledError
 from rollweave.schema.work import Task
-from tests.envs.handlers import test_code, test_swe
-from tests.envs.handlers.agents import Scripted, attempt, sandboxes
+from tests.envs.handlers.agents import Scripted, attempt, calls, sandboxes
 from tests.support.programs import job, lived, scripted
 from tests.support.scripted_gateway import Script
 from tests.support.variants import mostly_slow
+
+PROBLEM = Problem(family="divisible", params={"k": 3, "what": "sum"})
+TASK = new_task(seed=7, family=PROBLEM.family, params=PROBLEM.params)
+
+BUG = next(
+    bug
+    for bug in bugs().values()
+    if bug.repo == "ledger" and bug.kind == "off by one" and len(bug.fails) == 3
+)
 
 DESCRIPTORS = """
 import json, os, struct
@@ -134,7 +144,7 @@ os._exit(0)
 @pytest.mark.parametrize("attack", mostly_slow(CODE, {"writes replies", "looks for the answers"}))
 async def test_no_program_forges_its_verdict(attack: str) -> None:
     handler = Code(cases=2, timeout_s=3.0, partial=False)
-    score = await earned(handler, test_code.TASK, [test_code.block(CODE[attack])])
+    score = await earned(handler, TASK, [f"```python\n{CODE[attack]}\n```\n"])
     assert score == Score(reward=0.0, success=False)
 
 
@@ -153,7 +163,7 @@ async def by_running(outcome: Outcome) -> float:
         ran = await outcome.run(
             ["sh", "-c", "exec python3 -I $SUBMISSION/solution.py"], stdin=given, timeout_s=3.0
         )
-        expected = test_code.PROBLEM.answer(given)
+        expected = PROBLEM.answer(given)
         right += ran.rc == 0 and not ran.timed_out and same_output(ran.stdout, expected)
     return right / 2
 
@@ -162,7 +172,7 @@ async def by_running(outcome: Outcome) -> float:
     "attack", mostly_slow([*CODE, "a correct program"], {"leaves modules", "a correct program"})
 )
 async def test_no_submission_forges_its_score(attack: str) -> None:
-    source = CODE.get(attack, test_code.PROBLEM.program())
+    source = CODE.get(attack, PROBLEM.program())
     handler = Program(
         command=["sh", "-c", "cp solution.txt solution.py; echo 'print(1e9)' > sitecustomize.py"],
         files={"solution.txt": source},
@@ -243,13 +253,13 @@ for at, folders, names in os.walk("/"):
 
 @pytest.mark.parametrize("attack", mostly_slow(SWE, {"writes notes", "looks for the answers"}))
 async def test_no_code_forges_the_notes_of_tests(attack: str) -> None:
-    code = SWE[attack].replace("NAMES", repr(list(test_swe.BUG.fails)))
+    code = SWE[attack].replace("NAMES", repr(list(BUG.fails)))
     packed = base64.b64encode(f"\n{code}\n".encode()).decode()
     write = f"echo {packed} | base64 -d >> ledger/money.py"
     for name in ("sitecustomize", "usercustomize", "conftest", "unittest", "json"):
         write += f"; echo 'import os; os._exit(0)' > {name}.py"
-    replies: list[object] = [test_swe.shell(write), test_swe.SUBMIT]
-    assert await earned(Swe(), test_swe.TASK, replies) == Score(reward=0.0, success=False)
+    replies: list[object] = [calls(("bash", {"command": write})), calls(("submit", {}))]
+    assert await earned(Swe(), new_task(bug=BUG.id), replies) == Score(reward=0.0, success=False)
 
 
 def test_there_are_enough_attacks() -> None:

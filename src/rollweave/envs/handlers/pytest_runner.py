@@ -169,6 +169,27 @@ def control_item(pytest: Any, test: Any, function: Any) -> Any:
     return kind.from_parent(**how) if hasattr(kind, "from_parent") else kind(**how)
 
 
+def with_controls(
+    pytest: Any, items: "list[Any]", controls: "dict[str, Any]"
+) -> "tuple[list[Any], list[Any]]":
+    """Return the items with a control after the last test of each module and each class
+    of unittest, and these controls. `controls` has the functions of each module.
+    """
+    ordered, added, placed = [], [], set()
+    for item in reversed(items):
+        module = item.getparent(pytest.Module)
+        made = controls.get(module.nodeid) if module is not None else None
+        if made and isinstance(item, pytest.Function):
+            for place, kind in ((module, ""), (unittest_of(item), "unittest")):
+                if place is not None and place not in placed:
+                    placed.add(place)
+                    control = control_item(pytest, item if kind else module, made[kind])
+                    added.append(control)
+                    ordered.append(control)
+        ordered.append(item)
+    return ordered[::-1], added
+
+
 def error_of(item: Any, outcome: Any) -> "str | None":
     """Return the text of what a test's body raised, or None. Tests of unittest keep
     their errors.
@@ -215,24 +236,9 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
 
         @pytest.hookimpl(trylast=True)  # type: ignore[untyped-decorator]
         def pytest_collection_modifyitems(self, items: "list[Any]") -> None:
-            """Put a control after the last test of each module and each class of
-            unittest.
-            """
-            ordered: list[Any] = []
-            placed = set()
-            for item in reversed(items):
-                module = item.getparent(pytest.Module)
-                made = controls.get(module.nodeid) if module is not None else None
-                if made and isinstance(item, pytest.Function):
-                    for place, kind in ((module, ""), (unittest_of(item), "unittest")):
-                        if place is not None and place not in placed:
-                            placed.add(place)
-                            test = item if kind else module
-                            new = control_item(pytest, test, made[kind])
-                            known[new] = code_of(new), False
-                            ordered.append(new)
-                ordered.append(item)
-            items[:] = reversed(ordered)
+            """Put the controls among the tests."""
+            items[:], added = with_controls(pytest, items, controls)
+            known.update((item, (code_of(item), False)) for item in added)
 
         @pytest.hookimpl(hookwrapper=True, tryfirst=True)  # type: ignore[untyped-decorator]
         def pytest_runtest_call(self, item: Any) -> Any:
