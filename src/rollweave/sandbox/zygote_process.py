@@ -36,8 +36,11 @@ CHANNEL = 3
 themselves.
 """
 
-_preloaded: set[str] = set()
+_preloaded: list[str] = []
 """Names of the modules that were loaded for cells: IPython, and what it imports."""
+
+_ours: list[str] = []
+"""Names of Rollweave's modules, which no code inside should import."""
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -87,13 +90,11 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 
 
 def _forget_modules(*, keep_preloaded: bool) -> None:
-    """Forget Rollweave's modules, which no code inside should import, and those that
-    were loaded for cells, unless the sandbox has their packages.
+    """Forget Rollweave's modules, and those that were loaded for cells, unless the
+    sandbox has their packages.
     """
-    for name in list(sys.modules):
-        ours = name.partition(".")[0] == __name__.partition(".")[0]
-        if ours or (name in _preloaded and not keep_preloaded):
-            del sys.modules[name]
+    for name in (*_ours, *(() if keep_preloaded else _preloaded)):
+        sys.modules.pop(name, None)
 
 
 def _mount(root: str) -> None:
@@ -171,9 +172,11 @@ def _loaded(folder: str) -> Callable[[list[str]], None]:
     before = set(sys.modules)
     with contextlib.suppress(ImportError):
         importlib.import_module(PRELOADED)
-    loaded = set(sys.modules) - before
-    _preloaded.update(
-        name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names
-    )
+    for name in sys.modules:
+        top = name.partition(".")[0]
+        if top == __name__.partition(".")[0]:
+            _ours.append(name)
+        elif name not in before and top not in sys.stdlib_module_names:
+            _preloaded.append(name)
     serve_calls: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
     return serve_calls
