@@ -406,7 +406,9 @@ def test_refuses_invalid_specifications(wrong: dict[str, object], message: str) 
 
 async def test_cells_see_the_variables_of_their_own_sandbox(backend: Backend) -> None:
     """Also those which an interpreter reads once, where a zygote read its own."""
-    sandbox = await backend.start(SandboxSpec(env={"TZ": "ABC-9", "TMPDIR": "/tmp"}))
+    pytest.importorskip("IPython")
+    env = {"TZ": "ABC-9", "TMPDIR": "/tmp"}
+    sandbox = await backend.start(SandboxSpec(env=env, packages=("ipython",)))
     cells = IPython(sandbox)
     cell = "import os, tempfile, time; (time.tzname[0], time.timezone, tempfile.gettempdir())"
     assert (await cells.run(cell)).result == "('ABC', -32400, '/tmp')"
