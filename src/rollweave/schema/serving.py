@@ -81,6 +81,7 @@ class FinishReason(enum.StrEnum):
     ABORTED = "aborted"
     CONTEXT = "context"  # the prompt, with the tokens of its images, exceeds the engine's context
     RETURNED = "returned"  # an engine that is lent needs its time or memory for its own users
+    REFUSED = "refused"  # no engine can meet the constraint: the client is to blame
     ERROR = "error"
 
 

@@ -150,6 +150,10 @@ class _Output(Strict):
     effort: str | None = None
 
 
+FORMAT_FIELD: Final = "output_config.format.schema"
+"""The field that demands a form of the answer."""
+
+
 class _Request(OpenModel):
     model: str
     max_tokens: int = Field(ge=1)
@@ -190,6 +194,7 @@ class MessagesApi:
                 asked.chat_template_kwargs, reasoning_effort=effort
             ),
             constraint=constraint,
+            constraint_field=FORMAT_FIELD,
             call=call,
             reads_calls=reads_calls,
             one_call=asked.tool_choice is not None
@@ -323,7 +328,7 @@ def _choice(asked: _Request) -> tuple[str | None, bool]:
 def _constraint(asked: _Request) -> Constraint | None:
     if asked.output_config is None or asked.output_config.format is None:
         return None
-    return checked("output_config.format.schema", of_schema(asked.output_config.format.schema_))
+    return checked(FORMAT_FIELD, of_schema(asked.output_config.format.schema_))
 
 
 def _tools(asked: _Request) -> Iterator[str]:

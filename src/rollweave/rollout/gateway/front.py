@@ -20,6 +20,7 @@ from aiohttp import web
 from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
+from rollweave.engine.grammar_check import GrammarCheck
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
@@ -48,6 +49,7 @@ class ServingFront:
 
     def __init__(self, server: EngineServer, codec: TextCodec, *, context: int) -> None:
         self._server, self._codec = server, codec
+        self._grammars = GrammarCheck()
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
@@ -56,6 +58,11 @@ class ServingFront:
         """Add the routes to the application of the engine's server."""
         for path, api in apis(self._codec, scores_prompts=True).items():
             app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
+
+        async def end(_: web.Application) -> None:
+            self._grammars.close()
+
+        app.on_cleanup.append(end)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         with self._server.metrics.request() as outcome:
@@ -109,6 +116,7 @@ class ServingFront:
             limits=self._limits,
             sampling=Sampling(seed=secrets.randbits(63)),
             pinned=False,
+            grammars=self._grammars,
             no_images="Rollweave's own engine computes text only",
         )
 

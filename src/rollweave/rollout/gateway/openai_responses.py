@@ -139,6 +139,10 @@ class _Reasoning(Strict):
     summary: None = None
 
 
+FORMAT_FIELD: Final = "text.format.schema"
+"""The field that demands a form of the answer."""
+
+
 class _Request(OpenModel):
     model: str
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
@@ -185,6 +189,7 @@ class ResponsesApi:
                 asked.chat_template_kwargs, reasoning_effort=effort
             ),
             constraint=constraint,
+            constraint_field=FORMAT_FIELD,
             call=call,
             reads_calls=bool(asked.tools) and asked.tool_choice != "none",
             one_call=asked.parallel_tool_calls is False,
@@ -345,9 +350,8 @@ def _constraint(asked: _Request) -> Constraint | None:
     if (wanted.type == "json_schema") is (wanted.schema_ is None):
         rule = "must be given if, and only if, type is json_schema"
         raise bad("text.format.schema", rule, wanted.schema_)
-    return checked(
-        "text.format.schema", of_schema(ANY_OBJECT if wanted.schema_ is None else wanted.schema_)
-    )
+    schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
+    return checked(FORMAT_FIELD, of_schema(schema))
 
 
 def _messages(asked: _Request) -> Iterator[Message]:

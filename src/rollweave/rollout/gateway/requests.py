@@ -40,7 +40,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     the prompt; with `token_ids`, those of the answer's tokens; with `token_names`,
     tokens are named by their ids. `source` is the field with the conversation.
     `template_arguments` are those of the chat template: a JSON object, or "".
-    `constraint` is that of the agent's text, which it leaves to call a tool.
+    `constraint` is that of the agent's text, which it leaves to call a tool;
+    `constraint_field` is the field that demands it.
     """
 
     model: str
@@ -49,6 +50,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     tools: tuple[str, ...] = ()
     template_arguments: str = ""
     constraint: Constraint | None = None
+    constraint_field: str = ""
     call: str | None = None
     reads_calls: bool = False
     one_call: bool = False
@@ -233,7 +235,7 @@ class Common(OpenModel, Formats):
 
     def given(self) -> dict[str, Any]:
         """Return the fields of `ChatRequest` that these are. Raises RequestError."""
-        options = self.stream_options
+        options, (constraint, field) = self.stream_options, self.constraint()
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -244,7 +246,8 @@ class Common(OpenModel, Formats):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "stream": bool(self.stream),
             "include_usage": options is not None and bool(options.include_usage),
-            "constraint": self.constraint(),
+            "constraint": constraint,
+            "constraint_field": field,
         }
 
 

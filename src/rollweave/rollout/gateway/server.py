@@ -22,6 +22,7 @@ from typing import Final
 
 from aiohttp import web
 
+from rollweave.engine.grammar_check import GrammarCheck
 from rollweave.io.http.bodies import body_of
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
@@ -92,6 +93,7 @@ class Gateway:
         self._apis = apis(codec)
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
+        self._grammars = GrammarCheck()
         self._started = int(time.time())
 
     def open(
@@ -127,6 +129,7 @@ class Gateway:
             limits=limits or SessionLimits(),
             sampling=sampling or Sampling(),
             pinned=pinned,
+            grammars=self._grammars,
             unconstrained=self._unconstrained,
             no_images=no_images,
         )
@@ -156,6 +159,10 @@ class Gateway:
         return SessionRecording(
             sequences=recorder.sequences(), undelivered_tokens=recorder.undelivered_tokens
         )
+
+    def end(self) -> None:
+        """End what checks the constraints of all sessions."""
+        self._grammars.close()
 
     def app(self) -> web.Application:
         """Return the application, which must be served with `handler_cancellation`."""
@@ -217,7 +224,10 @@ async def serve_gateway(
     async with listening(
         gateway.app(), host, port, guard=Guard(token=None), shutdown_s=1.0
     ) as address:
-        yield address
+        try:
+            yield address
+        finally:
+            gateway.end()
 
 
 class GatewayListener:

@@ -17,6 +17,8 @@ from typing import Final
 
 import msgspec
 
+from rollweave.engine.grammar_check import BusyError, GrammarCheck
+from rollweave.engine.matchers import CANNOT
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
@@ -127,6 +129,7 @@ class Session:
     """The conversations of one agent program.
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
+    `grammars` checks constraints.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
     `no_images` is why messages must have no images; "" if they may.
     """
@@ -141,11 +144,13 @@ class Session:
         limits: SessionLimits,
         sampling: Sampling,
         pinned: bool,
+        grammars: GrammarCheck,
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
     ) -> None:
         self.id, self.limits = id, limits
         self._unconstrained = unconstrained
+        self._grammars, self._checking = grammars, asyncio.Lock()
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
         self.context_error = ""
@@ -180,6 +185,7 @@ class Session:
         The caller calls `deliver` once the client has the answer; otherwise the answer
         is lost.
         """
+        await self._check_constraint(chat)
         turn = self._turn(chat, key, repeated)
         turn.waiters += 1
         try:
@@ -286,6 +292,21 @@ class Session:
                 f"{chat.source} and tools must have at most {limit} characters in {context}, "
                 f"got {chars}",
             )
+
+    async def _check_constraint(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a constraint that cannot be met. A session has one
+        checked at a time, so that no other waits for all of its constraints.
+        """
+        constraint = self._constraint_of(chat)
+        if constraint is None:
+            return
+        async with self._checking:
+            try:
+                why = await self._grammars.why_not(constraint)
+            except BusyError as error:
+                raise RequestError(503, str(error), code="unavailable") from error
+        if why:
+            raise _unconstrainable(chat, why)
 
     def _check_images(self, chat: ChatRequest) -> None:
         """Raise RequestError for images that the agent cannot be shown."""
@@ -421,6 +442,8 @@ class Session:
                 )
             if result.finish is FinishReason.CONTEXT:
                 raise self._too_long(chat.source, f"{chat.source} must fit: {result.error}")
+            if result.finish is FinishReason.REFUSED:
+                raise _unconstrainable(chat, result.error)
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -483,6 +506,16 @@ class Session:
         if turn.call.state is CallState.PENDING:
             self.recorder.drop(turn.call)
             del self._turns[turn.call]
+
+
+def _unconstrainable(chat: ChatRequest, why: str) -> RequestError:
+    """Return the refusal of the request's constraint, or of a text that cannot meet
+    it.
+    """
+    assert chat.constraint is not None, "only a constraint is refused"
+    what = "a JSON schema" if chat.constraint.kind == "json" else "a regular expression"
+    rule = f"must be {what} that can be constrained: {why.removeprefix(CANNOT):.300}"
+    return bad(chat.constraint_field, rule, chat.constraint.text)
 
 
 def _result_error(result: GenerateResult) -> RequestError | None:
