@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from rollweave.engine.loop import EngineLoop
+from rollweave.engine.planner.batching import StepWork
 from rollweave.schema.serving import (
     Abort,
     Add,
+    Beat,
+    Beating,
     EngineFatal,
     EngineReply,
     FinishReason,
@@ -626,6 +629,34 @@ def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
     loop.post(Shutdown())
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
+    """With the step that is under way, and its seconds; nothing while there is none."""
+    replies, clock = Queue[EngineReply](), Seconds()
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def watch(work: StepWork, seconds: float) -> None:
+        in_step.set()
+        go_on.wait(60)
+
+    engine = EngineLoop(spec(path), replies.put, watch=watch, clock=clock)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    assert isinstance(replies.get(timeout=60), Ready)
+    engine.post(Add(request=request("a", PROMPTS[0], max_tokens=2)))
+    assert in_step.wait(60)
+    clock.now += 7.0
+    engine.post(Beat())
+    beating = replies.get(timeout=60)
+    assert isinstance(beating, Beating)
+    count = len(PROMPTS[0])
+    assert beating.doing == f"a step of 0 sequences and {count} prompt tokens"
+    assert beating.for_s >= 7.0
+    go_on.set()
+    assert isinstance(replies.get(timeout=60), Generated)
+    engine.post(Shutdown())
+    thread.join(60)
 
 
 # Deterministic mode.

@@ -2,13 +2,13 @@
 work, and sleeps otherwise.
 
 Commands are posted from any thread and never wait for a computation; replies are called
-on the loop's thread. Every request is answered exactly once, including one that is
-refused or aborted, or whose handling raises. New weights are verified before anything
-changes, beside the steps if there is room for a second copy (`engine/staging`); after
-the swap the KV of all live requests is recomputed under them, and tokens sampled from
-then on carry the new version. An engine that has given back its memory computes nothing
-until it has loaded weights. A failure of the loop itself is reported as
-`EngineFatal`, after which nothing more is answered.
+on the loop's thread, except for those to heartbeats (`engine/activity`). Every request
+is answered exactly once, including one that is refused or aborted, or whose handling
+raises. New weights are verified before anything changes, beside the steps if there is
+room for a second copy (`engine/staging`); after the swap the KV of all live requests is
+recomputed under them, and tokens sampled from then on carry the new version. An engine
+that has given back its memory computes nothing until it has loaded weights. A failure
+of the loop itself is reported as `EngineFatal`, after which nothing more is answered.
 
 The masks of constrained turns are computed by another process (`engine/matchers`). A
 turn whose next mask is late is held, and the others go on without it.
@@ -26,6 +26,7 @@ from typing import NamedTuple, assert_never
 import torch
 from tokenizers import Tokenizer
 
+from rollweave.engine.activity import Activity
 from rollweave.engine.admission import validate
 from rollweave.engine.constrained_texts import ConstrainedTexts
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
@@ -44,6 +45,7 @@ from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     Abort,
     Add,
+    Beat,
     EngineCommand,
     EngineFatal,
     EngineReply,
@@ -108,9 +110,11 @@ class EngineLoop:
         make_pool: Callable[..., PagedPool] = PagedPool,
         wake: threading.Condition | None = None,
         loads_beside: bool = False,
+        activity: Activity | None = None,
     ) -> None:
         self.spec, self._make_pool, self._loads_beside = spec, make_pool, loads_beside
         self._reply, self._watch, self._clock = reply, watch, clock
+        self._activity = activity or Activity(clock)
         self._inbox: deque[EngineCommand | CallBetweenSteps] = deque()
         self._wake = wake or threading.Condition()
         self._live: dict[str, RequestState] = {}
@@ -137,8 +141,11 @@ class EngineLoop:
         """Queue a command.
 
         Commands run in the order in which they were posted, all pending ones before
-        each step.
+        each step. A heartbeat is answered at once.
         """
+        if isinstance(command, Beat):
+            self._reply(self._activity.beating())
+            return
         self._put(command)
 
     def _put(self, item: EngineCommand | CallBetweenSteps) -> None:
@@ -292,10 +299,12 @@ class EngineLoop:
         return self.take_commands()
 
     def _await_command(self) -> None:
+        self._activity.end()
         with self._wake:
             self._wake.wait_for(lambda: self._inbox)
 
     def _handle(self, item: EngineCommand | CallBetweenSteps) -> bool:
+        self._activity.begin(f"command {type(item).__name__}")
         match item:
             case CallBetweenSteps(function=function):
                 function()
@@ -338,6 +347,8 @@ class EngineLoop:
                 self._exchange.release(id)
             case Shutdown():
                 return False
+            case Beat():
+                raise AssertionError("it was answered when it was posted")
             case _:
                 assert_never(item)
         return True
@@ -480,6 +491,8 @@ class EngineLoop:
         plan = self._batcher.plan()
         work = plan.work if self._watch is not None else None
         self._track_slots(plan, started)
+        prompts = sum(count for _, count in plan.prefill)
+        self._activity.begin(f"a step of {len(plan.decode)} sequences and {prompts} prompt tokens")
         if not plan.decode and not plan.prefill:
             return False  # blocks are absent, or prompts have no share of this step
         self._compute(plan)

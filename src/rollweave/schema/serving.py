@@ -441,6 +441,10 @@ class Stats(TaggedStruct, frozen=True, kw_only=True):
     """Sample the engine's state. Answered by `Sampled`."""
 
 
+class Beat(TaggedStruct, frozen=True, kw_only=True):
+    """Answer by `Beating` now, and not between two steps."""
+
+
 class Shutdown(TaggedStruct, frozen=True, kw_only=True):
     """End the loop."""
 
@@ -458,6 +462,7 @@ EngineCommand = (
     | Load
     | LoadCheckpoint
     | Stats
+    | Beat
     | Shutdown
 )
 
@@ -574,6 +579,15 @@ class Sampled(TaggedStruct, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class Beating(TaggedStruct, frozen=True, kw_only=True):
+    """A heartbeat: the engine has been doing this for so many seconds; "" if it does
+    nothing.
+    """
+
+    doing: str = ""
+    for_s: float = 0.0
+
+
 class KvExported(TaggedStruct, frozen=True, kw_only=True):
     """The KV can be fetched as the manifest describes."""
 
@@ -613,6 +627,7 @@ EngineReply = (
     | Loaded
     | LoadFailed
     | Sampled
+    | Beating
     | KvExported
     | KvImported
     | KvRefused

@@ -52,6 +52,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
+    Beating,
     DialectName,
     EngineStats,
     FinishReason,
@@ -267,6 +268,11 @@ class HttpEngine:
             output_tokens=self._output_tokens,
             uptime_s=time.monotonic() - self._started_at,
         )
+
+    async def beat(self) -> Beating:
+        """Return nothing: health checks show whether the server is alive."""
+        self._wire.raise_if_lost()
+        return Beating()
 
     async def suspend(self, *, release: bool = False) -> Suspended:
         self._refuse(EngineError, "suspended")
