@@ -149,8 +149,8 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
 # Cancelling, ending and retrying.
 
 
-def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """Stop the current attempt at any stage.
+def cancel(run: Run, trajectory: Trajectory, reason: StopReason, *, error: str = "") -> None:
+    """Stop the current attempt at any stage. `error` describes the reason.
 
     What the world holds is closed first; an attempt for which it holds nothing ends at
     once.
@@ -166,7 +166,9 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         trajectory.closing = reason
         move(run, trajectory, Stage.CLOSING)
         run.emit(
-            CancelTrajectory(trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason)
+            CancelTrajectory(
+                trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason, error=error
+            )
         )
     else:
         end_attempt(run, trajectory, reason)
