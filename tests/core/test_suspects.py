@@ -32,6 +32,7 @@ class HostileWorld(World):
         super().__init__(config, observer=NullObserver(), journal=journal)
         self.hostile, self.kill_s = hostile, kill_s
         self.kills: Counter[str] = Counter()
+        self.blamed: dict[str, bool] = {}
         self.removed: list[c.RemoveEngine] = []
         self.each_event = self.core.check
         execute = self.effects.execute
@@ -40,6 +41,9 @@ class HostileWorld(World):
             execute(command)
             if isinstance(command, c.StartTurn) and self.is_hostile(command.trajectory_id):
                 self.clock.after(self.kill_s, lambda: self._kill(command))
+            if isinstance(command, c.CancelTrajectory) and command.error:
+                name = command.trajectory_id
+                self.blamed[name] = self.is_hostile(name)
             if isinstance(command, c.RemoveEngine):
                 self.removed.append(command)
 
@@ -95,23 +99,27 @@ def several(index: int, member: int) -> bool:
     return index % 3 == 1 and member < 2
 
 
+SINGLE = {"engines": {"count": 1}}
+RANKED = {"rollout": {"mode": "bounded", "scheduling": "trajectory"}}
+
+
 @pytest.mark.parametrize(
-    ("hostile", "changes"),
+    ("hostile", "changes", "kill_s"),
     [
-        (one, {}),
-        (one, {"engines": {"count": 1}}),
-        (several, {}),
-        (several, {"engines": {"count": 1}}),
-        (one, {"rollout": {"mode": "decoupled"}}),
-        (several, {"rollout": {"mode": "bounded", "scheduling": "trajectory"}}),
+        (one, {}, 0.05),
+        (several, SINGLE, 0.0),
+        (one, {"rollout": {"mode": "decoupled"}}, 0.05),
+        pytest.param(one, SINGLE, 0.05, marks=pytest.mark.extended),
+        pytest.param(several, {}, 0.0, marks=pytest.mark.extended),
+        pytest.param(several, {}, 0.05, marks=pytest.mark.extended),
+        pytest.param(several, RANKED, 0.05, marks=pytest.mark.extended),
     ],
 )
-@pytest.mark.parametrize("kill_s", [0.0, 0.05])
 def test_a_turn_that_ends_its_engines_ends_after_the_second(
     hostile: Any, changes: dict[str, Any], kill_s: float, tmp_path: Path
 ) -> None:
     """No engine is removed for it, though none may be restarted for its own failures;
-    and of all others, at most as many are blamed as are hostile.
+    and no other turn is blamed.
     """
     settings = config(**changes)
     journal = RunJournal(tmp_path / "journal")
@@ -123,9 +131,9 @@ def test_a_turn_that_ends_its_engines_ends_after_the_second(
     counters = world.core.state.counters
     assert world.kills, "a hostile trajectory ran"
     assert max(world.kills.values()) <= 2
-    guilty = counters.stop_reasons[StopReason.ENGINES_LOST]
-    twice = sum(count == 2 for count in world.kills.values())
-    assert twice <= guilty <= twice + (len(world.kills) if hostile is several else 0)
+    assert counters.stop_reasons[StopReason.ENGINES_LOST] == len(world.blamed)
+    assert all(world.blamed.values()), "only hostile ones are blamed"
+    assert all(name in world.blamed for name, count in world.kills.items() if count == 2)
     summarize(world.core, evaluation=None, wall_s=world.clock.now)  # raises if unbalanced
     replay = Replay(tmp_path / "journal", settings)
     assert replay.finish().snapshot() == world.core.snapshot()

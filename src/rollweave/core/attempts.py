@@ -132,7 +132,7 @@ def acquit(run: Run, turn: Turn) -> None:
 
 
 def open_again(run: Run, engine: Engine) -> None:
-    """Let an engine get turns again that has run a suspect."""
+    """Let an engine get turns again that was for a suspect."""
     engine.isolates = None
     run.fleet_changed()
     run.dirty_queues += [None, engine.id]
@@ -183,6 +183,9 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
             run.turn_queues.leave(trajectory.id)
         case Suspected():
             del run.state.turns.suspects[trajectory.id]
+            for engine in run.state.engines.values():
+                if engine.isolates == trajectory.id:
+                    open_again(run, engine)
         case OnEngine(engine=engine_id):
             abort(run, trajectory, turn, engine_id)
             vacate(run, run.state.engines[engine_id], trajectory, turn)

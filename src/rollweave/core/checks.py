@@ -148,20 +148,19 @@ def _check_turns(run: Run) -> None:
 
 
 def _check_suspects(run: Run) -> None:
-    """Assert that an engine that runs a suspect was given no later turn, and that few
-    engines do.
+    """Assert that a suspect is alone on its engine, that an engine waits for one that
+    waits for it, and that the losses in doubt are of former processes.
     """
-    isolating = [engine for engine in run.state.engines.values() if engine.isolates is not None]
-    for engine in isolating:
-        assert engine.isolates in engine.active, engine
-        turns = {name: run.state.trajectories[name].open_turn for name in engine.active}
-        given = {
-            name: turn.place.given
-            for name, turn in turns.items()
-            if isinstance(turn.place, OnEngine)
-        }
-        assert turns[engine.isolates].suspicion is not None, engine
-        assert given[engine.isolates] == max(given.values()), f"{engine} was given another turn"
+    state = run.state
+    for engine in state.engines.values():
+        for name in engine.active:
+            turn = state.trajectories[name].open_turn
+            if turn.suspicion is not None and engine.isolates == name:
+                assert list(engine.active) == [name], engine
+        isolated = engine.isolates
+        assert isolated is None or isolated in {**engine.active, **state.turns.suspects}, engine
+    kept = [engine.isolates for engine in state.engines.values() if engine.isolates is not None]
+    assert len(kept) == len(set(kept)), f"two engines are for one suspect: {kept}"
     for engine in run.state.engines.values():
         for epoch, count in engine.doubted.items():
             suspicion = Suspicion(engine=engine.id, epoch=epoch)

@@ -2,11 +2,11 @@
 would run it at once, the highest rank first.
 
 Turns that were on an engine when it was lost are not queued, but run before all others,
-each apart from the rest (`core/policy/suspicion`).
+each alone on an engine (`core/policy/suspicion`).
 
 Invariants: an engine is given more turns than it has slots only by a turn that preempts
 (Heddle Alg. 1): it runs the highest ranks of those that it has. An engine that runs a
-suspect is given no other turn.
+suspect has no other turn.
 """
 
 from collections.abc import Mapping
@@ -125,27 +125,40 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
 
 
 def _start_suspects(run: Run) -> None:
-    """Give suspects to engines that have none, as far as these may run any."""
+    """Give suspects to engines that are empty, and keep engines empty for others."""
     state = run.state
     for trajectory_id in list(state.turns.suspects):
-        isolating = {engine.id for engine in state.engines.values() if engine.isolates is not None}
-        if not may_isolate(isolating=len(isolating), engines=len(run.fleet.loads)):
-            return
         trajectory = state.trajectories[trajectory_id]
         turn = trajectory.open_turn
-        chosen = engine_for_suspect(
-            _loads_for(run, trajectory, turn), avoid=turn.avoid, isolating=isolating
-        )
-        if chosen is None:
+        engine = _engine_for_suspect(run, trajectory, turn)
+        if engine is None or engine.active:
             continue
         del state.turns.suspects[trajectory_id]
-        if run.scheduling.assigns and trajectory.assigned_engine != chosen:
-            _reassign(run, trajectory, chosen)
-        engine = state.engines[chosen]
-        engine.isolates = trajectory_id
-        run.fleet_changed()
-        requeue_from(run, engine)
+        if run.scheduling.assigns and trajectory.assigned_engine != engine.id:
+            _reassign(run, trajectory, engine.id)
         _give(run, trajectory, turn, engine)
+
+
+def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine | None:
+    """Return the engine that gets no turns but this one, now or once it is empty."""
+    engines, loads = run.state.engines, _loads_for(run, trajectory, turn)
+    isolating = {engine.id: engine for engine in engines.values() if engine.isolates is not None}
+    own = next((one for one in isolating.values() if one.isolates == trajectory.id), None)
+    if own is not None and any(load.id == own.id for load in loads):
+        return own
+    if own is not None:  # it takes no turns for a while, or has other weights
+        attempts.open_again(run, own)
+        del isolating[own.id]
+    if not may_isolate(isolating=len(isolating), engines=len(run.fleet.loads)):
+        return None
+    chosen = engine_for_suspect(loads, avoid=turn.avoid, isolating=isolating)
+    if chosen is None:
+        return None
+    engine = engines[chosen]
+    engine.isolates = trajectory.id
+    run.fleet_changed()
+    requeue_from(run, engine)
+    return engine
 
 
 def _loads_for(run: Run, trajectory: Trajectory, turn: Turn) -> list[EngineLoad]:

@@ -167,7 +167,7 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
     engine.staging_id = engine.staged_id = engine.unstaged_id = -1
     engine.released = False
     engine.consecutive_timeouts = engine.load_failures = 0
-    engine.unanswered = {}
+    engine.unanswered, engine.isolates = {}, None
     enter(run, engine, EngineStatus.STARTING)
     assignment.engines_changed(run)
     run.pacing.unassign_engine(run, engine)

@@ -267,7 +267,7 @@ class Engine(msgspec.Struct):
     resting_until: float | None = None
     heard_at: float = 0.0  # when its lender was last reported as lent to the run
     moved: bool = False  # it replaces an engine whose failures made its host be given up
-    # the suspect that it runs: it gets no other turns until this one has left
+    # the suspect for which it is kept empty, or which it runs: it gets no other turns
     isolates: TrajectoryId | None = None
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
@@ -319,7 +319,7 @@ class Engine(msgspec.Struct):
 
     @property
     def open(self) -> bool:
-        """True if the engine may get turns: it lends itself, and runs no suspect."""
+        """True if the engine may get turns: it lends itself, and is for no suspect."""
         return self.takes and self.resting_until is None and self.isolates is None
 
     @property

@@ -101,7 +101,7 @@ class RolloutRuntime:
             manifests=self.manifests,
             hosts=wiring.hosts,
             reply_s=reply_s,
-            slow_s=max(SLOW_S, wiring.config.watchdog.turn_s),
+            slow_s=max(SLOW_S, wiring.config.watchdog.turn_s / 2),
             checkpoint=checkpoint,
         )
         limit = waiting_limit(wiring.config)

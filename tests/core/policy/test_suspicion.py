@@ -33,13 +33,13 @@ def loads(draw: st.DrawFn) -> list[EngineLoad]:
 def test_a_suspect_goes_where_it_harms_least(
     engines: list[EngineLoad], avoid: set[EngineId], isolating: set[EngineId]
 ) -> None:
-    """It waits for an engine that was not lost with it, if there is one, though others
-    may be free; and for one that serves no users, if there is one.
+    """That is an engine that was not lost with it, if there is one, and one that serves
+    no users, though others may have fewer turns.
     """
     chosen = engine_for_suspect(engines, avoid=avoid, isolating=isolating)
     kind = [one for one in engines if not one.borrowed] or engines
     kind = [one for one in kind if one.id not in avoid] or kind
-    free = [one for one in kind if one.active < one.slots and one.id not in isolating]
+    free = [one for one in kind if one.id not in isolating]
     assert (chosen is None) is not bool(free)
     if chosen is not None:
         (taken,) = [one for one in free if one.id == chosen]

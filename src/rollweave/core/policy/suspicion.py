@@ -1,11 +1,10 @@
 """Decide what follows for the turns of an engine that was lost: one of them may be the
 reason, and would end the next engine, too.
 
-After the first loss a turn is a suspect. A suspect runs once more, as the only one of
-its engine, which gets no other turn meanwhile: whatever else runs there has survived on
-it for longer. So if that engine is lost as well, it is known which turn is to blame,
-and a turn that was near it by chance is cleared by its answer. Only few engines run
-suspects at a time, and the others take turns as usual.
+After the first loss a turn is a suspect. A suspect runs once more, alone on an engine
+that has finished its other turns. So if that engine is lost as well, it is known which
+turn is to blame, and a turn that was near it by chance is cleared by its answer. Only
+few engines run suspects at a time, and the others take turns as usual.
 """
 
 from collections.abc import Container, Iterable
@@ -35,18 +34,17 @@ def may_isolate(*, isolating: int, engines: int) -> bool:
 def engine_for_suspect(
     engines: Iterable[EngineLoad], *, avoid: Container[EngineId], isolating: Container[EngineId]
 ) -> EngineId | None:
-    """Return the engine for a suspect, or None to keep it waiting.
+    """Return the engine for a suspect, which begins once that engine is empty; None to
+    keep it waiting for one.
 
     The engines `avoid` were lost with it: they are a last resort, since the loss of
     another engine is better evidence. So are engines that serve users, too. Among the
-    others, the one with the fewest turns has the least to lose.
+    others, the one with the fewest turns is empty first.
     """
     known = list(engines)
     dedicated = [engine for engine in known if not engine.borrowed] or known
     wanted = [engine for engine in dedicated if engine.id not in avoid] or dedicated
-    free = [
-        engine for engine in wanted if engine.active < engine.slots and engine.id not in isolating
-    ]
+    free = [engine for engine in wanted if engine.id not in isolating]
     return min(free, key=lambda engine: (engine.active, engine.tokens)).id if free else None
 
 

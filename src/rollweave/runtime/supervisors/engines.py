@@ -57,8 +57,10 @@ REPLY_S = 10.0
 A process replies whatever its engine computes, except while code holds its interpreter.
 """
 
-SLOW_S = 60.0
-"""Default maximum seconds of one step of an engine, and of its silence."""
+SLOW_S = 30.0
+"""Minimum of the seconds that one step of an engine, or its silence, may last: half as
+long as a turn may take, so that an engine that hangs is lost with its turns.
+"""
 
 MISSED_HEARTBEATS = 2
 """Minimum number of unanswered heartbeats in a row after which an engine counts as
