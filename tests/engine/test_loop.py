@@ -570,6 +570,10 @@ def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
         msgspec.structs.replace(request("budget", [1]), budget_s=float("nan")),
         request("allowed", [1], allowed=(VOCAB,)),
         request("text", [1], stop=("end",)),
+        request("stops", [1], stop=("end",) * 65),
+        request("stop", [1], stop=("e" * 4097,)),
+        request("ids", [1], stop_token_ids=(1,) * 4097),
+        request("all", [1], allowed=(1,) * (VOCAB + 1)),
         request("edge", long, max_tokens=50),
     ]
     outcome = drive(spec(path), requests)
@@ -585,6 +589,10 @@ def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
     assert "budget_s must be 0 (none) or more" in errors["budget"]
     assert "allowed" in errors["allowed"]
     assert "tokenizer" in errors["text"]
+    assert "sampling.stop must have at most 64, got 65" in errors["stops"]
+    assert "strings of at most 4096 characters, got one of 4097" in errors["stop"]
+    assert "sampling.stop_token_ids must have at most 4096" in errors["ids"]
+    assert "sampling.allowed must have at most 97" in errors["all"]
     assert (
         sum(
             result.id == "twice" and result.finish is FinishReason.LENGTH
