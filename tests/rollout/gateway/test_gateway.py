@@ -956,6 +956,15 @@ def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed() -> None:
     assert parse_chat(json.dumps(ask(text)).encode()).messages[0].content == text
 
 
+def test_numbers_are_checked_in_linear_time() -> None:
+    """Each has a digit less than the shortest that may be infinite."""
+    numbers = ",".join(["9" * 308] * 3000)
+    body = json.dumps(ask(metadata={"a": []})).replace("[]", f"[{numbers}]").encode()
+    began = time.process_time()
+    parse_chat(body)
+    assert time.process_time() - began < 0.5
+
+
 def test_an_error_ends_the_validation() -> None:
     began = time.process_time()
     with pytest.raises(RequestError, match=r"messages\.0\.content\.0: .* got 1"):
