@@ -66,6 +66,11 @@ They are private-use characters: no template contains them.
 CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
 
+CACHED_CHARS: Final = 1 << 12
+"""Maximum characters of messages and tools whose rendering is cached, so that the cache
+stays small.
+"""
+
 
 VARIANTS = 64
 """Number of cached variants of a codec: one for each set of template arguments."""
@@ -211,7 +216,9 @@ class ChatCodec(TextCodec):
         `ChatTemplate.render`.
         """
         count = self._count_images(messages)
-        return self._checked(self._start(_blanked(messages), tuple(tools)), count)
+        large = sum(map(len, tools)) + sum(message.chars for message in messages) > CACHED_CHARS
+        start = self._render_start if large else self._start
+        return self._checked(start(_blanked(messages), tuple(tools)), count)
 
     def extend(
         self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
@@ -223,7 +230,9 @@ class ChatCodec(TextCodec):
         of the next turn. Raises ChatError.
         """
         count = self._count_images(messages)
-        tokens = self._checked(self._extend(_blanked(messages), prompt), count)
+        large = sum(message.chars for message in messages) > CACHED_CHARS
+        extend = self._render_extension if large else self._extend
+        tokens = self._checked(extend(_blanked(messages), prompt), count)
         return tokens[self.end_overlap(sampled) :]
 
     def _count_images(self, messages: Sequence[Message]) -> int:

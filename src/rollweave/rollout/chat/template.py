@@ -1,16 +1,20 @@
 """A checkpoint's chat template: renders messages to text as Hugging Face's templates
 expect it, in a sandbox.
 
-Invariant: rendering is a function of the messages alone: a template that reads the time
-gets the moment at which it was loaded.
+Invariants: rendering is a function of the messages alone: a template that reads the
+time gets the moment at which it was loaded; a template that takes too long for a
+history, which a client may make as long as it likes, is ended.
 """
 
 import copy
 import datetime
 import json
+import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 import jinja2
 from jinja2 import meta, nodes
@@ -38,6 +42,10 @@ RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents",
 """Names that a rendering gives a template, and that no client can set."""
 
 
+RENDER_S: Final = 10.0
+"""Maximum seconds of a rendering: ten thousand messages take about a second."""
+
+
 class ChatError(RollweaveError):
     """The chat template refuses these messages."""
 
@@ -52,6 +60,44 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Rendering(threading.local):
+    """The rendering of a thread, which ends at a moment of the monotonic clock."""
+
+    ends = math.inf
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which a template ends at a deadline: when it next reads an attribute
+    or an item, or calls a function.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        self._rendering = _Rendering()
+
+    def begin(self) -> None:
+        """Begin a rendering on this thread."""
+        self._rendering.ends = time.monotonic() + RENDER_S
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._check()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._check()
+        return super().getitem(obj, argument)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().call(*args, **kwargs)
+
+    def _check(self) -> None:
+        if time.monotonic() > self._rendering.ends:
+            raise ChatError(f"chat template must render this within {RENDER_S:g} s")
 
 
 class ChatTemplate:
@@ -72,9 +118,7 @@ class ChatTemplate:
         self._name = name
         self.source = source
         moment = now or datetime.datetime.now()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = self._environment = _Environment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
@@ -135,6 +179,7 @@ class ChatTemplate:
             for message in messages
         ]
         declarations = [json.loads(tool) for tool in tools] or None
+        self._environment.begin()
         try:
             return self._template.render(
                 messages=plain,
