@@ -17,6 +17,7 @@ from aiohttp.typedefs import Middleware
 
 from rollweave.io.http.bodies import BodyError
 from rollweave.io.http.guard import Refused
+from rollweave.rollout.gateway.aside import INLINE_TOKENS
 from rollweave.rollout.gateway.deltas import (
     ContradictionError,
     DeltaReader,
@@ -36,6 +37,7 @@ from rollweave.rollout.gateway.responses import (
 )
 from rollweave.rollout.gateway.sessions import Session, Turn
 from rollweave.schema.chat import Message
+from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serving import GenerateResult
 
@@ -75,12 +77,18 @@ async def _complete(
 ) -> web.StreamResponse:
     await _turn_ended(turn, None)
     result, message = _outcome(turn)
-    deltas: Sequence[TextDelta] = ()
-    if chat.logprobs:
-        codec = session.codec_of(chat)
-        deltas = text_deltas(codec, result, length=turn.shown, logprobs=True)
     head = _head(session, turn, chat, api)
-    response = web.json_response(api.response(head, _reply(turn, result, message, deltas), chat))
+
+    def written() -> bytes:
+        deltas: Sequence[TextDelta] = ()
+        if chat.logprobs:
+            codec = session.codec_of(chat)
+            deltas = text_deltas(codec, result, length=turn.shown, logprobs=True)
+        return as_json(api.response(head, _reply(turn, result, message, deltas), chat))
+
+    tokens = len(result.tokens) + len(result.prompt_logprobs)
+    body = await session.beside(written, size=tokens, most=INLINE_TOKENS)
+    response = web.Response(body=body, content_type="application/json", charset="utf-8")
     await response.prepare(request)
     await response.write_eof()
     session.deliver(turn)

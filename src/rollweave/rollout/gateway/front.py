@@ -20,11 +20,11 @@ from aiohttp import web
 from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
-from rollweave.engine.grammar_check import GrammarCheck
 from rollweave.io.http.bodies import body_of
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
 from rollweave.rollout.gateway.apis import apis
+from rollweave.rollout.gateway.aside import Aside
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
@@ -49,7 +49,7 @@ class ServingFront:
 
     def __init__(self, server: EngineServer, codec: TextCodec, *, context: int) -> None:
         self._server, self._codec = server, codec
-        self._grammars = GrammarCheck()
+        self._aside = Aside()
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
@@ -60,7 +60,7 @@ class ServingFront:
             app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
 
         async def end(_: web.Application) -> None:
-            self._grammars.close()
+            self._aside.close()
 
         app.on_cleanup.append(end)
 
@@ -68,7 +68,7 @@ class ServingFront:
         with self._server.metrics.request() as outcome:
             try:
                 body = await body_of(request, most=REQUEST_BYTES)
-                chat = api.parse(body)
+                chat = await self._aside.run(lambda: api.parse(body), size=len(body))
                 if self._server.is_full:
                     rule = "requests in flight must be fewer: the engine is busy"
                     raise RequestError(429, rule, code="rate_limit_exceeded")
@@ -116,7 +116,7 @@ class ServingFront:
             limits=self._limits,
             sampling=Sampling(seed=secrets.randbits(63)),
             pinned=False,
-            grammars=self._grammars,
+            aside=self._aside,
             no_images="Rollweave's own engine computes text only",
         )
 

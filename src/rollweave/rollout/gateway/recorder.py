@@ -97,23 +97,17 @@ class Call:
         return self.forced + self.result.tokens
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """Return all tokens of the conversation, up to the end of the agent's
-        message.
+    def context(self) -> "_Context":
+        """Return all tokens of the conversation, up to the end of the agent's message,
+        and the images among them.
         """
         assert self.result is not None, "only an answered call has an end"
-        return (
-            tuple(self.branch.tokens[: self.end])
-            if self.branch is not None
-            else self.prompt + self.result.tokens
-        )
-
-    @property
-    def placed(self) -> tuple[PlacedImage, ...]:
-        """Return the images among `tokens`."""
+        # read before `branch`, which another thread sets before it empties them
+        prompt, images = self.prompt, self.images
         if self.branch is None:
-            return self.images
-        return tuple(placed for placed in self.branch.images if placed.at < self.end)
+            return _Context(prompt + self.result.tokens, images)
+        placed = tuple(image for image in self.branch.images if image.at < self.end)
+        return _Context(tuple(self.branch.tokens[: self.end]), placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +121,17 @@ class _Context:
         self, tokens: tuple[int, ...], images: tuple[PlacedImage, ...] = ()
     ) -> "_Context":
         return _Context(self.tokens + tokens, self.images + images)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The prompt of a request: its `context`, the calls of this session whose sampled
+    tokens are part of it, and the digest of its conversation.
+    """
+
+    context: _Context
+    recognized: list[Call]
+    digest: bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -228,6 +233,7 @@ class SessionRecorder:
         forced: str = "",
         repeated: bool = False,
         arguments: str = "",
+        prepared: Prepared | None = None,
     ) -> Call:
         """Return the call of a request. Its state tells the caller what to do: it is
         `PENDING` if it is new or in progress.
@@ -236,29 +242,25 @@ class SessionRecorder:
         and one that the program marks as `repeated` is the call that it repeats, if
         there is one. `forced` is the prefix that the agent's message must have. A
         completion has a `prompt`, text or tokens, instead of messages. `arguments` are
-        those of the chat template, as in `TextCodec.with_arguments`. Raises ChatError
-        if the chat template refuses the messages or its arguments.
+        those of the chat template, as in `TextCodec.with_arguments`. `prepared` is the
+        result of `prepare` for them. Raises ChatError if the chat template refuses the
+        messages or its arguments.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
             if call.state is CallState.LOST:
                 call.state = CallState.ANSWERED
             return call
-        codec = self._codec.with_arguments(arguments)
-        digests = _prefix_digests(messages, tools, arguments)
-        context, recognized = (
-            self._context(codec, messages, tools, digests)
-            if prompt is None
-            else self._text_context(prompt)
-        )
-        _check_placeholders(codec, context)
+        if prepared is None:
+            prepared = self.prepare(messages, tools, prompt=prompt, arguments=arguments)
+        context, recognized = prepared.context, prepared.recognized
         for known in recognized:
             self.deliver(known)  # the program sent the answer back, so it has it
         opening = self._codec.encode_literal(forced) if forced else ()
         call = Call(
             number=self.calls,
             key=key,
-            digest=digests[-1],
+            digest=prepared.digest,
             prompt=context.tokens + opening,
             prompt_tokens=len(context.tokens) + len(opening),
             forced=opening,
@@ -271,6 +273,27 @@ class SessionRecorder:
         self.calls += 1
         self._calls_by_key.setdefault(key, []).append(call)
         return call
+
+    def prepare(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: str | tuple[int, ...] | None = None,
+        arguments: str = "",
+    ) -> Prepared:
+        """Return the prompt of a request, as `begin` needs it. Changes nothing, and may
+        run on another thread meanwhile. Raises ChatError.
+        """
+        codec = self._codec.with_arguments(arguments)
+        digests = _prefix_digests(messages, tools, arguments)
+        context, recognized = (
+            self._context(codec, messages, tools, digests)
+            if prompt is None
+            else self._text_context(prompt)
+        )
+        _check_placeholders(codec, context)
+        return Prepared(context, recognized, digests[-1])
 
     def repeated_call(self, key: Hashable, *, repeated: bool) -> Call | None:
         """Return the call that a request repeats, as `begin` defines it, or None."""
@@ -334,11 +357,11 @@ class SessionRecorder:
         if not prefixes:
             prefixes = [_Branch(origin=self._origin(call))]
             self._branches += prefixes
-        call.branch = max(prefixes, key=lambda branch: len(branch.tokens))
-        call.branch.append_turn(call, call.result)
-        call.end = len(call.branch.tokens)
+        branch = max(prefixes, key=lambda branch: len(branch.tokens))
+        branch.append_turn(call, call.result)
+        call.end, call.branch = len(branch.tokens), branch
         if call.conversation is not None and call.message is not None:
-            call.branch.conversation = call.conversation.with_answer(call.message)
+            branch.conversation = call.conversation.with_answer(call.message)
         call.prompt, call.images = (), ()
         call.conversation, call.message, call.continues = None, None, None
 
@@ -390,7 +413,7 @@ class SessionRecorder:
         )
         if since:
             recognized.append(_preferred(self._by_digest[digests[since]]))
-            context = _Context(recognized[-1].tokens, recognized[-1].placed)
+            context = recognized[-1].context
             last = recognized[-1].message_tokens
         for place, message in enumerate(messages):
             if message.role != "assistant" or place < max(since, 1):
@@ -412,7 +435,7 @@ class SessionRecorder:
         if known := self._by_message.get(_message_key(message)):
             return known, ""
         text = message.content.strip()
-        begun = [one for one in self._by_stopped_text if text.startswith(one)]
+        begun = [one for one in tuple(self._by_stopped_text) if text.startswith(one)]
         if not begun or message.tool_calls:
             return [], ""
         longest = max(begun, key=len)
@@ -424,12 +447,12 @@ class SessionRecorder:
         """
         if not isinstance(prompt, str):
             return _Context(prompt), []
-        for length in sorted({length for length, _ in self._by_text}, reverse=True):
+        for length in sorted({length for length, _ in tuple(self._by_text)}, reverse=True):
             known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
             if known:
                 call, rest = _preferred(known), prompt[length:]
                 more = self._codec.encode_literal(rest) if rest else ()
-                return _Context(call.tokens + more), [call]
+                return _Context(call.context.tokens + more), [call]
         return _Context(self._codec.encode_literal(prompt)), []
 
 
@@ -452,7 +475,7 @@ def _expansion(context: _Context, recognized: Sequence[Call]) -> int:
     """Return the number of tokens by which the images of a context are known to exceed
     their placeholders: those of the call that it continues.
     """
-    if not recognized or len(recognized[0].placed) > len(context.images):
+    if not recognized or len(recognized[0].context.images) > len(context.images):
         return 0
     return recognized[0].expansion
 

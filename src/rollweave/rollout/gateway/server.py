@@ -22,7 +22,6 @@ from typing import Final
 
 from aiohttp import web
 
-from rollweave.engine.grammar_check import GrammarCheck
 from rollweave.io.http.bodies import body_of
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
@@ -36,6 +35,7 @@ from rollweave.rollout.gateway.answering import (
     identity,
 )
 from rollweave.rollout.gateway.apis import apis
+from rollweave.rollout.gateway.aside import Aside
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api
 from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
@@ -93,7 +93,7 @@ class Gateway:
         self._apis = apis(codec)
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
-        self._grammars = GrammarCheck()
+        self._aside = Aside()
         self._started = int(time.time())
 
     def open(
@@ -129,7 +129,7 @@ class Gateway:
             limits=limits or SessionLimits(),
             sampling=sampling or Sampling(),
             pinned=pinned,
-            grammars=self._grammars,
+            aside=self._aside,
             unconstrained=self._unconstrained,
             no_images=no_images,
         )
@@ -161,8 +161,8 @@ class Gateway:
         )
 
     def end(self) -> None:
-        """End what checks the constraints of all sessions."""
-        self._grammars.close()
+        """End the thread and the process of large requests."""
+        self._aside.close()
 
     def app(self) -> web.Application:
         """Return the application, which must be served with `handler_cancellation`."""
@@ -192,7 +192,7 @@ class Gateway:
             request,
             session,
             api,
-            api.parse(body),
+            await session.beside(lambda: api.parse(body), size=len(body)),
             key=key,
             repeated=repeated,
             keep_alive_s=self._keep_alive_s,

@@ -13,17 +13,18 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from rollweave.engine.grammar_check import BusyError, GrammarCheck
+from rollweave.engine.grammar_check import BusyError
 from rollweave.engine.matchers import CANNOT
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.gateway.aside import INLINE, Aside
 from rollweave.rollout.gateway.deltas import DeltaReader
-from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
+from rollweave.rollout.gateway.recorder import Call, CallState, Prepared, SessionRecorder
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
@@ -40,6 +41,8 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.work import StopReason
 
+T = TypeVar("T")
+
 Generate = Callable[..., Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
 session that takes images it also has `images`, a tuple of `PlacedImage`.
@@ -55,9 +58,14 @@ NO_IMAGES: Final = "this session takes none"
 
 MAX_CHARS_PER_TOKEN = 16
 """Maximum characters of messages and tools for each token of the context; larger
-requests are refused before they are tokenized. Tokenizing takes a second per megabyte
-and delays all trajectories.
+requests are refused before they are tokenized, which takes a second per megabyte.
 """
+
+MAX_ARGUMENTS: Final = 4096
+"""Maximum characters of the arguments of a chat template, which is tried with them."""
+
+MESSAGE_CHARS: Final = 64
+"""Characters of a rendering that take as long as a message without text."""
 
 
 class SessionLimits(Struct, frozen=True, kw_only=True):
@@ -129,7 +137,7 @@ class Session:
     """The conversations of one agent program.
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
-    `grammars` checks constraints.
+    `aside` does large work beside the event loop.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
     `no_images` is why messages must have no images; "" if they may.
     """
@@ -144,13 +152,13 @@ class Session:
         limits: SessionLimits,
         sampling: Sampling,
         pinned: bool,
-        grammars: GrammarCheck,
+        aside: Aside,
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
     ) -> None:
         self.id, self.limits = id, limits
         self._unconstrained = unconstrained
-        self._grammars, self._checking = grammars, asyncio.Lock()
+        self._aside, self._line = aside, asyncio.Lock()
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
         self.context_error = ""
@@ -185,8 +193,10 @@ class Session:
         The caller calls `deliver` once the client has the answer; otherwise the answer
         is lost.
         """
+        self._check(chat, key, repeated)
         await self._check_constraint(chat)
-        turn = self._turn(chat, key, repeated)
+        prepared = await self._prepare(chat)
+        turn = self._turn(chat, key, repeated, prepared)
         turn.waiters += 1
         try:
             yield turn
@@ -195,6 +205,12 @@ class Session:
             if not turn.waiters:
                 self._cancel(turn)
                 self.recorder.lose(turn.call)
+
+    async def beside(self, work: Callable[[], T], *, size: int, most: int = INLINE) -> T:
+        """Return the result of work for a request, as `Aside.run`. A session has one
+        piece of large work done at a time, so that no other waits for all of it.
+        """
+        return await self._aside.run(work, size=size, most=most, line=self._line)
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
@@ -231,14 +247,9 @@ class Session:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _turn(self, chat: ChatRequest, key: Hashable, repeated: bool) -> Turn:
-        if self.closed:
-            raise RequestError(
-                404,
-                f"session must be open, got {self.id!r:.80}, which is closed",
-                code="session_not_found",
-            )
-        forced = ""
+    def _check(self, chat: ChatRequest, key: Hashable, repeated: bool) -> None:
+        """Raise RequestError for a request that is refused before it is rendered."""
+        self._check_open()
         self._check_size(chat)
         self._check_images(chat)
         self._check_template(chat)
@@ -248,20 +259,50 @@ class Session:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
                 self._check_quota()
-        if chat.call is not None and self._tools is not None:
-            forced = self._tools.call_prefix(chat.call)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RequestError(
+                404,
+                f"session must be open, got {self.id!r:.80}, which is closed",
+                code="session_not_found",
+            )
+
+    async def _prepare(self, chat: ChatRequest) -> Prepared:
+        """Return the prompt of a request, which is made beside the event loop if it is
+        large. Raises RequestError.
+        """
         try:
-            call = self.recorder.begin(
-                key,
-                chat.messages,
-                chat.tools,
-                prompt=chat.prompt,
-                forced=forced,
-                repeated=repeated,
-                arguments=chat.template_arguments,
+            return await self.beside(
+                lambda: self.recorder.prepare(
+                    chat.messages,
+                    chat.tools,
+                    prompt=chat.prompt,
+                    arguments=chat.template_arguments,
+                ),
+                size=_chars(chat) + MESSAGE_CHARS * len(chat.messages),
             )
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
+
+    def _turn(self, chat: ChatRequest, key: Hashable, repeated: bool, prepared: Prepared) -> Turn:
+        """Return the requested turn, which begins if it is new."""
+        forced = ""
+        self._check_open()
+        if self.recorder.repeated_call(key, repeated=repeated) is None:
+            self._check_concurrency()
+        if chat.call is not None and self._tools is not None:
+            forced = self._tools.call_prefix(chat.call)
+        call = self.recorder.begin(
+            key,
+            chat.messages,
+            chat.tools,
+            prompt=chat.prompt,
+            forced=forced,
+            repeated=repeated,
+            arguments=chat.template_arguments,
+            prepared=prepared,
+        )
         turn = self._turns.get(call)
         if turn is None:
             turn = Turn(call, forced)
@@ -279,11 +320,10 @@ class Session:
         return turn
 
     def _check_size(self, chat: ChatRequest) -> None:
-        chars = sum(map(len, chat.tools)) + sum(
-            len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
-            for message in chat.messages
-        )
-        chars += len(chat.prompt) if isinstance(chat.prompt, str) else 0
+        if len(chat.template_arguments) > MAX_ARGUMENTS:
+            rule = f"must have at most {MAX_ARGUMENTS} characters of JSON"
+            raise bad("chat_template_kwargs", rule, chat.template_arguments)
+        chars = _chars(chat)
         limit = MAX_CHARS_PER_TOKEN * self.limits.context
         if chars > limit:
             context = f"a context of {self.limits.context} tokens"
@@ -294,15 +334,13 @@ class Session:
             )
 
     async def _check_constraint(self, chat: ChatRequest) -> None:
-        """Raise RequestError for a constraint that cannot be met. A session has one
-        checked at a time, so that no other waits for all of its constraints.
-        """
+        """Raise RequestError for a constraint that cannot be met."""
         constraint = self._constraint_of(chat)
         if constraint is None:
             return
-        async with self._checking:
+        async with self._line:
             try:
-                why = await self._grammars.why_not(constraint)
+                why = await self._aside.grammars.why_not(constraint)
             except BusyError as error:
                 raise RequestError(503, str(error), code="unavailable") from error
         if why:
@@ -506,6 +544,12 @@ class Session:
         if turn.call.state is CallState.PENDING:
             self.recorder.drop(turn.call)
             del self._turns[turn.call]
+
+
+def _chars(chat: ChatRequest) -> int:
+    """Return the number of characters that a chat template may show."""
+    prompt = len(chat.prompt) if isinstance(chat.prompt, str) else 0
+    return prompt + sum(map(len, chat.tools)) + sum(message.chars for message in chat.messages)
 
 
 def _unconstrainable(chat: ChatRequest, why: str) -> RequestError:
