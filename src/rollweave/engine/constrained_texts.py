@@ -50,7 +50,7 @@ class ConstrainedTexts:
         self._ids = map(str, itertools.count())
         self._held: set[str] = set()
         self._awaited: set[str] = set()
-        """Those of the held texts for which the next step waits."""
+        """The held texts for which the next step waits."""
 
     @property
     def held(self) -> int:
