@@ -749,7 +749,7 @@ async def test_an_agent_program_at_the_endpoint(
             base_url=endpoint.url, api_key=endpoint.token, max_retries=0
         ) as client:
             first = await client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "go"}]
+                model="x", messages=[{"role": "user", "content": "go"}], reasoning_effort="high"
             )
             assert first.choices[0].message.content == "hi"
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
@@ -760,6 +760,9 @@ async def test_an_agent_program_at_the_endpoint(
     (sequence,) = trajectory.sequences
     kinds = [SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION, SegmentKind.OUTPUT]
     assert [segment.kind for segment in sequence.segments] == kinds
+    assert [str(one) for one in trajectory.ignored] == [
+        "reasoning_effort = 'high': ignored, in 1 request"
+    ]
 
 
 async def test_a_program_reads_a_turn_that_two_engines_sample(

@@ -212,6 +212,8 @@ def _show(
             _show_span(sequence, span, decoder)
             _show_images(sequence, span, images)
     out.print(Rule(style="dim"))
+    for ignored in trajectory.ignored:
+        out.print(f"[yellow]not read:[/] {escape(str(ignored))}", soft_wrap=True)
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     cut = _cut(trajectory, ", [yellow]{cut} of {turns} turns cut at a token limit[/]")
     success = (

@@ -16,7 +16,7 @@ MOST_STOP_CHARS: Final = 4096
 """Maximum characters of a stop string."""
 
 MOST_STOP_IDS: Final = 4096
-"""Maximum number of stop tokens of a request."""
+"""Maximum number of stop tokens, and of banned words, of a request."""
 
 
 def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
@@ -37,6 +37,9 @@ def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
     if not request.budget_s >= 0:
         raise ValueError(f"budget_s must be 0 (none) or more, got {request.budget_s}")
     _check_lists(sampling, vocab)
+    if any(not 0 <= token < vocab for token in request.logprob_ids):
+        raise ValueError(f"logprob_ids must be in [0, {vocab}), got {request.logprob_ids}")
+    _check_adjustments(sampling, vocab)
     if request.resumed is not None:
         _in_vocabulary("resumed.tokens", request.resumed.tokens, vocab)
         if not all(map(math.isfinite, request.resumed.logprobs)):
@@ -63,6 +66,23 @@ def _check_lists(sampling: Sampling, vocab: int) -> None:
         raise ValueError(f"sampling.allowed must be in [0, {vocab}), got {wrong}")
 
 
+def _check_adjustments(sampling: Sampling, vocab: int) -> None:
+    adjustments = sampling.adjustments
+    if adjustments is None:
+        return
+    for field, count, most in (
+        ("logit_bias", len(adjustments.bias), vocab),
+        ("bad_words", len(adjustments.banned), MOST_STOP_IDS),
+    ):
+        if count > most:
+            raise ValueError(f"{field} must have at most {most}, got {count}")
+    if adjustments.bias:
+        _in_vocabulary("logit_bias", tuple(token for token, _ in adjustments.bias), vocab)
+    for word in adjustments.banned:
+        _in_vocabulary("bad_words", word, vocab)
+
+
 def _in_vocabulary(field: str, tokens: tuple[int, ...], vocab: int) -> None:
     if not 0 <= min(tokens) <= max(tokens) < vocab:
-        raise ValueError(f"{field} must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+        got = f"{min(tokens)} to {max(tokens)}: out of vocabulary"
+        raise ValueError(f"{field} must be in [0, {vocab}), got {got}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from rollweave.engine.matchers import CANNOT, lark_of
+from rollweave.engine.matchers import CANNOT
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import Constraint
 
@@ -67,8 +67,8 @@ def grammar_of(constraint: Constraint) -> str:
             _check_multiples(json.loads(text, parse_float=Decimal))
         except RecursionError as error:
             raise ValueError("it has too many levels") from error
-    if constraint.call_start:
-        grammar = LLMatcher.grammar_from_lark(lark_of(constraint))
+    if constraint.kind == "lark":
+        grammar = LLMatcher.grammar_from_lark(text)
     elif is_json:
         grammar = LLMatcher.grammar_from_json_schema(text)
     else:

@@ -8,6 +8,7 @@ They are compiled as an engine does, by a process that starts with the first of 
 import asyncio
 import contextlib
 import itertools
+import re
 from collections import OrderedDict
 from typing import Final
 
@@ -24,6 +25,9 @@ from rollweave.schema.serving import Constraint
 
 MOST_CHECKS: Final = 64
 """Maximum number of grammars that wait to be checked."""
+
+
+_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")
 
 
 class BusyError(EngineError):
@@ -48,6 +52,9 @@ class GrammarCheck:
         """
         if why := refused_text(constraint):
             return why
+        if constraint.kind == "lark":  # which names tokens of the model
+            text = _TOKEN.sub(r"<[\g<1>0]>", constraint.text)
+            constraint = Constraint(kind="lark", text=text)
         key = key_of(constraint)
         if key in self._verdicts:
             return self._verdicts[key]

@@ -30,8 +30,10 @@ from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import Constraint
 
-MOST_CHARS: Final = {"json": 1 << 18, "regex": 1 << 15}
-"""Maximum characters of a schema and of a regular expression."""
+MOST_CHARS: Final = {"json": 1 << 18, "regex": 1 << 15, "lark": 1 << 19}
+"""Maximum characters of a schema, of a regular expression, and of the grammar of a turn
+that may call tools.
+"""
 
 BEGIN_S: Final = 2.0
 """CPU seconds for a grammar and its first mask: a schema of 1,500 required properties
@@ -119,13 +121,15 @@ def lark_of(constraint: Constraint) -> str:
     """Return the grammar of a constraint that can be constrained as llguidance's Lark,
     which servers take.
     """
+    return constraint.text if constraint.kind == "lark" else f"start: {rule_of(constraint)}"
+
+
+def rule_of(constraint: Constraint) -> str:
+    """Return the right-hand side of a rule of llguidance's Lark: for JSON of a schema,
+    or a match of a regular expression. Raises ValueError for a text that is no JSON.
+    """
     text = constraint.text
-    is_json = constraint.kind == "json"
-    answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
-    if not constraint.call_start:
-        return f"start: {answer}"
-    call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
-    return f"start: call | answer\ncall: {call}\nanswer: {answer}"
+    return f"%json {json.dumps(json.loads(text))}" if constraint.kind == "json" else _lark(text)
 
 
 def _lark(regex: str) -> str:

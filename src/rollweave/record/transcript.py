@@ -134,6 +134,7 @@ def arguments_of(sequence: TokenSequence, arguments: Mapping[str, Any]) -> dict[
 def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]:
     """Return what is known of an attempt except for its tokens, as a JSON object.
 
+    `ignored` are the fields of an agent program's requests that had no effect, and
     `result` is what the handler returned beside the reward. Times are in seconds.
     """
     task, sampled = trajectory.task, versions(trajectory)
@@ -163,6 +164,9 @@ def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]
         "stop_reason": trajectory.stop_reason.value,
         "blame": trajectory.blame.value,
         "error": trajectory.error,
+        "ignored": [
+            {**msgspec.structs.asdict(one), "text": str(one)} for one in trajectory.ignored
+        ],
         "result": parsed(trajectory.result),
         "timing": {
             name: round(value, 4)

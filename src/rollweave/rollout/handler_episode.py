@@ -39,7 +39,7 @@ from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
-from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence, Trajectory
+from rollweave.schema.work import TRAINABLE, Ignored, StopReason, TokenSequence, Trajectory
 
 T = TypeVar("T")
 
@@ -97,6 +97,7 @@ class HandlerEpisode:
         self._stop: EpisodeStopError | None = None  # raised by the pipeline in a turn
         self._score: Score | None = None  # may be set by `run_exception`
         self._sequences: tuple[TokenSequence, ...] = ()
+        self._ignored: tuple[Ignored, ...] = ()
         self.images: tuple[Image, ...] = ()
         self._engine = ""
         self.turns = self.prompt_tokens = 0
@@ -161,6 +162,7 @@ class HandlerEpisode:
             sampling=sampling,
             pinned=True,
             no_images=self._agent_config.no_images,
+            unreadable=self._agent_config.unreadable,
         )
         session = gateway.session(session_id)
         self._agent = _Agent(session, self._listener, max_turns=limits.calls)
@@ -181,7 +183,8 @@ class HandlerEpisode:
         finally:
             await session.wait_closed()
             self._budget.env_s += self._clock() - self._working_since
-            self._sequences = gateway.close(session_id).sequences
+            recording = gateway.close(session_id)
+            self._sequences, self._ignored = recording.sequences, recording.ignored
             self.conversation = session.conversation
         if self._stop is not None:  # the handler ignored it
             raise self._stop
@@ -247,6 +250,7 @@ class HandlerEpisode:
         return msgspec.structs.replace(
             record_of(self._command, reason, error),
             sequences=self._sequences,
+            ignored=self._ignored,
             engine=self._engine,
             timing=self._budget.timing(),
             result=self.result,
@@ -456,6 +460,7 @@ class _Agent:
             tools=tuple(declared(tool) for tool in tools),
             reads_calls=bool(tools),
             max_tokens=max_tokens,
+            divides=False,
         )
         try:
             async with self._session.turn(

@@ -148,7 +148,12 @@ class Episodes:
             allowed=(*codec.single_token_ids(words), *codec.stop_token_ids) if words else (),
         )
         no_images = _no_images(self._config, purpose) or codec.no_images
-        return AgentConfig(codec=codec, sampling=sampling, no_images=no_images)
+        return AgentConfig(
+            codec=codec,
+            sampling=sampling,
+            no_images=no_images,
+            unreadable=self._config.model.unreadable,
+        )
 
 
 def _no_images(config: RunConfig, purpose: Purpose) -> str:

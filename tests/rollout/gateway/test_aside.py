@@ -9,9 +9,10 @@ import pytest
 from rollweave.rollout.chat import template as templates
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.aside import INLINE, Aside
+from rollweave.rollout.gateway.readable import MAX_ARGUMENTS
 from rollweave.rollout.gateway.recorder import SessionRecorder
 from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.sessions import MAX_ARGUMENTS, SessionLimits
+from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.chat import Message
 from tests.support.chats import CHATML, bpe, template
 from tests.support.scripted_gateway import CODEC, TOOL, Client, Script, ask, encode, engine_result
@@ -27,15 +28,15 @@ class Held(ChatCodec):
         self.started, self.free = threading.Event(), threading.Event()
         super().__init__(*args, **options)
 
-    def start(self, messages: Any, tools: Any = ()) -> tuple[int, ...]:
+    def start(self, messages: Any, tools: Any = (), **options: Any) -> tuple[int, ...]:
         if sum(map(len, tools)) + sum(message.chars for message in messages) > INLINE:
             self._hold()
-        return super().start(messages, tools)
+        return super().start(messages, tools, **options)
 
-    def encode_literal(self, text: str) -> tuple[int, ...]:
+    def encode_literal(self, text: str, **options: Any) -> tuple[int, ...]:
         if len(text) > INLINE:
             self._hold()
-        return super().encode_literal(text)
+        return super().encode_literal(text, **options)
 
     def _hold(self) -> None:
         self.started.set()
@@ -109,7 +110,8 @@ async def test_a_template_that_takes_too_long_for_a_history_is_refused(
 
 
 async def test_arguments_of_a_template_are_bounded() -> None:
-    async with serve(Script()) as (_, client):
+    dated = ChatCodec(bpe(), template("{{ date }}" + CHATML))
+    async with serve(Script(), of=dated) as (_, client):
         arguments = {"date": "x" * MAX_ARGUMENTS}
         status, answer = await client.post(ask(chat_template_kwargs=arguments))
         assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")

@@ -282,7 +282,7 @@ class Sglang:
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the fields of the request."""
         sampling = request.sampling
-        _refuse_fields(sampling, "sglang", "allowed", "constraint")
+        _refuse_fields(sampling, "sglang", "allowed", "constraint", "adjustments")
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -354,7 +354,7 @@ class Prorl:
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
-        _refuse_fields(sampling, "prorl", "allowed", "constraint", "stop")
+        _refuse_fields(sampling, "prorl", "allowed", "constraint", "adjustments", "stop")
         body_fields: dict[str, Any] = {
             "prompt_ids": request.tokens,
             "temperature": sampling.temperature,
@@ -471,7 +471,7 @@ def _vllm_sampling(sampling: Sampling) -> dict[str, Any]:
     """Return the fields of vLLM's APIs. All are sent, since the defaults are the
     checkpoint's.
     """
-    _refuse_fields(sampling, "vllm", "constraint")
+    _refuse_fields(sampling, "vllm", "constraint", "adjustments")
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -57,6 +57,8 @@ class Entry:
     """True while its next token cannot be sampled: it takes no slot, and computes
     nothing in the one that it has.
     """
+    scored_top: int = 0
+    """Number of likeliest tokens that are wanted beside each of them."""
 
     @property
     def missing(self) -> int:

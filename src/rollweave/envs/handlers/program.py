@@ -239,6 +239,7 @@ class Program(SandboxHandler):
                 "OPENAI_API_KEY": endpoint.token,
                 "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
                 "ANTHROPIC_API_KEY": endpoint.token,
+                "CODEX_API_KEY": endpoint.token,
             }
             env = {**self._path(), **access, **self._env}
             result = await sandbox.exec(self._command, env=env, timeout_s=self._timeout_s)

@@ -34,6 +34,7 @@ from rollweave.rollout.chat.template import (
     read_template,
 )
 from rollweave.rollout.chat.text import TextCodec, eos_tokens, image_tokens, read_tokenizer
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
 from rollweave.schema.chat import Message, ToolCall, message_of
 from rollweave.schema.errors import ConfigError
@@ -62,6 +63,9 @@ OPEN, CLOSE = "\ue000", "\ue001"
 
 They are private-use characters: no template contains them.
 """
+
+THOUGHT: Final = "\ue002"
+"""Delimiter of what stands for a message's thoughts in a rendering."""
 
 CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
@@ -156,10 +160,15 @@ class ChatCodec(TextCodec):
 
     @classmethod
     def from_directory(
-        cls, model_dir: str | Path, arguments: Mapping[str, Any] | None = None
+        cls,
+        model_dir: str | Path,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        template: Path | None = None,
     ) -> Self:
         """Return the codec of a checkpoint directory with tokenizer.json and a chat
-        template, which gets the `arguments` of `model.template_arguments`.
+        template, which gets the `arguments` of `model.template_arguments`. The file
+        `template` takes the place of the checkpoint's.
 
         Raises ConfigError if one of them is missing, or for an argument that the
         template cannot have.
@@ -170,7 +179,7 @@ class ChatCodec(TextCodec):
             raise ConfigError(f"{directory} must have a tokenizer.json, got none")
         return cls(
             tokenizer,
-            configured(read_template(directory), arguments or {}),
+            configured(read_template(directory, template), arguments or {}),
             name=str(directory),
             eos=eos_tokens(directory, tokenizer),
             images=image_tokens(directory, tokenizer),
@@ -208,9 +217,17 @@ class ChatCodec(TextCodec):
         """The tokenizer of the checkpoint."""
         return self._tokenizer
 
-    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the tokens of a conversation's first messages and of the opening of
-        the agent's turn. Raises ChatError.
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: bool = True,
+        continues: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation's first messages, and with `prompt` of
+        the opening of the agent's turn. If it `continues`, the last message is left
+        open. Raises ChatError.
 
         `tools` are the declarations that the agent is shown, as in
         `ChatTemplate.render`.
@@ -218,7 +235,8 @@ class ChatCodec(TextCodec):
         count = self._count_images(messages)
         large = sum(map(len, tools)) + sum(message.chars for message in messages) > CACHED_CHARS
         start = self._render_start if large else self._start
-        return self._checked(start(_blanked(messages), tuple(tools)), count)
+        tokens = start(_blanked(messages), tuple(tools), prompt, continues)
+        return self._checked(tokens, count)
 
     def extend(
         self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
@@ -279,6 +297,32 @@ class ChatCodec(TextCodec):
         return tool_format_of(self._template.source)
 
     @property
+    def thinking(self) -> Thinking | None:
+        """The marks of the model's thoughts, None if its template has none."""
+        return self._template.thinking
+
+    def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the numbers of the messages whose thoughts the chat template shows in
+        this conversation, at the opening of the next turn.
+        """
+        marks = {
+            place: f"{THOUGHT}{place}{THOUGHT}"
+            for place, message in enumerate(messages)
+            if message.thoughts
+        }
+        if not marks:
+            return frozenset()
+        marked = [
+            msgspec.structs.replace(message, thoughts=marks[place]) if place in marks else message
+            for place, message in enumerate(messages)
+        ]
+        try:
+            text = self._template.render(marked, prompt=True)
+        except ChatError:  # it takes these messages in parts only
+            return frozenset(marks)
+        return frozenset(place for place, mark in marks.items() if mark in text)
+
+    @property
     def shows_tools(self) -> bool:
         """True if the chat template shows the agent its tools."""
         tool = json.dumps(
@@ -332,6 +376,7 @@ class ChatCodec(TextCodec):
                 ),
                 tool_call_id=text(message.tool_call_id),
                 name=text(message.name),
+                thoughts=text(message.thoughts),
             )
             for message in messages
         ]
@@ -363,12 +408,18 @@ class ChatCodec(TextCodec):
         return self._tokenizer.decode([token], skip_special_tokens=True) == ""
 
     def _render_start(
-        self, messages: tuple[Message, ...], tools: tuple[str, ...]
+        self, messages: tuple[Message, ...], tools: tuple[str, ...], prompt: bool, continues: bool
     ) -> tuple[int, ...]:
-        guarded = [self._guard_json(tool) for tool in tools]
-        return self._encode(
-            self._template.render(self._guard(messages), prompt=True, tools=guarded)
-        )
+        declared, guarded = [self._guard_json(tool) for tool in tools], self._guard(messages)
+        text = self._template.render(guarded, prompt=prompt, tools=declared)
+        if continues:
+            last = guarded[-1].content
+            place = text.rfind(last.strip())
+            if place < 0 or not last.strip():
+                raise ChatError(f"{self._name}: chat template must show the last message as it is")
+            whole = text.startswith(last.lstrip(), place)
+            text = text[: place + len(last.lstrip() if whole else last.strip())]
+        return self._encode(text)
 
     def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
         return self._encode(

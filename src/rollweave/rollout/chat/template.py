@@ -6,10 +6,12 @@ time gets the moment at which it was loaded; a template that takes too long for 
 history, which a client may make as long as it likes, is ended.
 """
 
+import contextlib
 import copy
 import datetime
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rollweave.rollout.chat.thoughts import Thinking, thinking_of
 from rollweave.rollout.chat.tools import openai_message
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -44,6 +48,9 @@ RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents",
 
 RENDER_S: Final = 10.0
 """Maximum seconds of a rendering: ten thousand messages take about a second."""
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names by which templates read the thoughts of a message."""
 
 
 class ChatError(RollweaveError):
@@ -123,6 +130,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
         self._arguments: dict[str, Any] = {}
+        self.thinking: Thinking | None = None
+        """The marks of thoughts, None if the template has none."""
+        self._thoughts = tuple(
+            name for name in THOUGHTS if re.search(rf"(?:\.|\[?['\"]){name}\b", source)
+        )
         self.takes_text = True
         """False if messages must be lists of parts, even without images."""
         try:
@@ -134,6 +146,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: chat template must be valid Jinja: {error}") from error
         self.takes_text = not self._needs_parts()
+        self.thinking = self._find_thinking()
 
     def _needs_parts(self) -> bool:
         """Return whether the template shows a text only in a list of parts, as those of
@@ -151,6 +164,12 @@ class ChatTemplate:
         except ChatError:
             return False
 
+    def _find_thinking(self) -> Thinking | None:
+        opening = ""
+        with contextlib.suppress(ChatError):
+            opening = self.render([Message(role="user", content="a")], prompt=True)
+        return thinking_of(self.source, opening)
+
     def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
         """Return this template with values for some of its `variables`, in the form of
         `chat_template_kwargs`. Raises ChatError for a name that it does not read.
@@ -160,6 +179,7 @@ class ChatTemplate:
                 raise ChatError(f"{self._name}: chat template reads no argument {name!r:.80}")
         other = copy.copy(self)
         other._arguments = {**self._arguments, **arguments}
+        other.thinking = other._find_thinking()
         return other
 
     def render(
@@ -172,12 +192,7 @@ class ChatTemplate:
         `tools`.
         """
         # Templates take the arguments of a tool call as an object if they parse as one.
-        plain = [
-            openai_message(
-                message, arguments=_parsed, image=_image_part, as_parts=not self.takes_text
-            )
-            for message in messages
-        ]
+        plain = [self._plain(message) for message in messages]
         declarations = [json.loads(tool) for tool in tools] or None
         self._environment.begin()
         try:
@@ -196,6 +211,21 @@ class ChatTemplate:
             raise ChatError(
                 f"{self._name}: chat template cannot render roles {roles}: {error}"
             ) from error
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """Return a message as templates take it: with its thoughts in fields of their
+        own if the template reads one, otherwise in its content.
+        """
+        if message.thoughts and not self._thoughts and self.thinking is not None:
+            joined = self.thinking.joined(message.thoughts, message.content)
+            message = msgspec.structs.replace(message, content=joined)
+        plain = openai_message(
+            message, arguments=_parsed, image=_image_part, as_parts=not self.takes_text
+        )
+        return {
+            **plain,
+            **dict.fromkeys(self._thoughts if message.thoughts else (), message.thoughts),
+        }
 
 
 def _image_part(image: Image) -> dict[str, Any]:
@@ -224,14 +254,17 @@ def configured(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemp
     return template.with_arguments(arguments)
 
 
-def read_template(directory: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
-    """Return the template of checkpoint `directory`: chat_template.jinja, otherwise
-    that of tokenizer_config.json. Raises ConfigError if it has none.
+def read_template(
+    directory: Path, file: Path | None = None, *, now: datetime.datetime | None = None
+) -> ChatTemplate:
+    """Return the template in `file`, or that of checkpoint `directory`:
+    chat_template.jinja, otherwise that of tokenizer_config.json. Raises ConfigError if
+    it has none, and OSError for a `file` that cannot be read.
     """
     config = read_json(directory / "tokenizer_config.json")
     special = special_tokens(directory)
-    file = directory / "chat_template.jinja"
-    if file.exists():
+    given, file = file, file or directory / "chat_template.jinja"
+    if given or file.exists():
         return ChatTemplate(
             file.read_text(encoding="utf-8"), special=special, name=str(file), now=now
         )

@@ -1,12 +1,16 @@
 """Text and tokens without a chat template: what completions of plain text need."""
 
+import copy
+import functools
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from tokenizers import Tokenizer
 
 from rollweave.rollout.chat.template import ChatError, read_json, special_tokens
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -20,7 +24,7 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, eos: Iterable[int] = ()) -> None:
-        self._reader = tokenizer
+        self._reader, self._hides_special = tokenizer, False
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
         """Tokens that end the agent's turn."""
         self.stop: tuple[str, ...] = ()
@@ -50,6 +54,18 @@ class TextCodec:
         return None
 
     @property
+    def thinking(self) -> Thinking | None:
+        """The marks of the model's thoughts, None if its template has none."""
+        return None
+
+    def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the numbers of the messages whose thoughts the chat template shows in
+        this conversation, at the opening of the next turn.
+        """
+        del messages
+        return frozenset()
+
+    @property
     def shows_tools(self) -> bool:
         """True if the chat template shows the agent its tools."""
         return False
@@ -70,11 +86,18 @@ class TextCodec:
         """
         return self if not arguments else self._without_template()
 
-    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: bool = True,
+        continues: bool = False,
+    ) -> tuple[int, ...]:
         """Return the tokens of a conversation's first messages. Raises ChatError, as
         there is no chat template.
         """
-        del messages, tools
+        del messages, tools, prompt, continues
         return self._without_template()
 
     def extend(
@@ -91,17 +114,54 @@ class TextCodec:
         """Return the text of any tokens, special ones included."""
         if self._reader is None:
             return ""
-        text: str = self._reader.decode(list(tokens), skip_special_tokens=False)
+        text: str = self._reader.decode(list(tokens), skip_special_tokens=self._hides_special)
         return text
 
-    def encode_literal(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, with special tokens where it spells them.
+    def without_special(self) -> Self:
+        """Return this codec, except that special tokens have no text."""
+        other = copy.copy(self)
+        other._hides_special = True
+        return other
+
+    def encode_literal(self, text: str, *, adds_special: bool = False) -> tuple[int, ...]:
+        """Return the tokens of a text, with special tokens where it spells them, and
+        with `adds_special` those that the tokenizer adds.
 
         Raises ChatError without a tokenizer.
         """
         if self._reader is None:
             raise ChatError("a prompt must be token ids: the checkpoint has no tokenizer")
-        return tuple(self._reader.encode(valid(text), add_special_tokens=False).ids)
+        return tuple(self._reader.encode(valid(text), add_special_tokens=adds_special).ids)
+
+    def added_before(self) -> tuple[int, ...]:
+        """Return the special tokens that the tokenizer adds before a text."""
+        reader = self._reader
+        if reader is None:
+            return ()
+        plain = reader.encode("a", add_special_tokens=False).ids
+        whole = reader.encode("a", add_special_tokens=True).ids
+        place = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return tuple(whole[:place])
+
+    def names(self, tokens: Sequence[int]) -> list[str | None]:
+        """Return the tokens as the vocabulary spells them; None for an unknown one."""
+        reader = self._reader
+        return [None if reader is None else reader.id_to_token(token) for token in tokens]
+
+    def pieces(self, text: str) -> list[str | int]:
+        """Return a text in pieces: the added tokens that it spells, by their ids, and
+        what stands between them.
+        """
+        added = self._added
+        parts = re.split(f"({'|'.join(map(re.escape, added))})", text) if added else [text]
+        return [added.get(part, part) for part in parts if part]
+
+    @functools.cached_property
+    def _added(self) -> dict[str, int]:
+        """The added tokens, the longest ones first."""
+        tokens = {} if self._reader is None else self._reader.get_added_tokens_decoder()
+        texts = {token.content: id for id, token in tokens.items()}
+        return {text: texts[text] for text in sorted(texts, key=len, reverse=True)}
 
     def placed(
         self, tokens: Sequence[int], messages: Iterable[Message], *, start: int = 0

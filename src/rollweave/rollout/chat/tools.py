@@ -40,10 +40,11 @@ class ToolFormat(Protocol):
         before the turn is complete; if it is "", nothing at all.
         """
 
-    def call_prefix(self, name: str = "") -> str:
-        """Return the text with which a call begins, of tool `name` if given.
+    def call_around(self, name: str) -> tuple[str, str]:
+        """Return the text before and after the JSON object of arguments in a call of
+        tool `name`: from `call_start` to `call_end`.
 
-        As a forced prefix of the agent's message it makes the agent call.
+        A turn whose calls are constrained must write them in this way.
         """
 
     @property
@@ -77,12 +78,10 @@ class Hermes:
             content += between
         return ParsedReply(content=content.rstrip() if calls else text, tool_calls=tuple(calls))
 
-    def call_prefix(self, name: str = "") -> str:
-        return (
-            f'{self.call_start}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":'
-            if name
-            else f"{self.call_start}\n"
-        )
+    def call_around(self, name: str) -> tuple[str, str]:
+        spelled = json.dumps(name, ensure_ascii=False)
+        before = f'{self.call_start}\n{{"name": {spelled}, "arguments": '
+        return before, f"}}\n{self.call_end}"
 
 
 def tool_format_of(template: str) -> ToolFormat | None:

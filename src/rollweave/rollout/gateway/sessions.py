@@ -9,7 +9,6 @@ it, and cancelled when the last one has gone; a closed session generates nothing
 import asyncio
 import contextlib
 import hmac
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -21,11 +20,15 @@ from rollweave.engine.grammar_check import BusyError
 from rollweave.engine.matchers import CANNOT
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.aside import INLINE, Aside
+from rollweave.rollout.gateway.calls import call_constraint, parts_of
 from rollweave.rollout.gateway.deltas import DeltaReader
+from rollweave.rollout.gateway.fields import Unread
+from rollweave.rollout.gateway.readable import IgnoredFields, Unreadable, readable
 from rollweave.rollout.gateway.recorder import Call, CallState, Prepared, SessionRecorder
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
@@ -37,6 +40,7 @@ from rollweave.schema.serving import (
     FinishReason,
     GenerateResult,
     Sampling,
+    TokenChances,
     TokenDelta,
 )
 from rollweave.schema.work import StopReason
@@ -60,9 +64,6 @@ MAX_CHARS_PER_TOKEN = 16
 """Maximum characters of messages and tools for each token of the context; larger
 requests are refused before they are tokenized, which takes a second per megabyte.
 """
-
-MAX_ARGUMENTS: Final = 4096
-"""Maximum characters of the arguments of a chat template, which is tried with them."""
 
 MESSAGE_CHARS: Final = 64
 """Characters of a rendering that take as long as a message without text."""
@@ -96,7 +97,6 @@ class Turn:
     """
 
     call: Call
-    forced: str
     waiters: int = 0
     task: asyncio.Task[None] | None = None
     error: RequestError | None = None
@@ -108,6 +108,8 @@ class Turn:
     however slowly clients read.
     """
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TokenChances] = field(default_factory=list)
+    """The tokens that are reported beside each of them, if any are."""
     news: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -125,10 +127,12 @@ class Turn:
         if delta.start == 0:
             self.tokens.clear()
             self.logprobs.clear()
+            self.tops.clear()
         if delta.start != len(self.tokens) or len(delta.tokens) != len(delta.logprobs):
             return
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.tops += delta.top_logprobs
         news, self.news = self.news, asyncio.get_running_loop().create_future()
         news.set_result(None)
 
@@ -139,7 +143,10 @@ class Session:
     `sampling` holds the defaults of a request; if `pinned` it always applies.
     `aside` does large work beside the event loop.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
-    `no_images` is why messages must have no images; "" if they may.
+    `no_images` is why messages must have no images; "" if they may. `unreadable` says
+    whether fields that neither the model nor its template can read are ignored, and
+    recorded in `ignored`, or refused. `call_prefix` begins the ids of tool calls, which
+    are unique within the session.
     """
 
     def __init__(
@@ -155,8 +162,13 @@ class Session:
         aside: Aside,
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
+        unreadable: Unreadable = "ignore",
+        call_prefix: str = "",
     ) -> None:
+        self._call_prefix = call_prefix
         self.id, self.limits = id, limits
+        self._unreadable: Unreadable = unreadable
+        self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
         self._aside, self._line = aside, asyncio.Lock()
         self.exhausted: StopReason | None = None
@@ -183,6 +195,23 @@ class Session:
         """Return whether this is the session's token."""
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
 
+    def readable(self, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
+        """Return the request as the agent can be shown it, and what was left out of it.
+        Raises RequestError.
+        """
+        codec = self._codec
+        return readable(chat, codec, no_images=self._no_images, unreadable=self._unreadable)
+
+    def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
+        """Return the tokens of a request's prompt. Raises RequestError."""
+        self.check(chat)
+        try:
+            return self.recorder.prepare(
+                chat.messages, chat.tools, arguments=chat.template_arguments
+            ).context.tokens
+        except ChatError as error:
+            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
+
     @contextlib.asynccontextmanager
     async def turn(
         self, chat: ChatRequest, key: Hashable, *, repeated: bool
@@ -193,10 +222,10 @@ class Session:
         The caller calls `deliver` once the client has the answer; otherwise the answer
         is lost.
         """
-        self._check(chat, key, repeated)
-        await self._check_constraint(chat)
+        self._check_new(chat, key, repeated)
+        constraint = await self._constrained(chat)
         prepared = await self._prepare(chat)
-        turn = self._turn(chat, key, repeated, prepared)
+        turn = self._turn(chat, key, repeated, prepared, constraint)
         turn.waiters += 1
         try:
             yield turn
@@ -214,9 +243,12 @@ class Session:
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
-        if chat.prompt is not None:
-            return self._codec.plain
-        return self._codec.with_arguments(chat.template_arguments)
+        codec = self._codec.plain
+        if chat.source != "prompt":
+            codec = self._codec.with_arguments(chat.template_arguments)
+        # The marks of calls and of thoughts may be special tokens.
+        shows_special = chat.reads_calls or (chat.divides and codec.thinking is not None)
+        return codec.without_special() if chat.hides_special and not shows_special else codec
 
     def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
         """Return a reader of the turn's text while it is sampled."""
@@ -227,9 +259,37 @@ class Session:
             self.codec_of(chat),
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
-            call_start="" if turn.forced else call_start,
+            call_start=call_start,
             logprobs=chat.logprobs,
+            thinking=self._thinking_of(chat),
         )
+
+    def _thinking_of(self, chat: ChatRequest) -> Thinking | None:
+        """Return the marks by which the turn's thoughts are divided from its text. An
+        answer whose form is constrained has none: the constraint holds from its first
+        token.
+        """
+        if not chat.divides or chat.constraint is not None or chat.call is not None:
+            return None
+        return self.codec_of(chat).thinking
+
+    def thought_tokens(self, chat: ChatRequest, result: GenerateResult) -> int:
+        """Return how many of the sampled tokens are thoughts and their marks."""
+        thinking = self._thinking_of(chat)
+        if thinking is None:
+            return 0
+        codec, tokens = self.codec_of(chat), result.tokens
+        place = thinking.divide(codec.text(tokens))
+        if not place.end and not place.answer:
+            return 0
+        low, high = 0, len(tokens)
+        while low < high:  # the fewest tokens whose text reaches the answer
+            middle = (low + high) // 2
+            if len(codec.decode(tokens[:middle])) < place.answer:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def deliver(self, turn: Turn) -> None:
         """Record that the client has the answer."""
@@ -247,14 +307,10 @@ class Session:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _check(self, chat: ChatRequest, key: Hashable, repeated: bool) -> None:
-        """Raise RequestError for a request that is refused before it is rendered."""
+    def _check_new(self, chat: ChatRequest, key: Hashable, repeated: bool) -> None:
+        """Raise RequestError for a request that is refused before it is prepared."""
         self._check_open()
-        self._check_size(chat)
-        self._check_images(chat)
-        self._check_template(chat)
-        if chat.tools:
-            self._check_tools(chat)
+        self.check(chat)
         if self.recorder.repeated_call(key, repeated=repeated) is None:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
@@ -285,29 +341,32 @@ class Session:
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
-    def _turn(self, chat: ChatRequest, key: Hashable, repeated: bool, prepared: Prepared) -> Turn:
+    def _turn(
+        self,
+        chat: ChatRequest,
+        key: Hashable,
+        repeated: bool,
+        prepared: Prepared,
+        constraint: Constraint | None,
+    ) -> Turn:
         """Return the requested turn, which begins if it is new."""
-        forced = ""
         self._check_open()
         if self.recorder.repeated_call(key, repeated=repeated) is None:
             self._check_concurrency()
-        if chat.call is not None and self._tools is not None:
-            forced = self._tools.call_prefix(chat.call)
         call = self.recorder.begin(
             key,
             chat.messages,
             chat.tools,
             prompt=chat.prompt,
-            forced=forced,
             repeated=repeated,
             arguments=chat.template_arguments,
             prepared=prepared,
         )
         turn = self._turns.get(call)
         if turn is None:
-            turn = Turn(call, forced)
+            turn = Turn(call)
             try:
-                sampling = self._admit(chat, call)
+                sampling = self._admit(chat, call, constraint)
             except RequestError:
                 self.recorder.drop(call)
                 raise
@@ -319,10 +378,23 @@ class Session:
             turn.task.add_done_callback(self._tasks.discard)
         return turn
 
+    def check(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a request that the agent cannot be shown."""
+        self._check_size(chat)
+        try:
+            self.codec_of(chat)
+        except ChatError as error:
+            name = "chat_template_kwargs"
+            raise RequestError(400, f"{name}: {error}", param=name) from error
+        if chat.tools:
+            self._check_tools(chat)
+        images = [image for message in chat.messages for image in message.images]
+        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
+        if images and (problem := why or prompt_error(images)):
+            raise RequestError(400, f"{chat.source} {problem}", param=chat.source)
+
     def _check_size(self, chat: ChatRequest) -> None:
-        if len(chat.template_arguments) > MAX_ARGUMENTS:
-            rule = f"must have at most {MAX_ARGUMENTS} characters of JSON"
-            raise bad("chat_template_kwargs", rule, chat.template_arguments)
+        """Raise RequestError for a text that is too long to be tokenized."""
         chars = _chars(chat)
         limit = MAX_CHARS_PER_TOKEN * self.limits.context
         if chars > limit:
@@ -331,45 +403,34 @@ class Session:
                 chat.source,
                 f"{chat.source} and tools must have at most {limit} characters in {context}, "
                 f"got {chars}",
+                tokens=chars // MAX_CHARS_PER_TOKEN,
             )
 
-    async def _check_constraint(self, chat: ChatRequest) -> None:
+    async def _constrained(self, chat: ChatRequest) -> Constraint | None:
+        """Return the constraint of a turn. Raises RequestError, with the field that is
+        to blame, for one that cannot be met.
+        """
+        if chat.constraint is not None and not self._unconstrained:
+            await self._check_form(chat.constraint_field, chat.constraint)
+        constraint = await self.beside(lambda: self._constraint_of(chat), size=_chars(chat))
+        if constraint is not None and constraint != chat.constraint:
+            try:
+                await self._check_form("tools", constraint)
+            except RequestError:
+                for field, part in parts_of(chat):
+                    await self._check_form(field, part)
+                raise
+        return constraint
+
+    async def _check_form(self, field: str, constraint: Constraint) -> None:
         """Raise RequestError for a constraint that cannot be met."""
-        constraint = self._constraint_of(chat)
-        if constraint is None:
-            return
         async with self._line:
             try:
                 why = await self._aside.grammars.why_not(constraint)
             except BusyError as error:
                 raise RequestError(503, str(error), code="unavailable") from error
         if why:
-            raise _unconstrainable(chat, why)
-
-    def _check_images(self, chat: ChatRequest) -> None:
-        """Raise RequestError for images that the agent cannot be shown."""
-        images = [image for message in chat.messages for image in message.images]
-        if not images:
-            return
-        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
-        if error := why or prompt_error(images):
-            raise RequestError(400, f"{chat.source} {error}", param=chat.source)
-
-    def _check_template(self, chat: ChatRequest) -> None:
-        """Raise RequestError for arguments that this model's chat template cannot
-        have.
-        """
-        known = self._codec.template_variables
-        for name, value in json.loads(chat.template_arguments or "{}").items():
-            if name not in known:
-                reads = ", ".join(sorted(known)) or "no arguments"
-                rule = f"must be null: this model's chat template reads {reads}"
-                raise bad(name, rule, value)
-        try:
-            self.codec_of(chat)
-        except ChatError as error:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name}: {error}", param=name) from error
+            raise _unconstrainable(field, constraint, why)
 
     def _check_tools(self, chat: ChatRequest) -> None:
         if not self.codec_of(chat).shows_tools:
@@ -409,7 +470,7 @@ class Session:
                 code="insufficient_quota",
             )
 
-    def _admit(self, chat: ChatRequest, call: Call) -> Sampling:
+    def _admit(self, chat: ChatRequest, call: Call, constraint: Constraint | None) -> Sampling:
         """Return how to sample the call. Raises RequestError if a limit is exceeded."""
         limits = self.limits
         self._check_quota()
@@ -420,19 +481,23 @@ class Session:
                 chat.source,
                 f"{chat.source} must leave room in a context of {limits.context} tokens, got "
                 f"{used} tokens",
+                tokens=used,
             )
         self.exhausted = None
-        return self._sampling_of(
-            chat, call, min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
-        )
+        room = min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
+        return self._sampling_of(chat, call, room, constraint)
 
-    def _too_long(self, source: str, text: str) -> RequestError:
+    def _too_long(self, source: str, text: str, *, tokens: int) -> RequestError:
         """Return the error for a prompt that does not fit into the context."""
         self.exhausted, self.context_error = StopReason.MAX_TOKENS, text
-        return RequestError(400, text, param=source, code="context_length_exceeded")
+        return TooLongError(text, param=source, tokens=tokens, limit=self.limits.context)
 
-    def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
+    def _sampling_of(
+        self, chat: ChatRequest, call: Call, room: int, constraint: Constraint | None
+    ) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
+        goes_on = chat.adjustments is not None and chat.adjustments.ignores_eos
+        ends, end_texts = ((), ()) if goes_on else (codec.stop_token_ids, codec.stop)
         one_call = (
             (self._tools.call_end,)
             if self._tools is not None and chat.reads_calls and chat.one_call
@@ -449,26 +514,34 @@ class Session:
             base,
             max_tokens=min(room, chat.max_tokens or room),
             stop_token_ids=tuple(
-                dict.fromkeys((*codec.stop_token_ids, *base.stop_token_ids, *chat.stop_token_ids))
+                dict.fromkeys((*ends, *base.stop_token_ids, *chat.stop_token_ids))
             ),
-            stop=(*codec.stop, *base.stop, *chat.stop, *one_call),
+            stop=(*end_texts, *base.stop, *chat.stop, *one_call),
             allowed=chat.allowed or base.allowed,
-            constraint=self._constraint_of(chat),
+            adjustments=chat.adjustments,
+            constraint=constraint,
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
             **{"seed": mix(base.seed, call.number), **overrides},
         )
 
     def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn, which may call a tool instead. Raises
-        RequestError if the engines have none.
+        """Return the constraint of a turn: of its answer, of its calls, or of both.
+
+        Raises RequestError if the engines have none. Strict tools are only shown then.
         """
-        if chat.constraint is not None and self._unconstrained:
-            rule = f"response_format must be null: {self._unconstrained}"
-            raise RequestError(400, rule, param="response_format")
-        if chat.constraint is None or self._tools is None or not chat.reads_calls:
+        if self._unconstrained:
+            for field, rule, wanted in (
+                ("response_format", "null", chat.constraint),
+                ("tool_choice", "auto or none", chat.call),
+            ):
+                if wanted is not None:
+                    text = f"{field} must be {rule}: {self._unconstrained}"
+                    raise RequestError(400, text, param=field)
+            return None
+        if self._tools is None or not chat.reads_calls:
             return chat.constraint
-        return msgspec.structs.replace(chat.constraint, call_start=self._tools.call_start)
+        return call_constraint(chat, self._tools, self._codec)
 
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:
@@ -479,9 +552,12 @@ class Session:
                     self.id, turn.call.prompt, sampling, on_tokens, **more
                 )
             if result.finish is FinishReason.CONTEXT:
-                raise self._too_long(chat.source, f"{chat.source} must fit: {result.error}")
+                text = f"{chat.source} must fit: {result.error}"
+                raise self._too_long(chat.source, text, tokens=len(turn.call.prompt))
             if result.finish is FinishReason.REFUSED:
-                raise _unconstrainable(chat, result.error)
+                constraint = sampling.constraint
+                assert constraint is not None, "only a constraint is refused"
+                raise _unconstrainable(_constraint_field(chat), constraint, result.error)
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -511,16 +587,17 @@ class Session:
             self.codec_of(chat),
             tools,
             result,
-            number=turn.call.number,
-            forced=turn.forced,
+            number=f"{self._call_prefix}{turn.call.number:05d}",
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
+            shows_stop=chat.shows_stop,
+            thinking=self._thinking_of(chat),
         )
         codec = self.codec_of(chat)
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
         stops = (*self._sampling.stop, *chat.stop)
         end = next((one for one in stops if text.startswith(one, turn.shown)), "")
-        stopped = turn.forced + text[: turn.shown] + end if end else ""
+        stopped = text[: turn.shown] + end if end else ""
         self.recorder.answer(turn.call, result, turn.message, stopped=stopped)
         asked = chat.messages
         if isinstance(chat.prompt, str):
@@ -552,14 +629,21 @@ def _chars(chat: ChatRequest) -> int:
     return prompt + sum(map(len, chat.tools)) + sum(message.chars for message in chat.messages)
 
 
-def _unconstrainable(chat: ChatRequest, why: str) -> RequestError:
-    """Return the refusal of the request's constraint, or of a text that cannot meet
-    it.
-    """
-    assert chat.constraint is not None, "only a constraint is refused"
-    what = "a JSON schema" if chat.constraint.kind == "json" else "a regular expression"
-    rule = f"must be {what} that can be constrained: {why.removeprefix(CANNOT):.300}"
-    return bad(chat.constraint_field, rule, chat.constraint.text)
+def _constraint_field(chat: ChatRequest) -> str:
+    """Return the field that demands a constraint."""
+    return chat.constraint_field if chat.constraint is not None else "tools"
+
+
+FORMS: Final = {"json": "a JSON schema", "regex": "a regular expression", "lark": "forms"}
+"""Kind of a constraint → what its text is."""
+
+
+def _unconstrainable(field: str, constraint: Constraint, why: str) -> RequestError:
+    """Return the refusal of a constraint, or of a text that cannot meet it."""
+    rule = (
+        f"must be {FORMS[constraint.kind]} that can be constrained: {why.removeprefix(CANNOT):.300}"
+    )
+    return bad(field, rule, constraint.text)
 
 
 def _result_error(result: GenerateResult) -> RequestError | None:
