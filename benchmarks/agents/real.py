@@ -53,7 +53,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-from rollweave.schema.work import SequenceCause, Task
+from rollweave.schema.work import SequenceCause, Task, Unreadable
 
 WAYS: Final = ("gateway", "engine", "sandbox")
 RUN_S: Final = 300.0
@@ -339,7 +339,8 @@ class _Agent:
     def __init__(self, url: str, key: str) -> None:
         self._endpoint = Endpoint(url=url, token=key)
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        del unreadable
         return self._endpoint
 
 

@@ -149,8 +149,9 @@ def test_a_reward_filter_compares(text: str, value: float, expected: bool) -> No
 
 
 def test_refuses_a_reward_filter_without_a_number() -> None:
-    with pytest.raises(ConfigError, match="--reward must be a number"):
-        parse_reward("!1")
+    for text in ("!1", ">１"):
+        with pytest.raises(ConfigError, match="--reward must be a number"):
+            parse_reward(text)
 
 
 def test_prints_a_list_as_json(run: Path) -> None:

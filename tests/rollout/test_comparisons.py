@@ -14,10 +14,8 @@ import pytest
 from rollweave.core.policy.comparison import pairs
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import Ended, Scored, TrajectoryStore
-from rollweave.rollout import http_service
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.comparisons import Comparisons, repeat_comparisons
-from rollweave.rollout.http_service import HttpService
 from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_check import check_reward
 from rollweave.rollout.reward_sources import Finished, finished_attempt
@@ -80,39 +78,6 @@ def longest(body: dict[str, Any]) -> dict[str, Any]:
 def reward(server: FakeServer, **settings: Any) -> dict[str, Any]:
     judge = {"url": f"{server.url}/v1", "model": "m", "rubric": "Be fair.", "pairwise": True}
     return {"name": "duel", "weight": 2.0, "timeout_s": 5.0, "judge": judge, **settings}
-
-
-async def test_a_wait_for_other_calls_does_not_count_as_time_of_the_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    limits: list[float | None] = []
-    monkeypatch.setattr(http_service, "SERVICE_CALLS", 1)
-    monkeypatch.setattr(
-        http_service.asyncio,  # type: ignore[attr-defined]
-        "timeout",
-        lambda limit, start=asyncio.timeout: limits.append(limit) or start(limit),
-    )
-    service = HttpService(
-        "judge", "http://h", answer="grade", token="", timeout_s=20.0, clock=lambda: 1.0
-    )
-    arrived, gate = asyncio.Event(), asyncio.Event()
-
-    async def ask() -> str:
-        arrived.set()
-        await gate.wait()
-        return "fine"
-
-    async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(service.call(ask)) for _ in range(2)]
-        async with asyncio.timeout(30):
-            await arrived.wait()
-        wait = service.wait()
-        assert wait is not None
-        assert wait.what == "2 trajectories wait", "both have a name"
-        assert limits.count(20.0) == 1, "that of the other call has not begun"
-        gate.set()
-    assert [call.result() for call in calls] == ["fine", "fine"]
-    assert limits.count(20.0) == 2
 
 
 def unscored(answer: str) -> Unscored:

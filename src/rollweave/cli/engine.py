@@ -27,8 +27,8 @@ from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.io.tokenizer import read_json
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.template import read_json
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent
@@ -220,7 +220,7 @@ def engine(
 def _check(spec: EngineSpec) -> None:
     if spec.dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {spec.dtype!r}")
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", spec.device) is None:
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", spec.device) is None:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {spec.device!r}")
     read_shape(Path(spec.model))
     if spec.device not in ("auto", "cpu"):

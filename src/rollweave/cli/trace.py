@@ -110,7 +110,8 @@ def parse_reward(text: str) -> Callable[[float], bool]:
     """Parse a condition such as `1`, `>0.5` or `<=0` into a predicate. Raises
     ConfigError.
     """
-    match = re.fullmatch(r"\s*(>=|<=|>|<|=|)\s*(-?\d+(?:\.\d*)?(?:e-?\d+)?)\s*", text)
+    number = r"-?\d+(?:\.\d*)?(?:e-?\d+)?"
+    match = re.fullmatch(rf"\s*(>=|<=|>|<|=|)\s*({number})\s*", text, re.ASCII)
     if match is None:
         raise ConfigError(f"--reward must be a number, or one after >, >=, < or <=, got {text!r}")
     compare, bound = COMPARISONS[match[1] or "="], float(match[2])

@@ -134,8 +134,7 @@ def _convict(run: Run, guilty: Trajectory, former: Suspicion, engine: Engine) ->
         "had it"
     )
     run.warn(guilty.id, text, count=StopReason.ENGINES_LOST)
-    run.state.last_failure = f"{StopReason.ENGINES_LOST}: {text}"
-    trajectories.cancel(run, guilty, StopReason.ENGINES_LOST, error=text)
+    trajectories.cancel(run, guilty, StopReason.ENGINES_LOST, failure=text)
     first = run.state.engines.get(former.engine)
     if first is not None:
         first.doubted.pop(former.epoch, None)

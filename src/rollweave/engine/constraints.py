@@ -20,10 +20,10 @@ from decimal import Decimal
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
 
 from rollweave.engine.matchers import CANNOT
-from rollweave.schema.errors import EngineError
+from rollweave.io.tokenizer import read_tokenizer
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
 MOST_MULTIPLE = 10_000
@@ -96,10 +96,16 @@ class Grammars:
             self._vocab = self._unused = self._tokenizer.vocab_size
             return
         path, self._vocab = checkpoint / "tokenizer.json", vocab
-        if not path.exists():
-            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            read = read_tokenizer(checkpoint)
+        except ConfigError as error:
+            raise EngineError(
+                f"sampling.constraint needs a tokenizer, and {path} cannot be used: {error}"
+            ) from error
+        if read is None:
+            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
+        tokenizer = read.tokenizer
+        try:
             # The library's own end of a text is a token that is never sampled. The
             # tokens that end a turn are those of its request.
             tokenizer.add_special_tokens([UNUSED])

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from rollweave.io.tokenizer import read_tokenizer
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
 from rollweave.schema.config.loading import load
-from rollweave.schema.errors import ConfigError
 from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
 
@@ -109,12 +109,9 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
     if run.config.exists() and (path := load(run.config).model.path) is not None:
         directories.append(Path(path))
     for directory in directories:
-        file = directory / "tokenizer.json"
-        if file.exists():
-            try:
-                return Tokenizer.from_file(str(file))
-            except Exception as error:  # the library has no specific error for a damaged file
-                raise ConfigError(f"{file} must be a tokenizer: {error}") from error
+        read = read_tokenizer(directory)
+        if read is not None:
+            return read.tokenizer
     return None
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.envs.base import Score
@@ -52,14 +52,12 @@ class TurnPort(Protocol):
 class AgentConfig:
     """The agent's configuration in one task domain: the codec between messages and
     tokens, and the sampling parameters without seed and length. `no_images` is why it
-    cannot be shown images, "" if it can. `unreadable` says what becomes of fields of an
-    agent program's requests that the model cannot read.
+    cannot be shown images, "" if it can.
     """
 
     codec: ChatCodec
     sampling: Sampling
     no_images: str = ""
-    unreadable: Literal["ignore", "refuse"] = "ignore"
 
 
 class Driver(Protocol):

@@ -39,7 +39,14 @@ from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
-from rollweave.schema.work import TRAINABLE, Ignored, StopReason, TokenSequence, Trajectory
+from rollweave.schema.work import (
+    TRAINABLE,
+    Ignored,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+    Unreadable,
+)
 
 T = TypeVar("T")
 
@@ -162,7 +169,6 @@ class HandlerEpisode:
             sampling=sampling,
             pinned=True,
             no_images=self._agent_config.no_images,
-            unreadable=self._agent_config.unreadable,
         )
         session = gateway.session(session_id)
         self._agent = _Agent(session, self._listener, max_turns=limits.calls)
@@ -360,12 +366,15 @@ class HandlerEpisode:
             ) from cause
 
     def _store_result(self) -> None:
-        """Store the handler's `final_result`."""
+        """Store the handler's `final_result`, with the reason of the reward."""
         try:
             call = getattr(self._handler, "final_result", None)
-            if call is None:
+            final = {} if call is None else call()
+            if self._score is not None and self._score.reason and isinstance(final, dict):
+                final = {"reason": self._score.reason, **final}
+            if call is None and not final:
                 return
-            result = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
+            result = valid(json.dumps(final, allow_nan=False, ensure_ascii=False))
             if (size := len(result.encode())) > RESULT_BYTES:
                 raise ValueError(
                     f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}"
@@ -483,7 +492,8 @@ class _Agent:
         assert turn.message is not None, "a turn without error has a message"
         return turn.message
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        self._session.unreadable = unreadable
         url = await self._listener.url()
         return Endpoint(url=f"{url}/s/{self._session.id}/v1", token=self._session.token)
 

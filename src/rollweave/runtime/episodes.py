@@ -26,6 +26,7 @@ from rollweave.rollout.rewards import DomainRewards, Rewards
 from rollweave.rollout.teacher import Teach, Teacher
 from rollweave.runtime.images import Images
 from rollweave.runtime.pump import RunClock
+from rollweave.schema.base import copied
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import ImageWait
@@ -80,7 +81,7 @@ class Episodes:
             )
         return HandlerEpisode(
             command,
-            make=lambda: resolve(task.env)(**task.options),
+            make=lambda: resolve(task.env)(**copied(task.options)),
             agent=agent,
             seed=seed,
             clock=self._clock.now,
@@ -148,12 +149,7 @@ class Episodes:
             allowed=(*codec.single_token_ids(words), *codec.stop_token_ids) if words else (),
         )
         no_images = _no_images(self._config, purpose) or codec.no_images
-        return AgentConfig(
-            codec=codec,
-            sampling=sampling,
-            no_images=no_images,
-            unreadable=self._config.model.unreadable,
-        )
+        return AgentConfig(codec=codec, sampling=sampling, no_images=no_images)
 
 
 def _no_images(config: RunConfig, purpose: Purpose) -> str:

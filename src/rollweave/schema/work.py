@@ -5,6 +5,7 @@ of training (`Batch`).
 import enum
 import itertools
 import math
+from typing import Literal
 
 import msgspec
 
@@ -250,6 +251,12 @@ class SequenceCause(enum.StrEnum):
     TOOLS_CHANGED = "tools_changed"
     TEMPLATE_CHANGED = "template_changed"  # other arguments of the chat template
     THOUGHTS_DROPPED = "thoughts_dropped"  # the chat template leaves out those of earlier turns
+
+
+Unreadable = Literal["ignore", "refuse"]
+"""The treatment of fields of requests that neither the model nor its chat template can
+read.
+"""
 
 
 class Ignored(Struct, frozen=True, kw_only=True):

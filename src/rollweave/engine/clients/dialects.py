@@ -39,6 +39,7 @@ from rollweave.schema.serving import (
     VersionSpan,
     spans_cover,
 )
+from rollweave.schema.text import whole
 from rollweave.schema.work import Routes
 
 SEED_BITS = (1 << 63) - 1
@@ -513,8 +514,7 @@ def _finish(reason: str | None) -> FinishReason:
 
 def _version(label: str | int | None) -> int:
     """Convert a server's label of its weights to a version: 0 if it is not a number."""
-    text = str(label)
-    return int(text) if text.isdecimal() and len(text) < 19 else 0
+    return whole(str(label)) or 0
 
 
 def version_spans(spans: Sequence[Span]) -> tuple[VersionSpan, ...]:

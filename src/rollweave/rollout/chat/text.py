@@ -9,7 +9,9 @@ from typing import NoReturn, Self
 
 from tokenizers import Tokenizer
 
-from rollweave.rollout.chat.template import ChatError, read_json, special_tokens
+from rollweave.io.tokenizer import CheckpointTokenizer, read_json, read_tokenizer
+from rollweave.rollout.chat.guard import encode_after
+from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.schema.chat import Message
@@ -42,9 +44,10 @@ class TextCodec:
 
         Raises ConfigError for a tokenizer that cannot be read.
         """
-        tokenizer = read_tokenizer(directory)
-        eos = () if tokenizer is None else eos_tokens(directory, tokenizer)
-        return TextCodec(tokenizer, eos=eos)
+        read = read_tokenizer(directory)
+        if read is None:
+            return TextCodec(None)
+        return TextCodec(read.tokenizer, eos=eos_tokens(directory, read))
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -101,11 +104,16 @@ class TextCodec:
         return self._without_template()
 
     def extend(
-        self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        prompt: bool = True,
+        tools: Sequence[str] = (),
     ) -> tuple[int, ...]:
         """Return the tokens to append after a turn. Raises ChatError, as `start`."""
         del sampled, prompt
-        return self.start(messages)
+        return self.start(messages, tools)
 
     def _without_template(self) -> NoReturn:
         raise ChatError("the checkpoint has no chat template: only completions of text are served")
@@ -123,15 +131,20 @@ class TextCodec:
         other._hides_special = True
         return other
 
-    def encode_literal(self, text: str, *, adds_special: bool = False) -> tuple[int, ...]:
-        """Return the tokens of a text, with special tokens where it spells them, and
-        with `adds_special` those that the tokenizer adds.
+    def encode_literal(
+        self, text: str, *, after: str = "", adds_special: bool = False
+    ) -> tuple[int, ...]:
+        """Return the tokens of a text that follows the text `after`, with special
+        tokens where it spells them, and with `adds_special` those that the tokenizer
+        adds.
 
         Raises ChatError without a tokenizer.
         """
         if self._reader is None:
             raise ChatError("a prompt must be token ids: the checkpoint has no tokenizer")
-        return tuple(self._reader.encode(valid(text), add_special_tokens=adds_special).ids)
+        if adds_special:
+            return tuple(self._reader.encode(valid(text)).ids)
+        return tuple(encode_after(self._reader, after, valid(text)))
 
     def added_before(self) -> tuple[int, ...]:
         """Return the special tokens that the tokenizer adds before a text."""
@@ -224,31 +237,27 @@ class TokenTexts:
         return self._codec.decode(self._tokens)[len(before) :]
 
 
-def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer in a checkpoint's tokenizer.json, None if it has none.
-
-    Raises ConfigError if it cannot be read.
-    """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} must be a tokenizer: {error}") from error
-
-
-def eos_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:
+def eos_tokens(directory: Path, read: CheckpointTokenizer) -> list[int]:
     """Return the end-of-sequence ids that the checkpoint names: in
-    generation_config.json, config.json and the tokenizer's eos_token.
+    generation_config.json, config.json and the tokenizer's eos_token. An id beyond the
+    model's vocabulary is none, since no engine can sample it.
+
+    Raises ConfigError for what is no id.
     """
+    config = read_json(directory / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
     ids: list[int] = []
-    for file in ("generation_config.json", "config.json"):
-        value = read_json(directory / file).get("eos_token_id")
+    for values in (read_json(directory / "generation_config.json"), config, inner):
+        value = values.get("eos_token_id")
         ids += value if isinstance(value, list) else [] if value is None else [value]
-    text = special_tokens(directory).get("eos_token")
-    token = None if text is None else tokenizer.token_to_id(text)
-    return [*ids, *([] if token is None else [token])]
+    if any(type(id) is not int for id in ids):
+        raise ConfigError(f"{directory}: eos_token_id must be an id or a list of ids, got {ids}")
+    end = read.special.get("eos_token")
+    token = None if end is None else read.tokenizer.token_to_id(end)
+    size = config.get("vocab_size") or inner.get("vocab_size")
+    found = [*ids, *([] if token is None else [token])]
+    return [id for id in found if not isinstance(size, int) or 0 <= id < size]
 
 
 def image_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:

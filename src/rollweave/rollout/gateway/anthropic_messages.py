@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from rollweave.io.http.messages import OpenModel, image_at, other_than, with_parts
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.thoughts import seal, unseal
 from rollweave.rollout.gateway.blocks import TEXT, THOUGHTS, BlockStream, typed_event
@@ -20,17 +21,13 @@ from rollweave.rollout.gateway.requests import (
     MAX_STOPS,
     TOOL_NAME,
     ChatRequest,
-    OpenModel,
     StopText,
     Strict,
     Temperature,
     check_free,
     forced_call,
-    image_at,
     leave_tool,
-    other_than,
     read,
-    with_parts,
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
 from rollweave.schema.chat import Message, Role, ToolCall
@@ -503,7 +500,7 @@ def _shown(
             if isinstance(block, _Text)
             else _image(block, f"{path}.{place}.source", reading)
         )
-    return with_parts(path, parts, role=role, **fields)
+    return with_parts(reading, path, parts, role=role, **fields)
 
 
 def _other(block: _Other, path: str, reading: Reading) -> str:

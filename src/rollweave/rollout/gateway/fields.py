@@ -16,7 +16,8 @@ from pydantic import BaseModel
 
 from rollweave.io.http import fields
 from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field
-from rollweave.rollout.gateway.refusals import bad
+from rollweave.io.http.messages import ECHOED
+from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
 from rollweave.schema.work import Ignored
 
@@ -96,31 +97,6 @@ WITHOUT_EFFECT: Final = fields.WITHOUT_EFFECT | {
 }
 """Fields of a request that name, account for, store or schedule it."""
 
-ECHOED: Final = frozenset(
-    (
-        "annotations",
-        "author",
-        "cache_control",
-        "caller",
-        "citations",
-        "eager_input_streaming",
-        "extra_content",
-        "id",
-        "index",
-        "internal_chat_message_metadata_passthrough",
-        "logprobs",
-        "parsed",
-        "parsed_arguments",
-        "phase",
-        "prompt_cache_breakpoint",
-        "provider_specific_fields",
-        "status",
-    )
-)
-"""Fields of a message, or of a part of one, that clients add or echo and that no prompt
-shows.
-"""
-
 SHOWN: Final = 80
 """Number of characters of an ignored value that are recorded."""
 
@@ -185,6 +161,10 @@ class Reading:
     def __init__(self) -> None:
         self.asks: list[Ask] = []
         self.unread: list[Unread] = []
+
+    def refusal(self, field: str, message: str) -> Exception:
+        """Return the refusal of a field."""
+        return RequestError(400, message, param=field)
 
     def leave(self, field: str, value: Any, rule: str, *, action: str = "ignored") -> None:
         """Leave out a field, or a part of a message."""

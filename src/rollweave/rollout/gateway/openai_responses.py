@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
+from rollweave.io.http.messages import OpenModel, linked_image, other_than, read_detail, with_parts
 from rollweave.rollout.chat.thoughts import seal, unseal
 from rollweave.rollout.gateway.blocks import THOUGHTS, BlockStream, typed_event
 from rollweave.rollout.gateway.fields import Reading, template_asks
@@ -21,18 +22,13 @@ from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import (
     TOOL_NAME,
     ChatRequest,
-    OpenModel,
     OtherChoice,
     Strict,
     Temperature,
     ToolKind,
     check_free,
     forced_call,
-    linked_image,
-    other_than,
     read,
-    read_detail,
-    with_parts,
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
 from rollweave.rollout.gateway.responses_tools import CALLS, OUTPUTS, call_of, item_of, read_tools
@@ -551,4 +547,4 @@ def _shown(
             parts.append(linked_image(reading, field + "image_url", part.image_url or "file:"))
         else:
             parts.append(part.text)
-    return with_parts(path, parts, role=role, **fields)
+    return with_parts(reading, path, parts, role=role, **fields)

@@ -6,7 +6,7 @@ Invariant: nothing is left out in silence: each `Unread` is recorded or refused.
 """
 
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -18,10 +18,7 @@ from rollweave.rollout.gateway.refusals import bad
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.chat import Message
 from rollweave.schema.media import Image
-from rollweave.schema.work import Ignored
-
-Unreadable = Literal["ignore", "refuse"]
-"""The treatment of fields that nothing can read."""
+from rollweave.schema.work import Ignored, Unreadable
 
 MOST: Final = 100
 """Maximum number of different fields that a session records; further ones are counted

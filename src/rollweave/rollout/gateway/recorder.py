@@ -446,7 +446,7 @@ class SessionRecorder:
                 context = _render(context, codec, last, messages[since:place], tools)
                 recognized.append(_preferred(known))
                 last = recognized[-1].message_tokens
-                last += self._codec.encode_literal(rest) if rest else ()
+                last += self._codec.encode_literal(rest, after="\n") if rest else ()
                 context = context.followed_by(last)
                 since = place + 1
         return _render(context, codec, last, messages[since:], tools), recognized
@@ -508,7 +508,7 @@ class SessionRecorder:
             known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
             if known:
                 call, rest = _preferred(known), prompt[length:]
-                more = self._codec.encode_literal(rest) if rest else ()
+                more = self._codec.encode_literal(rest, after="\n") if rest else ()
                 return _Context(call.context.tokens + more), [call]
         return _Context(self._codec.encode_literal(prompt)), []
 
@@ -523,7 +523,7 @@ def _render(
     """Return the context with the messages that follow the agent's `last` message, or
     begin the conversation.
     """
-    tokens = codec.extend(last, messages) if last else codec.start(messages, tools)
+    tokens = codec.extend(last, messages, tools=tools) if last else codec.start(messages, tools)
     images = codec.placed(tokens, messages, start=len(context.tokens))
     return context.followed_by(tokens, images)
 

@@ -9,10 +9,9 @@ is refused.
 """
 
 import contextlib
-import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -20,12 +19,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from rollweave.io.http.fields import UNKNOWN_FIELD
+from rollweave.io.http.messages import (
+    ChatMessage,
+    OpenModel,
+    first_problem,
+    other_than,
+    read_message,
+)
 from rollweave.rollout.gateway.fields import Ask, Reading, Unread, template_asks, thinking_ask
 from rollweave.rollout.gateway.formats import Formats
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
-from rollweave.schema.chat import Message, Role, ToolCall, message_of
-from rollweave.schema.media import Image
+from rollweave.schema.chat import Message
 from rollweave.schema.serving import COLDEST, Adjustments, Constraint
 
 
@@ -128,81 +133,9 @@ PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
 sampled.
 """
 
-MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),
-    "prefix": (False,),
-    "refusal": ("",),
-    "tools": ([],),
-}
-"""Fields of a message that other servers put into the prompt → their values without
-effect.
-"""
-
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class OpenModel(BaseModel):
-    """A model that keeps further fields, for `Reading.others`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class _Function(OpenModel):
-    name: str = Field(min_length=1)
-    arguments: str = "{}"
-
-
-class _Call(OpenModel):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _Function
-
-
-class _Part(OpenModel):
-    type: Literal["text"]
-    text: str
-
-
-class _Url(OpenModel):
-    url: str
-    detail: str | None = None
-
-
-class _ImagePart(OpenModel):
-    type: Literal["image_url"]
-    image_url: _Url
-
-
-def other_than(*known: str) -> Any:
-    """Return the type of a `type` that is none of the known ones."""
-
-    def check(kind: str) -> str:
-        if kind in known:
-            raise PydanticCustomError("rule", "must have the fields of its type")
-        return kind
-
-    return Annotated[str, Field(max_length=64), AfterValidator(check)]
-
-
-class _OtherPart(OpenModel):
-    type: other_than("text", "image_url")  # type: ignore[valid-type]
-
-
-class _Message(OpenModel):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: (
-        str | Annotated[list[_Part | _ImagePart | _OtherPart], Field(fail_fast=True)] | None
-    ) = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    thinking_blocks: list[dict[str, Any]] | None = None
-    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
 
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
@@ -319,7 +252,7 @@ class Common(OpenModel, Formats):
 class Chat(Common):
     """The fields of a chat request."""
 
-    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     tools: Annotated[list[_Tool | OtherTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Choice | OtherChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -505,134 +438,19 @@ def check_free(field: str, call: str | None, constraint: Constraint | None) -> N
         raise bad(field, rule, constraint.text)
 
 
-def _message(message: _Message, place: int, reading: Reading) -> Message:
-    path = f"messages.{place}."
-    reading.others(path, message, neutral=MESSAGE_NEUTRAL)
-    content = message.content
-    role: Role = "system" if message.role == "developer" else message.role
-    if content is None and role != "assistant":
-        raise bad(f"{path}content", "must be text", None)
-    if message.tool_calls and role != "assistant":
-        raise bad(f"{path}tool_calls", "must be those of an assistant", role)
-    if role == "tool" and message.tool_call_id is None:
-        raise bad(f"{path}tool_call_id", "must name the call that the tool answers", None)
-    for number, call in enumerate(message.tool_calls or ()):
-        reading.others(f"{path}tool_calls.{number}.", call)
-        reading.others(f"{path}tool_calls.{number}.function.", call.function)
-    parts, thoughts = _parts(message, path, reading)
-    return with_parts(
-        f"{path}content",
-        parts,
-        role=role,
-        tool_calls=tuple(
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in message.tool_calls or ()
-        ),
-        tool_call_id=message.tool_call_id or "",
-        name=message.name or "",
-        thoughts=thoughts if role == "assistant" else "",
-    )
-
-
-def _parts(message: _Message, path: str, reading: Reading) -> tuple[list[str | Image], str]:
-    """Return the parts of a message's content, and its thoughts."""
-    blocks = message.thinking_blocks or ()
-    told = {
-        "reasoning_content": message.reasoning_content,
-        "reasoning": message.reasoning,
-        "thinking_blocks": "".join(
-            text for each in blocks if isinstance(text := each.get("thinking"), str)
-        ),
-    }
-    name, thoughts = next(((name, text) for name, text in told.items() if text), ("", ""))
-    reading.thoughts(path + name, thoughts)
-    if isinstance(message.content, str):
-        return [message.content], thoughts
-    parts = list[str | Image]()
-    for number, part in enumerate(message.content or ()):
-        field = f"{path}content.{number}"
-        if isinstance(part, _OtherPart):
-            text = (part.model_extra or {}).get(part.type)
-            if part.type in ("thinking", "reasoning") and isinstance(text, str):
-                thoughts += reading.thoughts(field, text)
-            else:
-                parts.append(reading.placeholder(field, part.type, "must be text or image_url"))
-            continue
-        reading.others(f"{field}.", part)
-        if isinstance(part, _Part):
-            parts.append(part.text)
-        else:
-            reading.others(f"{field}.image_url.", part.image_url)
-            read_detail(reading, f"{field}.image_url.detail", part.image_url.detail)
-            parts.append(linked_image(reading, f"{field}.image_url.url", part.image_url.url))
-    return parts, thoughts
-
-
-def read_detail(reading: Reading, field: str, detail: str | None) -> None:
-    """Read how closely an image should be seen: engines see all of it."""
-    if detail not in (None, "auto"):
-        reading.leave(field, detail, "must be auto")
-
-
-def linked_image(reading: Reading, path: str, url: str) -> str | Image:
-    """Return the image in a data: URL, or the text in place of an image behind another
-    URL, which may change: an image is recorded as it was seen.
-    """
-    if not url.startswith("data:"):
-        what, rule = "an image behind a URL", "must be a data: URL"
-        return reading.placeholder(path, what, rule, value=url)
-    return image_at(reading, path, url)
-
-
-def image_at(
-    reading: Reading, path: str, text: str, *, of: Callable[[str], Image] = Image.of_url
-) -> Image:
-    """Return the image in a data: URL, or what else `of` reads. Raises RequestError,
-    which names the field.
-    """
-    reading.image(path)
-    try:
-        return of(text)
-    except ValueError as error:
-        raise RequestError(400, f"{path}: {error}", param=path) from error
-
-
-def with_parts(path: str, parts: Iterable[str | Image], *, role: Role, **fields: Any) -> Message:
-    """Return the message with these parts. Raises RequestError, which names the field,
-    for images where they cannot be.
-    """
-    try:
-        return message_of(parts, role=role, **fields)
-    except ValueError as error:
-        raise RequestError(400, f"{path}: {error}", param=path) from error
+def _message(message: ChatMessage, place: int, reading: Reading) -> Message:
+    path = f"messages.{place}"
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad(f"{path}.tool_call_id", "must name the call that the tool answers", None)
+    return read_message(message, path, reading)
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
-    """Return the first error.
-
-    A union reports every branch. The deepest location is what the client meant, and of
-    several the branch of which the value has the type.
-    """
-    problem = max(
-        error.errors(include_url=False),
-        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
-    )
-    fields = _field_names(kind)
-    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
-    if problem["type"] == "extra_forbidden":
-        name = ".".join((*path, str(problem["loc"][-1])))
-        return bad(name, UNKNOWN_FIELD, problem["input"])
-    name = ".".join(path) or "body"
-    rule = problem["msg"].partition(", got ")[0]
-    value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"
-    return RequestError(400, f"{name}: {rule}{value}", param=name if path else None)
-
-
-@functools.cache
-def _field_names(kind: type[BaseModel]) -> frozenset[str]:
-    """Return the names of the fields of a request: pydantic's locations also contain
-    names of a union's branches.
-    """
-    schema = kind.model_json_schema()
-    models = [schema, *schema.get("$defs", {}).values()]
-    return frozenset(name for model in models for name in model.get("properties", {}))
+    """Return the first error."""
+    path, rule, got = first_problem(error, kind)
+    name = ".".join(path)
+    if rule == UNKNOWN_FIELD:
+        return bad(name, rule, got)
+    is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
+    value = f", got {got!r:.80}" if is_json else ""
+    return RequestError(400, f"{name or 'body'}: {rule}{value}", param=name or None)

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import BaseModel, Field
 
+from rollweave.io.http.messages import OpenModel
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.fields import Reading, Unread
 from rollweave.rollout.gateway.refusals import bad
 from rollweave.rollout.gateway.requests import (
     Chat,
     ChatRequest,
-    OpenModel,
     PromptForm,
     chat_request,
     read,

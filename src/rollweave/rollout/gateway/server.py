@@ -37,13 +37,12 @@ from rollweave.rollout.gateway.answering import (
 )
 from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_object
 from rollweave.rollout.gateway.aside import Aside
-from rollweave.rollout.gateway.readable import Unreadable
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
-from rollweave.schema.work import Ignored, TokenSequence
+from rollweave.schema.work import Ignored, TokenSequence, Unreadable
 
 MAX_SESSIONS: Final = 100_000
 """Maximum number of open sessions."""

@@ -26,7 +26,7 @@ from rollweave.rollout.gateway.aside import INLINE, Aside
 from rollweave.rollout.gateway.calls import call_constraint, parts_of
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.fields import Unread
-from rollweave.rollout.gateway.readable import IgnoredFields, Unreadable, readable
+from rollweave.rollout.gateway.readable import IgnoredFields, readable
 from rollweave.rollout.gateway.recorder import Call, CallState, Prepared, SessionRecorder
 from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
@@ -43,7 +43,7 @@ from rollweave.schema.serving import (
     TokenChances,
     TokenDelta,
 )
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import StopReason, Unreadable
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Session:
     ) -> None:
         self._call_prefix = call_prefix
         self.id, self.limits = id, limits
-        self._unreadable: Unreadable = unreadable
+        self.unreadable: Unreadable = unreadable
         self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
         self._aside, self._line = aside, asyncio.Lock()
@@ -200,7 +200,7 @@ class Session:
         Raises RequestError.
         """
         codec = self._codec
-        return readable(chat, codec, no_images=self._no_images, unreadable=self._unreadable)
+        return readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
 
     def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
         """Return the tokens of a request's prompt. Raises RequestError."""

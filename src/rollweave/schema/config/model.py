@@ -74,12 +74,6 @@ class ModelConfig(Section):
         "run, such as { enable_thinking = false } for Qwen 3. A client of the gateway may give "
         "others with a request.",
     )
-    unreadable: Literal["ignore", "refuse"] = Field(
-        "ignore",
-        description="Fields of an agent program's requests that neither the model nor its chat "
-        "template can read, such as reasoning_effort: ignored, which the trace records, or "
-        "refused with their names.",
-    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of weights and activations."
     )
