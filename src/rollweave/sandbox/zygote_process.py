@@ -142,7 +142,7 @@ def _forget_environment() -> None:
     """Forget what the interpreter read from the variables of the zygote."""
     time.tzset()
     if (files := sys.modules.get("tempfile")) is not None:
-        files.tempdir = None
+        vars(files)["tempdir"] = None
 
 
 def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
