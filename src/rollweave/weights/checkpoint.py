@@ -41,6 +41,13 @@ TO_CONVERT = (
     "transformers converts it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
 )
 
+GGUF_TO_CONVERT = (
+    "transformers, with the package gguf, converts it: "
+    "AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={name!r}, "
+    "quantization_config=GgufConfig(dequantize=True)).save_pretrained(DIR), and "
+    "AutoTokenizer.from_pretrained({folder!r}, gguf_file={name!r}).save_pretrained(DIR)"
+)
+
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 """Number and size of the pieces of a file of weights that a fingerprint reads."""
 
@@ -136,7 +143,7 @@ def read_shape(directory: Path) -> ModelShape:
 
     Raises ConfigError for missing or unsupported settings.
     """
-    config = _read_json(directory / "config.json")
+    config = _read_config(directory)
     names = config.get("architectures") or []
     kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if kind is None:
@@ -197,7 +204,7 @@ def has_native_shape(directory: Path) -> bool:
     `read_shape` refuses. A directory without a readable config.json counts as native.
     """
     try:
-        named = _read_json(directory / "config.json").get("architectures")
+        named = _read_config(directory).get("architectures")
     except ConfigError:
         return True
     try:
@@ -216,7 +223,7 @@ def read_any_shape(directory: Path) -> ModelShape:
     """
     if has_native_shape(directory):
         return read_shape(directory)
-    whole = _read_json(directory / "config.json")
+    whole = _read_config(directory)
     text = whole.get("text_config")
     config = whole | text if isinstance(text, dict) else whole
     experts = int(config.get("moe_intermediate_size") or 0)
@@ -338,6 +345,25 @@ def _tensors(directory: Path) -> Iterator[tuple[str, Any]]:
                 seen[name] = path
                 if not COMPUTED.search(name):
                     yield name, shard
+
+
+def gguf_of(path: Path) -> str:
+    """Return how to convert a GGUF file at `path`, or in a folder there that has no
+    config.json; "" if there is none.
+    """
+    if (path / "config.json").exists():
+        return ""
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if not files:
+        return ""
+    return GGUF_TO_CONVERT.format(folder=str(files[0].parent), name=files[0].name)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json. Raises ConfigError."""
+    if how := gguf_of(directory):
+        raise ConfigError(f"a model must be a folder with config.json, got {directory}; {how}")
+    return _read_json(directory / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from rollweave.weights.adapters import (
 )
 from rollweave.weights.checkpoint import (
     ModelShape,
+    gguf_of,
     read_any_shape,
     read_shape,
     read_sizes,
@@ -254,6 +255,9 @@ def _model_directory(path: str) -> Path:
     one.
     """
     directory = Path(path)
+    rule = f"model.path must be a folder with config.json, got {path}"
+    if how := gguf_of(directory):
+        raise ConfigError(f"{rule}; {how}")
     if not os.path.isdir(directory):
         hub = (
             f"; for a model of the hub: hf download {path} --local-dir DIR"
@@ -263,7 +267,6 @@ def _model_directory(path: str) -> Path:
         raise ConfigError(f"model.path must be a checkpoint directory, got {path!r}{hub}")
     if is_model(directory):
         return directory
-    rule = f"model.path must be a folder with config.json, got {path}"
     if is_model(directory / EXPORT):
         raise ConfigError(f"{rule}, a checkpoint of a run: its model is {directory / EXPORT}")
     run = Checkpoints(directory / "checkpoints")
