@@ -126,7 +126,7 @@ def test_an_index_may_name_the_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [".", "model-q4.gguf"])
 def test_a_gguf_file_is_refused_with_the_way_to_convert_it(tmp_path: Path, given: str) -> None:
     (tmp_path / "model-q4.gguf").touch()
-    with pytest.raises(ConfigError, match="must be a folder with config.json, got .*;") as caught:
+    with pytest.raises(ConfigError, match=r"must be a folder with config\.json, got .*;") as caught:
         read_shape(tmp_path / given)
     assert f"from_pretrained({str(tmp_path)!r}, gguf_file='model-q4.gguf'" in str(caught.value)
 
@@ -134,5 +134,5 @@ def test_a_gguf_file_is_refused_with_the_way_to_convert_it(tmp_path: Path, given
 def test_a_gguf_file_beside_a_model_is_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "model-q4.gguf").touch()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="config.json: architectures must name one of"):
+    with pytest.raises(ConfigError, match=r"config\.json: architectures must name one of"):
         read_shape(tmp_path)
