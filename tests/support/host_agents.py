@@ -11,13 +11,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.support.fake_runs import FAKES
 from tests.support.forking import Forked
 
 ROOT = Path(__file__).parents[2]
 
 SECRET = "a secret of the tests"
+
+MAIN = f"from benchmarks.agent_main import main; main(**{msgspec.structs.asdict(FAKES)!r})"
+"""Program of an agent whose processes are fakes, as in `tests.support.fake_runs`."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +44,13 @@ class Agents:
         self.port = port
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *names: str, resource: str | None = None) -> None:
+    def start(self, *names: str, resource: str | None = None, user_code: bool = True) -> None:
         for name in names:
             self.processes[name] = Forked(
                 [
-                    *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
+                    *(sys.executable, "-c", MAIN),
                     *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),
-                    *("--join-s", "60"),
+                    *("--join-s", "60", *(["--user-code"] if user_code else [])),
                     *(["--resource", resource] if resource is not None else []),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},

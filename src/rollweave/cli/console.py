@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 
 from rollweave.cli.interrupt import exit_on_interrupt, raise_on_interrupt
 from rollweave.io.process_setup import INTERRUPTED, import_from_working_directory
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.text import visible
 
 FAILED, WRONG_INPUT = 1, 2
 """Exit codes, beside INTERRUPTED."""
@@ -45,8 +47,20 @@ def check_writable(option: str, path: Path) -> None:
 
 class PipeConsole(Console):
     """A console that survives a closed pipe: a run continues without its reader, and
-    `rollweave trace … | head` ends without an error.
+    `rollweave trace … | head` ends without an error. No terminal acts on the text that
+    it prints: control characters in it, which may come from an agent, an engine or
+    another host, are visible.
     """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Yield the segments of a renderable, with visible text."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(visible(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         """Discard all further output."""
