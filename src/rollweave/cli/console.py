@@ -21,6 +21,7 @@ from rich.segment import Segment
 
 from rollweave.cli.interrupt import exit_on_interrupt, raise_on_interrupt
 from rollweave.io.process_setup import INTERRUPTED, import_from_working_directory
+from rollweave.io.reading import named
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.text import visible
 
@@ -112,5 +113,5 @@ def errors_reported() -> Iterator[None]:
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
     except OSError as error:  # for example, a full disk or a file that may not be read
-        print_error(str(error))
+        print_error(named(error))
         raise typer.Exit(FAILED) from error

@@ -12,12 +12,15 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from rollweave.io.reading import whole
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
-from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
+
+TOKENIZER_BYTES = 1 << 30
+"""Maximum size of a tokenizer's file."""
 
 
 class Span:
@@ -106,13 +109,13 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
     Raises ConfigError for a damaged one.
     """
     directories = [run.model]
-    if run.config.exists() and (path := load(run.config).model.path) is not None:
+    if run.config.exists() and (path := run.configuration().model.path) is not None:
         directories.append(Path(path))
     for directory in directories:
         file = directory / "tokenizer.json"
         if file.exists():
             try:
-                return Tokenizer.from_file(str(file))
+                return Tokenizer.from_buffer(whole(file, TOKENIZER_BYTES))
             except Exception as error:  # the library has no specific error for a damaged file
                 raise ConfigError(f"{file} must be a tokenizer: {error}") from error
     return None
@@ -120,7 +123,7 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
 
 def template_arguments(run: RunDir) -> dict[str, Any]:
     """Return the arguments of the chat template in all conversations of the run."""
-    return dict(load(run.config).model.template_arguments) if run.config.exists() else {}
+    return dict(run.configuration().model.template_arguments) if run.config.exists() else {}
 
 
 def arguments_of(sequence: TokenSequence, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rollweave.io.child import exit_status, kill_group, start_process
 from rollweave.io.disk import free_space
 from rollweave.io.framing import FramedSocket, send_frame
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.io.reading import whole
 from rollweave.io.sealing import Seal
 from rollweave.io.wire import decoder_of, encode
 from rollweave.package import VERSION
@@ -72,6 +73,9 @@ ACCEPT_S = 10.0
 
 FOLDER_PREFIX = "rollweave-host-"
 """Prefix of the temporary folders with the user's files, one for each membership."""
+
+MARK_BYTES = 1 << 10
+"""Maximum size of the file by which a host recognizes the run's directory."""
 
 LOG_BYTES = 1 << 18
 """Maximum bytes of one process's log that are sent at each sign of life. Of more, the
@@ -222,7 +226,7 @@ class HostAgent:
         if foreign or ((archive or accepted.modules) and not self.permissions.user_code):
             return f"host {self.name}: the controller sent files or variables that it must not send"
         try:
-            if Path(accepted.mark_path).read_text() != accepted.mark:
+            if whole(Path(accepted.mark_path), MARK_BYTES) != accepted.mark.encode():
                 raise OSError("another file of that name")
         except (OSError, ValueError) as problem:
             return (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from rollweave.core.policy.pools import pools_of, slots_of
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
+from rollweave.io.reading import whole
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
 from rollweave.runtime.hosts.launchers import Launcher, launcher_of
@@ -35,6 +36,9 @@ SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
 """Environment variable with the secret of the run, which controller and agents may read
 in place of its file.
 """
+
+SECRET_FILE_BYTES = 1 << 16
+"""Maximum size of the file with the secret."""
 
 SECRET_BYTES = 32
 """Number of random bytes in a generated secret."""
@@ -247,7 +251,7 @@ class GatheredHosts:
         file = self._run.host_secret
         if not file.exists():
             replace_file(file, f"{secrets.token_hex(SECRET_BYTES)}\n".encode(), mode=0o600)
-        return file.read_text().strip().encode()
+        return whole(file, SECRET_FILE_BYTES).strip()
 
     def _on_joined(self, remote: RemoteHost) -> None:
         member = self._members[remote.name] = _Member(number=next(self._numbers), remote=remote)
