@@ -12,6 +12,7 @@ from rollweave.core.state import (
     GroupStatus,
     OnEngine,
     Phase,
+    Publication,
     Stage,
     TrainerStatus,
     Trajectory,
@@ -227,7 +228,7 @@ def test_engines_start_when_a_model_from_scratch_is_there() -> None:
     run = ready()
     assert run.config.model.scratch is not None
     run.state.pools.run.clear()
-    run.state.checkpoints.newest = None
+    run.state.checkpoints.newest, run.state.publication = None, Publication()
     engine, trainer = run.state.engines[E0], run.state.trainer
     engine.status, trainer.status = EngineStatus.STARTING, TrainerStatus.STARTING
     trainer.since = 800.0
@@ -235,8 +236,9 @@ def test_engines_start_when_a_model_from_scratch_is_there() -> None:
     run.now = 1650.0
     training.on_ready(run, TrainerReady(epoch=trainer.epoch, step=0))
     assert check_at(run, 1650.0 + run.config.watchdog.start_s).of(c.RestartEngine) == []
+    assert trainer.status is TrainerStatus.STARTING, "it did not publish, and starts again"
     late = check_at(run, 1650.1 + run.config.watchdog.start_s)
-    assert len(late.of(c.RestartEngine)) == 1
+    assert len(late.of(c.RestartEngine)) == 1, "the model is there"
 
 
 def test_a_checkpoint_that_is_never_written_restarts_the_trainer() -> None:

@@ -64,6 +64,7 @@ def makes_model(run: Run) -> bool:
         and not state.serving
         and state.trainer.status is TrainerStatus.STARTING
         and state.checkpoints.newest is None
+        and state.publication.next_id == 0  # a trainer that was ready had the model
     )
 
 
