@@ -135,23 +135,9 @@ async def on_ray_serve(
         on_frame=on_frame,
         on_gone=on_gone,
     )
-    loop = asyncio.get_running_loop()
-    wait = Wait(
-        component=f"Ray Serve with {names}", what="starting", since=loop.time(), limit_s=deploy_s
-    )
-    naming = loop.create_task(
-        name_long_waits(lambda: [wait], clock=loop.time, report=lambda _, line: on_status(line)),
-        name="name the wait for Ray Serve",
-    )
     try:
         process.send(encode(command))
-        try:
-            async with asyncio.timeout(deploy_s):
-                report = await answered
-        except TimeoutError:
-            report = DeployFailed(error=f"no answer in {deploy_s:g} s")
-        finally:
-            naming.cancel()
+        report = await _report(answered, names, limit_s=deploy_s, on_status=on_status)
         if isinstance(report, DeployFailed):
             raise ConfigError(f"{names} must be deployed on Ray Serve: {report.error}")
         yield report.urls
@@ -163,3 +149,30 @@ async def on_ray_serve(
                 await process.gone()
         process.kill()
         await process.gone()
+
+
+async def _report(
+    answered: asyncio.Future[FunctionsDeployed | DeployFailed],
+    names: str,
+    *,
+    limit_s: float,
+    on_status: Callable[[str], None],
+) -> FunctionsDeployed | DeployFailed:
+    """Return the answer about the functions, or a failure after `limit_s` seconds. A
+    long wait is named.
+    """
+    loop = asyncio.get_running_loop()
+    wait = Wait(
+        component=f"Ray Serve with {names}", what="starting", since=loop.time(), limit_s=limit_s
+    )
+    naming = loop.create_task(
+        name_long_waits(lambda: [wait], clock=loop.time, report=lambda _, line: on_status(line)),
+        name="name the wait for Ray Serve",
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            return await answered
+    except TimeoutError:
+        return DeployFailed(error=f"no answer in {limit_s:g} s")
+    finally:
+        naming.cancel()
