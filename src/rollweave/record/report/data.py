@@ -205,9 +205,9 @@ def read_run(run: RunDir) -> RunData:
     with _left_out(data, run.summary):
         data.summary = summary_of(whole(run.summary, FILE_BYTES))
     with _left_out(data, run.config):
-        text = whole(run.config, FILE_BYTES).decode(errors="replace")
-        tomllib.loads(text)
-        data.config = text
+        config = whole(run.config, FILE_BYTES).decode(errors="replace")
+        tomllib.loads(config)
+        data.config = config
     with _left_out(data, run.trace):
         _read_trace(run.trace, data)
     return data

@@ -110,9 +110,9 @@ class _Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Permissions:
-    """What the operator of a host allows a run: the user's code and files, environment
-    variables of the controller by name, and, with `lent`, the socket of an engine that
-    the host lends, nothing but that engine and a relay.
+    """A host's permissions for a run, as its operator gave them: the user's code and
+    files, and environment variables of the controller by name. With `lent`, the socket
+    of an engine that the host lends, nothing runs but that engine and a relay.
     """
 
     user_code: bool = False

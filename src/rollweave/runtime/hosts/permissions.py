@@ -1,4 +1,4 @@
-"""What a run asks of its hosts, and what a host's operator allows.
+"""Compare the needs of a run with the permissions that operators gave on its hosts.
 
 Invariants: a controller names one of a closed list of programs, and neither modules nor
 options nor environment variables of processes; the agent enforces what its operator
