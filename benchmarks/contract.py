@@ -25,6 +25,8 @@ PROMISES = (
     "mixed_versions",
     "leftovers",
     "silently_ignored",
+    "refused_as_installed",
+    "sequences_split_without_reason",
 )
 """Figures that must be 0: otherwise the bench has failed."""
 

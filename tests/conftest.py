@@ -55,6 +55,16 @@ def forked_children() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def bfloat16_is_computed() -> Iterator[None]:
+    """Compute bfloat16 in the tests' own processes on every CPU, so that their results
+    do not depend on it. Tests of what happens without its instructions say so.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollweave.io.cpu.has_bfloat16", lambda: True)
+        yield
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:

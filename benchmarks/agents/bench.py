@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.agents.clients import PROGRAMS, Program
@@ -28,14 +29,29 @@ QUICK: Final = ("openai", "anthropic")
 Columns = dict[str, dict[str, Cell]]
 
 
-def bench_agents(*, quick: bool = False, progress: Callable[[str], None] = print) -> Result:
-    """Ask for each feature through each API, and run each program."""
+def bench_agents(
+    *,
+    quick: bool = False,
+    progress: Callable[[str], None] = print,
+    real: bool = False,
+    programs: Path | None = None,
+    install: bool = False,
+) -> Result:
+    """Ask for each feature through each API, and run each program. With `real`, run the
+    programs of the package indexes that are installed in the folder `programs` instead;
+    with `install`, those that are missing are installed there.
+    """
+    if real:
+        from benchmarks.agents.real import bench_real
+
+        return bench_real(programs, quick=quick, install=install, progress=progress)
     columns, missing = asyncio.run(_measure(quick=quick, progress=progress))
     cells = [cell for column in columns.values() for cell in column.values()]
     counts = Counter(cell.outcome for cell in cells)
     figures: dict[str, Figure] = {
         "works": counts[Outcome.WORKS],
         "refused": counts[Outcome.REFUSED],
+        "recorded": counts[Outcome.RECORDED],
         "silently_ignored": counts[Outcome.IGNORED],
         "failed": counts[Outcome.FAILED],
         "apis": len(PATHS),

@@ -3,8 +3,9 @@ whether they were given.
 
 Each case is a request to a gateway whose agent says what is written down. It works if
 what was asked for can be seen in the answer, in how the turn was sampled, or in the
-prompt. It is refused if the answer is an error of one line that names the field.
-Otherwise it was ignored in silence, which must never be.
+prompt. It is recorded if it was ignored and the answer names it. It is refused if the
+answer is an error of one line that names the field. Otherwise it was ignored in
+silence, which must never be.
 """
 
 import enum
@@ -24,6 +25,7 @@ class Outcome(enum.StrEnum):
 
     WORKS = "works"
     REFUSED = "refused"
+    RECORDED = "recorded"  # ignored, which the trace and the answer's header say
     IGNORED = "silently ignored"
     FAILED = "failed"  # neither honored nor refused by the name of a field
 
@@ -283,8 +285,8 @@ FEATURES: Final[tuple[Feature, ...]] = (
             responses={"tool_choice": "required"},
             messages={"tool_choice": {"type": "any"}},
         ),
-        check=lambda seen: seen.prompt.endswith("<tool_call>\n") and bool(seen.answer.calls),
-        says=('{"name": "add", "arguments": {}}\n</tool_call>',),
+        check=lambda seen: seen.sampling.constraint is not None and bool(seen.answer.calls),
+        says=(CALL,),
     ),
     Feature(
         name="no call may be made",
@@ -406,7 +408,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
             "messages": {"output_config": {"effort": "high"}},
         },
         check=never,
-        named="reasoning_effort",
+        named="",
     ),
     Feature(
         name="reasoning budget",
@@ -417,9 +419,16 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=never,
     ),
     Feature(
+        name="thoughts",
+        asks={"chat": {}, "responses": {}, "messages": {}},
+        check=lambda seen: "Five" in json.dumps(seen.answer.body) and seen.answer.text == "5",
+        says=("<think>\nFive.\n</think>\n\n5",),
+    ),
+    Feature(
         name="reasoning summary",
         asks={"responses": {"reasoning": {"summary": "auto"}}},
-        check=never,
+        check=lambda seen: '"summary_text"' in json.dumps(seen.answer.body),
+        says=("<think>\nFive.\n</think>\n\n5",),
     ),
     Feature(name="images to a model of text", asks=IMAGES, check=never),
     Feature(name="images", asks=IMAGES, check=lambda seen: saw_pixel(seen.gateway), sees=True),
@@ -494,7 +503,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
             "chat": {"truncate_prompt_tokens": 10},
             "completions": {"truncate_prompt_tokens": 10},
             "responses": {"truncation": "auto"},
-            "messages": {"context_management": {"edits": []}},
+            "messages": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         },
         check=never,
     ),
@@ -537,6 +546,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
 
 async def try_feature(feature: Feature, api: str) -> Cell:
     """Request the feature through one API."""
+    named = feature.named or _first_field(feature.asks[api])
     async with scripted(*feature.says, sees=feature.sees) as gateway:
         answer = await post(gateway, api, {**BODIES[api], **feature.asks[api]})
         if answer.status == 200:
@@ -546,9 +556,13 @@ async def try_feature(feature: Feature, api: str) -> Cell:
                 sampling=gateway.script.samplings[-1],
                 gateway=gateway,
             )
-            return Cell(outcome=Outcome.WORKS if feature.check(seen) else Outcome.IGNORED)
+            if feature.check(seen):
+                return Cell(outcome=Outcome.WORKS)
+            recorded = names(named, answer.ignored)
+            return Cell(
+                outcome=Outcome.RECORDED if recorded else Outcome.IGNORED, detail=answer.ignored
+            )
     error = answer.error
-    named = feature.named or _first_field(feature.asks[api])
     is_named = answer.status == 400 and "\n" not in error and names(named, error)
     return Cell(outcome=Outcome.REFUSED if is_named else Outcome.FAILED, detail=error)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from benchmarks.agents.scripted import Scripted
 from rollweave.schema.base import Struct
@@ -37,6 +38,8 @@ class Answer(Struct, frozen=True, kw_only=True):
     text: str = ""
     calls: tuple[tuple[str, Json], ...] = ()
     output_tokens: int = -1
+    ignored: str = ""
+    """The fields that the server has ignored, and recorded."""
     parts: int = 0
     """Number of parts of the text of a stream."""
 
@@ -56,12 +59,14 @@ async def post(gateway: Scripted, api: str, body: Json) -> Answer:
         http.post(url, json=body, headers=head) as response,
     ):
         data = await response.read()
+        ignored = response.headers.get("X-Rollweave-Ignored", "")
         if response.content_type == "text/event-stream":
-            return _streamed(api, list(_events(data)))
+            streamed = _streamed(api, list(_events(data)))
+            return msgspec.structs.replace(streamed, ignored=ignored)
         answer: Json = json.loads(data)
         if response.status != 200:
             return Answer(status=response.status, body=answer)
-        return _complete(api, answer)
+        return msgspec.structs.replace(_complete(api, answer), ignored=ignored)
 
 
 def _events(data: bytes) -> Iterator[Json]:
@@ -84,13 +89,13 @@ def _complete(api: str, body: Json) -> Answer:
             for item in body["output"]:
                 if item["type"] == "message":
                     text += item["content"][0]["text"]
-                else:
+                elif item["type"] == "function_call":
                     calls.append((item["name"], json.loads(item["arguments"])))
         case "messages":
             for block in body["content"]:
                 if block["type"] == "text":
                     text += block["text"]
-                else:
+                elif block["type"] == "tool_use":
                     calls.append((block["name"], block["input"]))
     usage = body["usage"]
     count = usage.get("completion_tokens", usage.get("output_tokens", -1))

@@ -6,6 +6,7 @@ The programs of frameworks are slow and need the extra `agents` (`pip install
 """
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ import pytest
 from benchmarks.agents import bench
 from benchmarks.agents.clients import PROGRAMS, Adder, Program
 from benchmarks.agents.features import FEATURES, Feature, Outcome, never, try_feature
+from benchmarks.agents.installed import PROGRAMS as INSTALLED
 from benchmarks.agents.programs import try_program
+from benchmarks.agents.real import Seen, bench_real
 from benchmarks.agents.scripted import CALL, scripted
+from benchmarks.agents.silent import silent_fields
+from benchmarks.agents.wire import BODIES
 from rollweave.schema.work import SequenceCause
 
 PAGE = Path(__file__).parents[2] / "docs" / "GATEWAY.md"
@@ -56,10 +61,8 @@ async def test_a_program_runs_unchanged_and_token_exact(
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     cells = await try_program(program)
     outcomes = {name: cell.outcome for name, cell in cells.items()}
-    refused = {name for name in ("images to a model of text", "n of 2") if name in cells}
-    assert outcomes == {
-        name: Outcome.REFUSED if name in refused else Outcome.WORKS for name in cells
-    }, cells
+    other = {"images to a model of text": Outcome.RECORDED, "n of 2": Outcome.REFUSED}
+    assert outcomes == {name: other.get(name, Outcome.WORKS) for name in cells}, cells
 
 
 async def test_a_program_that_rewrites_begins_a_sequence() -> None:
@@ -100,3 +103,26 @@ def test_the_quick_bench_names_what_it_leaves_out() -> None:
     )
     assert {feature.name for feature in FEATURES} <= result.conditions.keys()
     assert asyncio.run(bench.ask_apis()).keys() == {"chat", "completions", "responses", "messages"}
+
+
+def test_the_bench_of_installed_programs_says_why_it_runs_none(tmp_path: Path) -> None:
+    result = bench_real(tmp_path, quick=False, install=False, progress=lambda _: None)
+    assert result.figures["programs"] == result.figures["runs"] == 0
+    assert result.figures["programs_not_run"] == len(INSTALLED)
+    assert "is not installed in" in result.conditions["codex, sandbox"]
+    quick = bench_real(tmp_path, quick=True, install=False, progress=lambda _: None)
+    assert quick.figures.keys() == result.figures.keys()
+    assert not result.broken
+
+
+def test_a_field_that_a_program_sends_in_vain_is_found() -> None:
+    """The server names what it ignores; anything else without effect is silent."""
+    body = {**BODIES["chat"], "n": 1, "user": "u", "surprise": {"a": 5}, "stream": True}
+    seen = Seen()
+    seen.requests.append(("/s/s/v1/chat/completions", json.dumps(body).encode(), 200, ""))
+    assert [field.partition(" = ")[0] for field in silent_fields(seen)] == [
+        "/chat/completions: surprise",
+        "/chat/completions: surprise.a",
+    ]
+    seen.ignored.add("surprise")
+    assert silent_fields(seen) == []

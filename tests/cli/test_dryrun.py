@@ -678,11 +678,12 @@ class TestModelPath:
         assert "model.safetensors must be a complete safetensors file" in detail
 
     def test_refuses_an_index_that_names_a_missing_file(self, tmp_path: Path, model: Path) -> None:
+        (model / "model.safetensors").rename(model / "model-1.safetensors")
         (model / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'
+            '{"weight_map": {"a": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}}'
         )
         ((_, detail),) = self.examine(tmp_path, model)
-        assert "model-2.safetensors must be a complete safetensors file" in detail
+        assert "must name files beside it, got 'model-2.safetensors'" in detail
 
     @pytest.mark.parametrize(
         ("changes", "words"),

@@ -264,6 +264,7 @@ def test_options_of_a_loan_are_refused_without_one(tmp_path: Path, option: str, 
     ("arguments", "text"),
     [
         (["--lend", "nowhere"], "--lend must be HOST:PORT of the controller, got nowhere"),
+        (["--lend", "a:８０"], "--lend must be HOST:PORT of the controller, got a:８０"),
         (["--lend", "127.0.0.1:9", "--ttft-ms", "0"], "--ttft-ms must be positive and finite"),
         (["--lend", "127.0.0.1:9", "--tpot-ms", "nan"], "--tpot-ms must be positive and finite"),
         (["--lend", "127.0.0.1:9", "--secret-file", "gone"], "--secret-file gone must be"),

@@ -188,6 +188,22 @@ def test_wrong_input_prints_one_line_and_exits_with_2(arguments: list[str], erro
     assert errors[0].startswith(f"error: {error}")
 
 
+def test_force_overrides_estimates_and_no_other_check() -> None:
+    too_much = ["--dry-run", "--hosts", HOSTS, "--set", "engines.kv_tokens=1048576"]
+    code, _, (error,) = invoke("train", RUN, *too_much)
+    assert code == 2
+    assert error.endswith("(an estimate, which --force overrides)")
+    code, shown, errors = invoke("train", RUN, *too_much, "--force")
+    assert (code, errors) == (0, [])
+    assert "! --force" in " ".join(shown.split())
+    wrong = ["--set", "trainer.ranks=9"]
+    code, _, errors = invoke("train", RUN, *too_much, *wrong, "--force")
+    assert (code, [error.startswith("error: trainer.ranks: must be") for error in errors]) == (
+        2,
+        [True],
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

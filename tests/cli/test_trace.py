@@ -16,7 +16,7 @@ from rollweave.record.store import Ended, TrajectoryStore
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.media import Image, PlacedImage
-from rollweave.schema.work import Origin, Purpose, SequenceCause
+from rollweave.schema.work import Ignored, Origin, Purpose, SequenceCause
 from tests.support.synthetic_run import write_run
 from tests.support.vision_models import picture
 
@@ -149,8 +149,9 @@ def test_a_reward_filter_compares(text: str, value: float, expected: bool) -> No
 
 
 def test_refuses_a_reward_filter_without_a_number() -> None:
-    with pytest.raises(ConfigError, match="--reward must be a number"):
-        parse_reward("!1")
+    for text in ("!1", ">１"):
+        with pytest.raises(ConfigError, match="--reward must be a number"):
+            parse_reward(text)
 
 
 def test_prints_a_list_as_json(run: Path) -> None:
@@ -191,9 +192,11 @@ def test_shows_why_each_sequence_began(tmp_path: Path) -> None:
             Origin(cause=SequenceCause.HISTORY_EDITED, of=0, message=2, role="tool"),
         )
         sequences = tuple(msgspec.structs.replace(sequence, origin=each) for each in began)
-        again = msgspec.structs.replace(trajectory, attempt=1, sequences=sequences)
+        ignored = (Ignored(field="tools.*.type", value="'web'", action="left out", requests=3),)
+        again = msgspec.structs.replace(trajectory, attempt=1, sequences=sequences, ignored=ignored)
         store.append(Ended(at=1.0, purpose=entry.purpose, member=0, trajectory=again))
     _, text, _ = invoke(str(path), "g0.0/1")
+    assert "not read: tools.*.type = 'web': left out, in 3 requests" in text
     assert "sequence 1 of 2: first" in text
     assert "sequence 2 of 2: history edited, departs from sequence 1 at message 3 (tool)" in text
     origins = json.loads(invoke(str(path), "g0.0/1", "--json")[1])["origins"]

@@ -57,7 +57,35 @@ def test_the_same_failure_twice_is_not_retried(
     assert set(world.attempts.values()) == {attempts}
     assert world.finish is not None
     assert world.finish.error == ""
-    assert world.core.state.last_failure == f"{reason}: {words}" or "{number}" in words
+    said = f"{reason}: {words}" if words else str(reason)
+    assert world.core.state.last_failure == said or "{number}" in words
+
+
+class Refusing(World):
+    """A world whose engines refuse every turn, with these words."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(config(steps=2), seed=3)
+        self.words = words
+
+    def execute(self, command: c.Command) -> None:
+        if isinstance(command, c.StartTurn):
+            key = {
+                name: getattr(command, name)
+                for name in ("trajectory_id", "attempt", "turn", "dispatch")
+            }
+            self.later(e.TurnFailed(**key, error=self.words))
+        else:
+            super().execute(command)
+
+
+def test_a_run_whose_turns_all_fail_ends_with_the_failure_of_a_turn() -> None:
+    world = Refusing("tokens must be in [0, 10), got 1 to 12")
+    world.run()
+    assert world.finish is not None
+    assert world.finish.error.endswith(
+        "last failure: engine_failure: tokens must be in [0, 10), got 1 to 12"
+    )
 
 
 @pytest.mark.parametrize(

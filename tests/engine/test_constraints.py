@@ -40,8 +40,8 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def regex(text: str, **more: str) -> Constraint:
-    return Constraint(kind="regex", text=text, **more)
+def regex(text: str) -> Constraint:
+    return Constraint(kind="regex", text=text)
 
 
 def encode(text: str) -> list[int]:
@@ -96,21 +96,6 @@ def test_allowed_tokens_are_those_with_which_the_text_can_match(
         tokens.append(token)
 
 
-def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
-    start = "<tool_call>"
-    for text in (f'{start}\n{{"anything": 1', "12"):
-        for constraint in (
-            regex("[0-9/]{2}", call_start=start),
-            Constraint(kind="json", text='{"type": "integer"}', call_start=start),
-        ):
-            matcher = grammars.matcher(constraint, ends=[END])
-            for token in encode(text):
-                assert not matcher.forbidden()[token]
-                matcher.feed(token)
-            assert not matcher.forbidden()[END]
-    assert matcher.forbidden()[encode("x")[0]]
-
-
 @pytest.mark.parametrize(
     ("constraint", "problem"),
     [
@@ -130,7 +115,7 @@ def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
             "least common multiple of all multipleOf.* at most 10000, got ",
         ),
         (
-            Constraint(kind="json", text=json.dumps(nested(12)), call_start="<tool_call>"),
+            Constraint(kind="lark", text=f"start: %json {json.dumps(nested(12))}"),
             "grammar size",
         ),
         (
@@ -142,7 +127,6 @@ def test_a_call_may_take_the_place_of_the_answer(grammars: Grammars) -> None:
             Constraint(
                 kind="json",
                 text='{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}',
-                call_start="<tool_call>",
             ),
             "references lead back to themselves",
         ),
@@ -160,7 +144,7 @@ def test_a_schema_may_refer_to_itself_where_a_text_can_begin() -> None:
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
     assert grammar_of(Constraint(kind="json", text=json.dumps(tree)))
     either = '{"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}'
-    assert grammar_of(Constraint(kind="json", text=either, call_start="<tool_call>"))
+    assert grammar_of(Constraint(kind="json", text=either))
 
 
 @pytest.mark.parametrize("step", [7, 0.01, 2.5, 10_000])

@@ -141,6 +141,16 @@ def test_bfloat16_stays_near_the_fp32_oracle(model: torch.nn.Module, path: str) 
     assert 0 < logprob_error(model, PROMPTS[1], result) <= 0.15
 
 
+def test_a_cpu_without_bfloat16_computes_in_float32(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request("x", PROMPTS[1], seed=4, max_tokens=16)]
+    full = drive(spec(path), requests).results["x"]
+    monkeypatch.setattr("rollweave.io.cpu.has_bfloat16", lambda: False)
+    short = drive(spec(path, dtype="bfloat16"), requests).results["x"]
+    assert (short.tokens, short.logprobs) == (full.tokens, full.logprobs)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
 def test_logprobs_are_those_at_the_sampling_temperature(
     model: torch.nn.Module, path: str, temperature: float

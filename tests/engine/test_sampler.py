@@ -22,7 +22,8 @@ def logits(rows: int, *, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 def draw(
     source: torch.Tensor, positions: list[int], rows: list[Sampling]
 ) -> tuple[list[int], list[float]]:
-    return sample(source.clone(), positions, pack(rows, vocab=source.shape[1], device=CPU))
+    params = pack(rows, vocab=source.shape[1], device=CPU)
+    return sample(source.clone(), positions, params)[:2]
 
 
 def frequencies(row: torch.Tensor, count: int = 20_000, **settings: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, checked_score, score_episode
 from rollweave.envs.faults import Faulty
+from rollweave.envs.threads import EnvThreads
 from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, RewardError
 from rollweave.schema.work import Task
@@ -116,13 +117,20 @@ async def test_a_constructor_and_a_close_that_fail() -> None:
 async def score(
     name: str, *actions: str, rewards: tuple[float, ...] = (), success: bool | None = None
 ) -> Score:
-    return await score_episode(
-        f"{HERE}{name}",
-        {},
-        episode(TASK, *actions, rewards=rewards, success=success),
-        faults=NONE,
-        seed=0,
-    )
+    threads = EnvThreads()
+    thread = threads.lease("one score")
+    try:
+        return await score_episode(
+            f"{HERE}{name}",
+            {},
+            episode(TASK, *actions, rewards=rewards, success=success),
+            faults=NONE,
+            seed=0,
+            via=thread.via,
+        )
+    finally:
+        thread.release()
+        threads.close()
 
 
 async def test_without_a_hook_the_reward_is_the_sum_of_the_steps() -> None:

@@ -15,8 +15,10 @@ import pytest
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
 from rollweave.envs.gym import Gym
 from rollweave.envs.jsonl import Jsonl
-from rollweave.envs.records import records
 from rollweave.envs.tasks import TaskSource
+from rollweave.rollout.chat.tools import openai_message
+from rollweave.rollout.gateway.requests import parse_chat
+from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.media import Image
@@ -98,9 +100,114 @@ def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) ->
         score(failing, draw(failing, "data"), "x")
 
 
-def test_a_byte_order_mark_before_the_first_record(tmp_path: Path) -> None:
-    (tmp_path / "bom.jsonl").write_text('{"prompt": "a"}', encoding="utf-8-sig")
-    assert len(records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
+USER, TOOL = (
+    {"role": "user", "content": "hi"},
+    {"role": "tool", "content": "3", "tool_call_id": "c"},
+)
+FUNCTION = {"name": "f", "arguments": '{"a": 1}'}
+CALL = {"id": "c", "type": "function", "function": FUNCTION}
+CALLED = Message(
+    role="assistant", content="", tool_calls=(ToolCall(id="c", name="f", arguments='{"a": 1}'),)
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"role": "developer", "content": "x"}, Message(role="system", content="x")),
+        (
+            {**USER, "name": None, "refusal": None, "audio": None},
+            Message(role="user", content="hi"),
+        ),
+        ({**USER, "tool_calls": None, "tool_call_id": None}, Message(role="user", content="hi")),
+        ({**USER, "tool_calls": []}, Message(role="user", content="hi")),
+        ({**USER, "name": "bob"}, Message(role="user", content="hi", name="bob")),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}] * 2},
+            Message(role="user", content="aa"),
+        ),
+        ({"role": "user", "content": []}, Message(role="user", content="")),
+        ({"role": "assistant", "content": None}, Message(role="assistant", content="")),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, CALLED),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": None, "index": 0}]}, CALLED),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
+            },
+            CALLED,
+        ),
+        (TOOL, Message(role="tool", content="3", tool_call_id="c")),
+        (
+            {**TOOL, "annotations": [1], "cache_control": {}},
+            Message(role="tool", content="3", tool_call_id="c"),
+        ),
+    ],
+)
+def test_a_message_is_read_as_the_gateway_reads_it(
+    tmp_path: Path, message: dict[str, Any], read: Message
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": [message]})
+    ((_, messages),) = Jsonl.prompts({"path": path})
+    asked = parse_chat(json.dumps({"model": "m", "messages": [message]}).encode())
+    assert messages == asked.messages == (read,)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_are_read(tmp_path: Path, field: str) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": [USER, {"role": "assistant", "content": "a", field: "t"}, USER]},
+    )
+    ((_, messages),) = Jsonl.prompts({"path": path})
+    assert messages[1] == Message(role="assistant", content="a", thoughts="t")
+    assert openai_message(messages[1])["reasoning_content"] == "t"
+
+
+def run_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Any) -> None:
+    """Run the lines of docs/DATASETS.md that convert other formats, with these rows in
+    place of a data set of the hub and of a Parquet file of verl.
+    """
+    import datasets
+    import pandas
+
+    monkeypatch.chdir(tmp_path)
+    pandas.DataFrame(rows).to_parquet("train.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    page = (Path(__file__).parents[2] / "docs" / "DATASETS.md").read_text()
+    imports, lines = (
+        page.split("## From other formats")[1].split("```python\n")[1].split("```")[0].split("\n\n")
+    )
+    for number, line in enumerate(lines.strip().splitlines()):
+        exec(f"{imports}\n{line.replace('train.jsonl', f'{number}.jsonl')}", {})
+
+
+def test_files_that_the_page_converts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a table have all fields of all rows: what a message lacks is null."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}},
+        {
+            "prompt": [USER, {"role": "assistant", "tool_calls": [CALL]}, TOOL],
+            "reward_model": {"ground_truth": "5"},
+        },
+    ]
+    run_lines_of_the_page(tmp_path, monkeypatch, rows)
+    for number in range(2):
+        options = {
+            "path": f"{number}.jsonl",
+            "reward": "rollweave.envs.handlers.answers:boxed_reward",
+        }
+        messages = [messages for _, messages in Jsonl.prompts(options)]
+        hi = Message(role="user", content="hi")
+        assert messages == [
+            (hi,),
+            (hi, CALLED, Message(role="tool", content="3", tool_call_id="c")),
+        ]
+        assert Jsonl.score(
+            episode(new_task(file=f"{number}.jsonl", row=1), r"\boxed{5}"), options
+        ).success
 
 
 def test_jsonl_visits_every_record_once_per_epoch(tmp_path: Path) -> None:
@@ -145,8 +252,32 @@ def test_jsonl_leaves_records_out_of_every_split(tmp_path: Path) -> None:
             '{"prompt": "a"}\n\n{"question": "b"}',
             r"a\.jsonl:3 has no field 'prompt' \(its fields: question\)$",
         ),
-        ('{"prompt": [{"role": "judge", "content": "x"}]}', r"a\.jsonl:1: .*judge"),
-        ('{"prompt": []}', r"a\.jsonl:1: .*no messages"),
+        (
+            '{"prompt": [{"role": "judge", "content": "x"}]}',
+            r"a\.jsonl:1: prompt\.0\.role: .*judge",
+        ),
+        ('{"prompt": []}', r"a\.jsonl:1: prompt must .*no messages"),
+        ('{"prompt": null}', r"a\.jsonl:1: prompt must be text or a list of messages, got None"),
+        ('{"prompt": {"role": "user"}}', r"a\.jsonl:1: prompt must be text or a list of messages"),
+        ('{"prompt": ["hi"]}', r"a\.jsonl:1: prompt\.0: Input should be an object"),
+        (
+            '{"prompt": [{"role": "user", "content": null}]}',
+            r"a\.jsonl:1: prompt\.0\.content must be text, got None",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": 3}]}',
+            r"a\.jsonl:1: prompt\.1\.content: .*got 3",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a", "weight": 1}]}',
+            r"a\.jsonl:1: prompt\.0\.weight must not be given: no field of that name is known",
+        ),
+        (
+            '{"prompt": [{"from": "human", "value": "a"}]}',
+            r"a\.jsonl:1: prompt\.0\.role: Field req",
+        ),
+        ('{"messages": [], "answer": 1}', r"no field 'prompt' \(its fields: messages, answer\)$"),
+        ('{"prompt": "a\\ud83d"}', r"a\.jsonl:1: prompt must be valid text"),
         ("[1]", r"a\.jsonl:1: .*TypeError"),
         ("", "must have records"),
     ],

@@ -36,6 +36,9 @@ async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
         {"env": f"{HERE}Listener", "tag": "listener", "isolation": "process"},
         {"env": f"{HERE}BadConstructor", "tag": "bad", "isolation": "process"},
         {"env": f"{HERE}BadClose", "tag": "bad close", "isolation": "process"},
+        {"env": f"{HERE}Alarmed", "tag": "alarmed", "isolation": "process"},
+        {"env": f"{HERE}AsyncAlarmed", "tag": "async alarmed", "isolation": "process"},
+        {"env": f"{HERE}Alarmed", "tag": "inline alarmed"},
         {"env": "frozenlake", "tag": "inline lake"},
         {"env": "frozenlake", "tag": "lake", "isolation": "process"},
     )
@@ -54,6 +57,27 @@ def pid(env: OpenedEnv) -> int:
     assert isinstance(env, ProcessEnv)
     assert env._process is not None
     return env._process.pid
+
+
+async def test_code_of_the_users_runs_on_the_main_thread(of: TaskSource) -> None:
+    """Signal handlers work in every method, and plain ones may run event loops."""
+    task = draw(of, "alarmed")
+    env = await of.provider("alarmed").open(task, seed=0)
+    assert (await env.reset(task)).messages[0].content == "rung"
+    assert (await env.step("a")).messages[0].content == "rung"
+    await env.close()
+    assert (await of.provider("alarmed").score(episode(task, "a"), seed=0)).reward == 1.0
+    env = await opened(of, "async alarmed")
+    await env.close()
+
+
+async def test_inline_the_error_of_an_alarm_names_the_remedy(of: TaskSource) -> None:
+    remedy = 'with isolation = "process", environments and the reward function of env jsonl run'
+    task = draw(of, "inline alarmed")
+    with pytest.raises(EnvError, match=f"signal only works in main thread.*; .*{remedy} there"):
+        await of.provider("inline alarmed").open(task, seed=0)
+    with pytest.raises(RewardError, match=f"RuntimeError: no limit of time; .*{remedy} there"):
+        await of.provider("inline alarmed").score(episode(task, "a"), seed=0)
 
 
 async def test_two_environments_run_one_after_another_in_one_process(of: TaskSource) -> None:

@@ -1,6 +1,7 @@
 """Environments and configurations for the tests of this package."""
 
 import asyncio
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -283,3 +284,49 @@ class GuessGym(gymnasium.Env[Any, Any]):
 
 GUESS = "RollweaveGuess-v0"
 gymnasium.register(GUESS, entry_point=GuessGym)
+
+
+class Alarmed:
+    """Sets an alarm in every method, as libraries do that limit their own time; plain
+    methods also run an event loop of their own.
+    """
+
+    def __init__(self) -> None:
+        on_alarm()
+
+    def reset(self, task: Task) -> Observation:
+        return asyncio.run(self._reset())
+
+    async def _reset(self) -> Observation:
+        return Observation.of(on_alarm())
+
+    def step(self, action: str) -> Step:
+        return Step.of(on_alarm(), done=True)
+
+    @classmethod
+    def score(cls, episode: Episode, options: Options) -> float:
+        try:
+            on_alarm()
+        except ValueError as error:  # a library raises an error of its own
+            raise RuntimeError("no limit of time") from error
+        return 1.0
+
+
+class AsyncAlarmed:
+    async def reset(self, task: Task) -> Observation:
+        asyncio.get_running_loop()
+        return Observation.of(on_alarm())
+
+    async def step(self, action: str) -> Step:
+        return Step(done=True)
+
+
+def on_alarm() -> str:
+    """Return "rung" once an alarm has."""
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append("rung"))
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    while not rung:
+        time.sleep(0.01)
+    signal.signal(signal.SIGALRM, before)
+    return rung[0]

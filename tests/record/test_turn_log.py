@@ -2,9 +2,11 @@
 directory, ends a run.
 """
 
+import itertools
 import os
+import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.record.turn_log import (
+    PREFIX,
+    SEGMENT,
     Attempt,
     TurnAnswer,
     TurnLog,
@@ -30,7 +34,7 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-from tests.support.properties import examples
+from tests.support.properties import checked_every, examples
 
 CONTEXT = context_digest((1, 2, 3), Sampling())
 
@@ -123,17 +127,38 @@ def test_records_of_another_life_with_the_same_number_are_not_taken(tmp_path: Pa
     assert read(tmp_path, of(log, 2)) == {of(log, 2)[0]: [answer(2)]}
 
 
-def test_a_log_that_lost_its_end_has_the_beginning_of_each_attempt(tmp_path: Path) -> None:
+@settings(max_examples=examples(100))
+@given(
+    members=st.lists(st.integers(0, 1), min_size=4, max_size=6),
+    lost=st.sets(st.integers(0, 3), min_size=1, max_size=2),
+    late=st.booleans(),
+)
+def test_a_log_that_lost_segments_has_the_beginning_of_each_attempt(
+    members: list[int], lost: set[int], late: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The journal has attempts whose records a power loss took, also in the middle:
-    nothing of an attempt is used after the first missing record.
+    nothing of an attempt is used after the first missing record. If it is `late`, the
+    log has been read before.
     """
-    records = [answer(0), answer(1), answer(1, 1), answer(0, 1), answer(0, 2)]
-    with TurnLog(tmp_path, segment_bytes=1) as log:
-        for record in records:
+    directory = tmp_path_factory.mktemp("turns")
+    left: dict[int, list[TurnRecord]] = {member: [] for member in members}
+    with TurnLog(directory, segment_bytes=1) as log:  # one record each
+        for number, member in enumerate(members):
+            record = answer(member, number)
             log.append(record)
-    (tmp_path / "000003.bin").write_bytes(b"")
-    by_attempt = read(tmp_path, of(log, 0, 1))
-    assert by_attempt == dict(zip(of(log, 0, 1), [[records[0]], records[1:3]], strict=True))
+            left[member].append(record)
+    later = TurnLog(directory, segment_bytes=1)
+    if late:
+        later.keep(of(log, *left))
+    for number in lost & set(range(len(members))):
+        (directory / f"{number:06d}.bin").write_bytes(b"")
+        member = members[number]
+        if (record := answer(member, number)) in left[member]:
+            del left[member][left[member].index(record) :]
+    if not late:
+        later.keep(of(log, *left))
+        assert set(later.recorded) == {of(log, one)[0] for one in left if left[one]}
+    assert {member: later.take(trajectory(member), 0) for member in left} == left
 
 
 def test_a_log_that_is_not_written_leaves_no_directory(tmp_path: Path) -> None:
@@ -202,29 +227,71 @@ def test_one_slow_attempt_does_not_keep_the_records_of_others(tmp_path: Path) ->
     assert len(segments(tmp_path)) == 1, "what is left is in one segment"
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "changed", "foreign", "former"])
+def test_segments_that_replace_others_are_not_larger(tmp_path: Path) -> None:
+    """Half of the attempts end at once: all segments are sparse then."""
+    with TurnLog(tmp_path, segment_bytes=2_000) as log:
+        for member in range(100):
+            log.append(answer(member))
+        for member in range(100):
+            if member % 7:
+                log.forget(trajectory(member), 0)
+        count = len(segments(tmp_path))
+        log.append(answer(100))
+        log.append(answer(101))
+        while len(segments(tmp_path)) >= count:
+            log.append(answer(102))
+        assert max(path.stat().st_size for path in tmp_path.iterdir()) < 2_000 + 400
+    left = of(log, *range(0, 100, 7))
+    assert read(tmp_path, left) == {
+        attempt: [answer(7 * place)] for place, attempt in enumerate(left)
+    }
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "flipped", "foreign", "former"])
 def test_damage_costs_records_and_is_named(tmp_path: Path, damage: str) -> None:
-    zero, one = written(tmp_path, answer(0), answer(1))
-    path = tmp_path / "000000.bin"
-    data = path.read_bytes()
-    match damage:
-        case "cut":
-            path.write_bytes(data[:-3])
-        case "zeros":
-            path.write_bytes(data[:-3] + bytes(3))
-        case "changed":
-            path.write_bytes(data[:-3] + b"\xff" * 3)
-        case "foreign":
-            path.write_bytes(b"something else, of some length")
-        case "former":
-            path.write_bytes(data[:8] + b"\x01" + data[9:])
-    with TurnLog(tmp_path) as log:
-        log.keep([zero, one])
-        assert log.recorded == ([] if damage in ("foreign", "former") else [zero])
-        assert len(log.damaged) == (damage in ("changed", "foreign", "former"))
+    """At any byte: the records before it are read, and no others ever."""
+    records = [answer(0), tokens(1), answer(1), answer(0, 1)]
+    attempts = written(tmp_path / "whole", *records)
+    data = (tmp_path / "whole" / "000000.bin").read_bytes()
+    ends = [record.end for record in SEGMENT.scan(tmp_path / "whole" / "000000.bin")]
+    unused = {start + 5 + pad for start in (12, *ends) for pad in range(3)}  # of a head
+    near = {max(0, end + beside) for end in (12, *ends) for beside in (-1, 0, 1)}
+    places = {*near, *range(0, len(data), 1 if checked_every() == 1 else 41)} - {len(data) + 1}
+    for at in sorted(places - {len(data)}) if damage not in ("foreign", "former") else [0]:
+        directory = tmp_path / f"{at}"
+        directory.mkdir()
+        path = directory / "000000.bin"
+        match damage:
+            case "cut":
+                path.write_bytes(data[:at])
+            case "zeros":
+                path.write_bytes(data[:at] + bytes(len(data) - at))
+            case "flipped":
+                path.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+            case "foreign":
+                path.write_bytes(b"something else, of some length")
+            case "former":
+                path.write_bytes(data[:8] + b"\x01" + data[9:])
+        if (content := path.read_bytes()) == data or (damage == "flipped" and at in unused):
+            continue
+        changed = next(
+            (place for place in range(len(content)) if content[place] != data[place]), at
+        )
+        log = TurnLog(directory)
+        log.keep(attempts)
+        left = [record for record, end in zip(records, ends, strict=True) if end <= changed]
+        if changed < len(SEGMENT.header):
+            left = []
+        for name, number, life in attempts:
+            own = [one for one in left if (one.trajectory_id, one.attempt) == (name, number)]
+            assert log.take(name, number) == own, changed
+            assert ((name, number, life) in log.recorded) == bool(own)
+        torn = damage in ("cut", "zeros")
+        assert len(log.damaged) == (not torn)
         assert all(str(path) in text for text in log.damaged)
-        log.append(answer(2))  # into another segment
-    assert list(read(tmp_path, of(log, 2))) == of(log, 2)
+        log.append(answer(2))
+        log.close()
+        assert read(directory, of(log, 2)) == {of(log, 2)[0]: [answer(2)]}, "in another segment"
 
 
 @pytest.mark.parametrize("at", [20, 60, -3])
@@ -351,22 +418,95 @@ def test_a_call_that_fails_loses_no_record(tmp_path: Path, monkeypatch: pytest.M
         assert read(directory, attempts) == expected, f"call {number} failed"
 
 
-Step = tuple[str, int]
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["tokens", "answer", "answer", "forget", "release", "lose", "lose worker"]),
-        st.integers(0, 5),
-    ),
-    max_size=60,
-)
+STEPS = {
+    "tokens": 4,
+    "answer": 12,
+    "forget": 4,
+    "lose worker": 3,
+    "release": 3,
+    "lose": 1,
+    "kill": 1,
+}
+"""What happens, and how often."""
 
 
-@settings(max_examples=examples(150))
-@given(steps=STEPS, segment_bytes=st.sampled_from([1, 300, 900, 3_000]))
+class Disk:
+    """Follows the files of a log: what may still be needed is never written over, what
+    nothing needs is deleted, and what is sparse is replaced.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, patch: pytest.MonkeyPatch) -> None:
+        self._directory, self._segment_bytes = directory, segment_bytes
+        self._links = directory.with_name(f"{directory.name}-links")
+        self._links.mkdir()
+        self._known: dict[int, tuple[Path, bytes]] = {}
+        """A link to each file that there ever was, and what it had, by its inode."""
+        self._names: dict[str, Path] = {}
+        self._last, self._synced, self._replace = "", False, os.replace
+        patch.setattr(os, "fsync", self._sync)
+        patch.setattr(os, "replace", self._replaced)
+
+    def _sync(self, fd: int) -> None:
+        self._synced = True
+
+    def _replaced(self, *paths: Any) -> None:
+        assert self._synced, "a loss of power must not leave an empty segment"
+        self._synced = False
+        self._replace(*paths)
+
+    def restore(self) -> None:
+        """Bring back what was deleted: a process that was killed has not deleted it."""
+        for name, link in self._names.items():
+            if not (self._directory / name).exists():
+                os.link(link, self._directory / name)
+        (self._directory / "000001.bin.new").touch()
+
+    def check(self, needed: Collection[Attempt]) -> None:
+        """Check the files while the attempts `needed` may need their records."""
+        for link, content in self._known.values():
+            assert link.read_bytes().startswith(content), "a segment grows or is replaced"
+        files = sorted(self._directory.glob("*.bin"))
+        closed = [self._needed(file, needed) for file in files][:-1]
+        assert 0 not in closed, "each segment but the last has a record that is needed"
+        sizes = [file.stat().st_size for file in files]
+        if files and files[-1].name > self._last:
+            self._last = files[-1].name
+            sparse = [4 * nbytes <= self._segment_bytes for nbytes in closed]
+            assert (True, True) not in itertools.pairwise(sparse)
+            for nbytes, size, is_sparse in zip(closed, sizes, sparse, strict=False):
+                assert not is_sparse or 2 * nbytes >= size
+
+    def _needed(self, file: Path, attempts: Collection[Attempt]) -> int:
+        """Return the bytes of a file's records that these attempts need."""
+        content, inode = file.read_bytes(), file.stat().st_ino
+        if inode not in self._known:
+            os.link(file, self._links / str(inode))
+        self._known[inode] = self._links / str(inode), content
+        self._names[file.name] = self._links / str(inode)
+        total = 0
+        for record in SEGMENT.scan(file):
+            life, _ = PREFIX.unpack_from(record.payload)
+            owner = msgspec.msgpack.decode(record.payload[PREFIX.size :])
+            total += (record.end - record.offset) * (
+                (owner["trajectory_id"], owner["attempt"], life.hex()) in attempts
+            )
+            full = max(self._segment_bytes, len(SEGMENT.header))
+            assert record.offset <= full, "a full segment gets no more records"
+        return total
+
+
+@settings(max_examples=examples(75))
+@given(seed=st.integers(0, 1 << 32), segment_bytes=st.sampled_from([1, 300, 900, 3_000]))
 def test_the_log_has_what_a_dictionary_of_records_has(
-    steps: list[Step], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
+    seed: int, segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    directory = tmp_path_factory.mktemp("turns")
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("turns")
+        disk = Disk(directory, segment_bytes, patch)
+        follow(directory, disk, random.Random(seed), segment_bytes)
+
+
+def follow(directory: Path, disk: Disk, rng: random.Random, segment_bytes: int) -> None:
     log = TurnLog(directory, segment_bytes=segment_bytes)
     present, former = dict[Attempt, list[TurnRecord]](), dict[Attempt, list[TurnRecord]]()
 
@@ -376,18 +516,20 @@ def test_the_log_has_what_a_dictionary_of_records_has(
         newest.pop(trajectory(without), None)
         return dict(newest.values())
 
-    for number, (step, member) in enumerate(steps):
+    def append(number: int, member: int, make: Callable[[int, int], TurnRecord]) -> None:
         attempt = next((one for one in present if one[0] == trajectory(member)), None)
+        if attempt is None:
+            (attempt,) = of(log, member, attempt=number)
+        record = msgspec.structs.replace(make(member, number), attempt=attempt[1])
+        log.append(record)
+        present.setdefault(attempt, []).append(record)
+
+    for number, step in enumerate(rng.choices(list(STEPS), list(STEPS.values()), k=40)):
+        member = rng.randrange(6)
+        attempt = rng.choice([*present, None])
         match step:
             case "tokens" | "answer":
-                if attempt is None:
-                    (attempt,) = of(log, member, attempt=number)
-                record = msgspec.structs.replace(
-                    answer(member, number) if step == "answer" else tokens(member, number),
-                    attempt=attempt[1],
-                )
-                log.append(record)
-                present.setdefault(attempt, []).append(record)
+                append(number, member, answer if step == "answer" else tokens)
             case "forget" if attempt is not None:
                 log.forget(*attempt[:2])
                 del present[attempt]
@@ -395,37 +537,50 @@ def test_the_log_has_what_a_dictionary_of_records_has(
                 log.lose(*attempt[:2])
                 former[attempt] = present.pop(attempt)
             case "release":
-                log.release(trajectory(member))
-                former = {
-                    one: records for one, records in former.items() if one[0] != trajectory(member)
-                }
-            case "lose":  # the controller, and an attempt that cannot be continued
+                name = rng.choice([*former, (trajectory(member), 0, "")])[0]
+                log.release(name)
+                former = {one: records for one, records in former.items() if one[0] != name}
+            case "lose" | "kill":  # the controller, and an attempt that cannot be continued
+                if step == "kill":
+                    disk.restore()
                 log = TurnLog(directory, segment_bytes=segment_bytes)
                 former, present = continued(without=member), {}
-                log.keep(list(former))
+                if rng.random() < 0.5:
+                    append(number, member, answer)
+                log.keep([*former, *of(log, 7)])
+                assert not list(directory.glob("*.new"))
         assert {one: log.take(*one[:2]) for one in log.recorded} == former
+        disk.check({**former, **present})
+        assert set(log._counts) == {*former, *present}, "nothing stays of a forgotten attempt"
+        if rng.random() < 0.05:
+            log.keep(former)  # again, which changes nothing
     expected = continued()
     log.close()
     assert read(directory, list(expected)) == expected
 
 
-def test_contexts_have_different_digests() -> None:
-    contexts = [(), (0,), (1,), (0, 1), (1, 0), (256,), (1, 2, 3)]
-    digests = {context_digest(context, Sampling()) for context in contexts}
-    assert len(digests) == len(contexts)
+CONTEXTS = st.tuples(
+    st.sampled_from([(), (0,), (0, 1), (256,)]),
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.6, 1.0]),
+        top_p=st.sampled_from([0.9, 1.0]),
+        top_k=st.sampled_from([0, 5]),
+        stop=st.sampled_from([(), ("a",)]),
+        stop_token_ids=st.sampled_from([(), (1,)]),
+        allowed=st.sampled_from([(), (1,)]),
+    ),
+    st.sampled_from([(), ((0, "a"),), ((1, "a"),), ((0, "b"),)]),
+)
 
 
-def test_other_settings_of_sampling_make_another_context() -> None:
-    ways = [
-        Sampling(),
-        Sampling(temperature=0.6),
-        Sampling(top_p=0.9),
-        Sampling(top_k=5),
-        Sampling(stop=("a",)),
-        Sampling(stop_token_ids=(1,)),
-        Sampling(allowed=(1,)),
-    ]
-    assert len({context_digest((1, 2), way) for way in ways}) == len(ways)
-    assert context_digest((1, 2), Sampling(seed=3, max_tokens=9)) == context_digest(
-        (1, 2), Sampling()
-    )
+@settings(max_examples=examples(300))
+@given(one=CONTEXTS, part=st.integers(0, 2), other=CONTEXTS, seed=st.integers(0, 9))
+def test_a_context_is_recognized_by_all_that_its_tokens_depend_on(
+    one: tuple[Any, ...], part: int, other: tuple[Any, ...], seed: int
+) -> None:
+    """`other` differs in one part, or not at all."""
+    other = (*one[:part], other[part], *one[part + 1 :])
+    elsewhere = msgspec.structs.replace(other[1], seed=seed, max_tokens=1 + seed)
+    same = context_digest(*one) == context_digest(other[0], elsewhere, other[2])
+    assert same == (one == other)

@@ -14,10 +14,8 @@ import pytest
 from rollweave.core.policy.comparison import pairs
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import Ended, Scored, TrajectoryStore
-from rollweave.rollout import http_service
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.comparisons import Comparisons, repeat_comparisons
-from rollweave.rollout.http_service import HttpService, RetryableError, ServiceError
 from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_check import check_reward
 from rollweave.rollout.reward_sources import Finished, finished_attempt
@@ -80,68 +78,6 @@ def longest(body: dict[str, Any]) -> dict[str, Any]:
 def reward(server: FakeServer, **settings: Any) -> dict[str, Any]:
     judge = {"url": f"{server.url}/v1", "model": "m", "rubric": "Be fair.", "pairwise": True}
     return {"name": "duel", "weight": 2.0, "timeout_s": 5.0, "judge": judge, **settings}
-
-
-async def test_a_wait_for_other_calls_does_not_count_as_time_of_the_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    limits: list[float | None] = []
-    monkeypatch.setattr(http_service, "SERVICE_CALLS", 1)
-    monkeypatch.setattr(
-        http_service.asyncio,  # type: ignore[attr-defined]
-        "timeout",
-        lambda limit, start=asyncio.timeout: limits.append(limit) or start(limit),
-    )
-    service = HttpService(
-        "judge", "http://h", answer="grade", token="", timeout_s=20.0, clock=lambda: 1.0
-    )
-    arrived, gate = asyncio.Event(), asyncio.Event()
-
-    def begun() -> int:
-        return sum(limit is not None and 19.0 < limit <= 20.0 for limit in limits)
-
-    async def ask() -> str:
-        arrived.set()
-        await gate.wait()
-        return "fine"
-
-    async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(service.call(ask)) for _ in range(2)]
-        async with asyncio.timeout(30):
-            await arrived.wait()
-        wait = service.wait()
-        assert wait is not None
-        assert wait.what == "2 trajectories wait", "both have a name"
-        assert begun() == 1, "that of the other call has not begun"
-        gate.set()
-    assert [call.result() for call in calls] == ["fine", "fine"]
-    assert begun() == 2
-
-
-async def test_a_service_that_starts_is_asked_for_longer_until_it_has_answered() -> None:
-    """It starts in half a second; afterwards, a call takes at most 0.2 s."""
-    clock = asyncio.get_running_loop().time
-    service = HttpService(
-        "judge", "http://h", answer="grade", token="", timeout_s=0.2, start_s=30.0, clock=clock
-    )
-    until = clock() + 0.5
-
-    async def ask() -> str:
-        if clock() < until:
-            wait = service.wait()
-            assert wait is not None
-            if clock() > until - 0.3:
-                assert "has not answered yet, and may be starting for 30 s; not there" in wait.what
-            raise RetryableError("not there", starting=True)
-        return "fine"
-
-    assert await service.call(ask) == "fine"
-    with pytest.raises(ServiceError, match=r"gave no grade within 0\.2 s: not there"):
-        await service.call(refused)
-
-
-async def refused() -> str:
-    raise RetryableError("not there", starting=True)
 
 
 def unscored(answer: str) -> Unscored:

@@ -633,6 +633,22 @@ async def test_invalid_rewards(
     assert "eval" in failed.error
 
 
+async def test_the_reason_of_a_reward_is_part_of_the_result(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
+    async def scored() -> Score:
+        return Score(reward=0.0, reason="too long" * 1000)
+
+    stage_ = harness(store, listener, Played(result={"a": 1}, on_eval=scored))
+    await stage_.play()
+    stage_.eval()
+    await stage_.until(RewardReady)
+    result = json.loads(store.get([TRAJECTORY])[0].result)
+    assert result["a"] == 1
+    assert result["reason"].startswith("too longtoo long")
+    assert len(result["reason"]) < 2000
+
+
 @pytest.mark.parametrize(
     "result",
     [
@@ -749,9 +765,14 @@ async def test_an_agent_program_at_the_endpoint(
             base_url=endpoint.url, api_key=endpoint.token, max_retries=0
         ) as client:
             first = await client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "go"}]
+                model="x", messages=[{"role": "user", "content": "go"}], reasoning_effort="high"
             )
             assert first.choices[0].message.content == "hi"
+            await agent.endpoint(unreadable="refuse")
+            with pytest.raises(openai.BadRequestError, match="reasoning_effort must be null"):
+                await client.chat.completions.create(
+                    model="x", messages=[{"role": "user", "content": "go"}], reasoning_effort="low"
+                )
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
 
     stage_ = harness(store, listener, Played(on_run=run))
@@ -760,6 +781,9 @@ async def test_an_agent_program_at_the_endpoint(
     (sequence,) = trajectory.sequences
     kinds = [SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION, SegmentKind.OUTPUT]
     assert [segment.kind for segment in sequence.segments] == kinds
+    assert [str(one) for one in trajectory.ignored] == [
+        "reasoning_effort = 'high': ignored, in 1 request"
+    ]
 
 
 async def test_a_program_reads_a_turn_that_two_engines_sample(

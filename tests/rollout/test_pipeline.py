@@ -599,6 +599,14 @@ async def test_a_failed_reward_is_never_zero(
     )
 
 
+async def test_the_reason_of_a_reward_is_stored(store: TrajectoryStore) -> None:
+    harness = Harness(store, Script(score=Score(reward=0.0, reason="too long")))
+    await harness.play()
+    harness.eval()
+    await harness.until(RewardReady)
+    assert store.get([TRAJECTORY])[0].result == '{"reason":"too long"}'
+
+
 async def test_evaluated_trajectories_are_forgotten_and_others_kept_until_evicted(
     store: TrajectoryStore,
 ) -> None:

@@ -260,7 +260,11 @@ async def test_the_last_line_of_a_judge_is_its_grade(
 
 
 @pytest.mark.parametrize(
-    "text", ["7", "Score: high", "Score: 7 of 10", "Score: 11", "Score: nan", "Score: 7\nDone.", ""]
+    "text",
+    [
+        *("7", "Score: high", "Score: 7 of 10", "Score: 11", "Score: nan", "Score: 7\nDone.", ""),
+        *("Score: １", "Score: ٣", "Score: 1_0", "Score: 1.５"),
+    ],
 )
 async def test_a_judge_that_answers_out_of_format_is_asked_again_and_then_a_failure(
     server: FakeServer, text: str

@@ -149,6 +149,7 @@ async def test_output_tokens_get_the_log_probs_of_the_teacher(
     assert sent == tokens[:-1]  # the last observation is not sent
 
 
+@pytest.mark.usefixtures("quick")
 async def test_a_busy_teacher_is_asked_again_and_its_wait_is_named(server: FakeServer) -> None:
     teacher = teacher_of(server, model="big")
     waits = []

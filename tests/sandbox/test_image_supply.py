@@ -303,6 +303,7 @@ def held_elsewhere(place: Path, digest: str) -> Iterator[None]:
             process.kill()
 
 
+@pytest.mark.extended
 async def test_what_was_not_used_for_longest_makes_room_unless_it_is_in_use(
     tmp_path: Path,
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.events import Event, RewardFailed
 from rollweave.schema.packing import as_json, packed
-from rollweave.schema.text import decimal, shortened, valid, valid_tree
+from rollweave.schema.text import decimal, shortened, valid, valid_tree, whole
 from rollweave.schema.work import StopReason
 
 CHARACTERS = st.one_of(st.characters(), st.characters(categories=["Cs"]))
@@ -100,6 +100,12 @@ def test_a_number_is_read_as_it_was_printed(number: float) -> None:
 @given(st.text(st.characters(categories=["Nd"], max_codepoint=0x1D7FF), min_size=1))
 def test_digits_of_another_script_are_no_number(digits: str) -> None:
     assert (decimal(digits) is None) is not digits.isascii()
+    assert (whole(digits[:18]) is None) is not digits[:18].isascii()
+
+
+@pytest.mark.parametrize("text", ["", "-1", "+1", " 1", "1_0", "²", "1" * 19])
+def test_what_is_no_whole_number(text: str) -> None:
+    assert whole(text) is None
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_refuses_unknown_workloads_with_one_error(tmp_path: Path) -> None:
             workload(name)
     with pytest.raises(ConfigError, match=r"must contain a run's journal\.bin"):
         workload(str(tmp_path))
-    with pytest.raises(ConfigError, match="must be a readable text file"):
+    with pytest.raises(ConfigError, match="workload must be a readable file"):
         workload(str(tmp_path / "none.jsonl"))
 
 

@@ -78,6 +78,45 @@ TOOLS = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+QWEN = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\n<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- set asked = namespace(last=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set asked.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content and loop.index0 > asked.last %}
+            {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- elif not (message.role == 'system' and loop.first and tools) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+"""A template with tools and thoughts that leaves out the thoughts before the last
+question, as Qwen 3's.
+"""
 SWITCHED = CHATML + (
     "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -93,6 +132,7 @@ TEMPLATES = {
     "alternating": ALTERNATING,
     "tools": TOOLS,
     "switched": SWITCHED,
+    "qwen": QWEN,
 }
 SPECIALS = (
     "<|bos|>",

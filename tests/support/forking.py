@@ -7,9 +7,16 @@ arguments, environment, working directory and file descriptors, and the process 
 which `Popen` waits for it and signals it; it has neither the memory of the test process
 nor its threads.
 
-A program that is not an interpreter's, or that runs with interpreter options, starts as
-`Popen` starts it. Tests of a start itself (what it imports, its signals, its output
-before the imports) use `subprocess.Popen`.
+Invariant: the child starts in the state of a new interpreter. What the server has
+derived from its own environment, its imports or its own start is reset at each fork
+(`reset_inherited`), and what a child takes from the process that starts it (umask,
+limits, blocked signals) is that of the test process, not that of the server.
+`tests/test_forking.py` compares a forked child with one that `Popen` has started.
+
+A program that is not an interpreter's, that runs with interpreter options, or whose
+environment differs from the server's in a variable that an interpreter reads only at
+its start (`READ_AT_START`), starts as `Popen` starts it. Tests of a start itself (what
+it imports, its signals, its output before the imports) use `subprocess.Popen`.
 """
 
 import ast
@@ -23,12 +30,16 @@ import gc
 import importlib.util
 import inspect
 import json
+import locale
+import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -60,6 +71,23 @@ IMPORTED_LATER = {
 }
 """Modules that a module imports before it is ready, but not at its top."""
 
+READ_AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
+"""Beginnings of the names of variables that only the start of a process reads, with the
+exception of PYTHONPATH.
+"""
+
+RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that an interpreter ignores by itself. `Popen` restores them in its children,
+and an interpreter that it starts ignores them again.
+"""
+
+HANDLED = {signal.SIGINT: signal.default_int_handler}
+"""Handlers that an interpreter installs at its start."""
+
+LIMITS = tuple(
+    getattr(resource, name) for name in sorted(vars(resource)) if name.startswith("RLIMIT_")
+)
+
 Request = dict[str, Any]
 
 
@@ -72,11 +100,13 @@ class Forked(subprocess.Popen[Any]):
             name.removeprefix("unused_"): value for name, value in zip(names, given, strict=True)
         }
         args = list(values["args"])
+        env = dict(values["env"] if values["env"] is not None else os.environ)
         if (
             sys.platform != "linux"
             or args[0] != sys.executable
             or args[1] not in ("-c", "-m")
             or values["preexec_fn"] is not None
+            or read_at_start(env) != server().read_at_start
         ):
             super()._execute_child(*given)
             return
@@ -89,7 +119,18 @@ class Forked(subprocess.Popen[Any]):
         request = {
             "argv": args[1:],
             "cwd": str(values["cwd"] or Path.cwd()),
-            "env": dict(values["env"] if values["env"] is not None else os.environ),
+            "env": env,
+            "umask": int(status_of(os.getpid())["Umask"], 8),
+            "limits": [resource.getrlimit(limit) for limit in LIMITS],
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "ignored": [
+                int(number)
+                for number in signal.valid_signals()
+                if signal.getsignal(number) is signal.SIG_IGN
+                and not (values["restore_signals"] and number in RESTORED)
+            ],
             "fds": [0, 1, 2, *values["pass_fds"]],
             "new_session": values["start_new_session"],
         }
@@ -110,12 +151,14 @@ class Server:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        env = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+        self.read_at_start = read_at_start(env)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
                 cwd=ROOT,
-                env={name: os.environ[name] for name in os.environ if name != "PYTHONPATH"},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -152,6 +195,21 @@ def server() -> Server:
     made = Server()
     atexit.register(made.close)
     return made
+
+
+def read_at_start(env: dict[str, str]) -> dict[str, str]:
+    """Return the variables that only the start of a process reads."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(READ_AT_START) and name != "PYTHONPATH"
+    }
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """Return the fields of `/proc/PID/status`."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def adopt_orphans(adopt: bool) -> None:
@@ -206,6 +264,16 @@ def preload(argv: list[str]) -> None:
         for module in modules:
             for later in IMPORTED_LATER.get(module, ()):
                 importlib.import_module(later)
+    forget_results()
+
+
+def forget_results() -> None:
+    """Empty the caches that our modules have filled while they were imported."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in ("rollweave", "tests"):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def imported(source: str) -> list[str]:
@@ -230,19 +298,52 @@ def take_descriptors(received: list[int], numbers: list[int]) -> None:
         os.close(fd)
 
 
-def run(request: Request, paths: list[str]) -> NoReturn:
-    """Run a program as the interpreter does, and end the process."""
-    option, program, *arguments = request["argv"]
+def reset_inherited(request: Request) -> None:
+    """Give the child the state that the test process passes on, and reset what the
+    server's interpreter and its imports have derived from the state of the server.
+    """
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    os.umask(request["umask"])
+    os.sched_setaffinity(0, request["cpus"])
+    os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
+    for limit, bounds in zip(LIMITS, request["limits"], strict=True):
+        resource.setrlimit(limit, bounds)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if number in request["ignored"] or number in RESTORED:
+            signal.signal(number, signal.SIG_IGN)
+        else:
+            signal.signal(number, HANDLED.get(number, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    tempfile.tempdir = None
+    time.tzset()
+    locale.setlocale(locale.LC_ALL, "C")
+    locale.setlocale(locale.LC_CTYPE, "")
+    importlib.invalidate_caches()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        threads = request["env"].get("OMP_NUM_THREADS", "")
+        sys.modules["torch"].set_num_threads(
+            int(threads) if threads.isdecimal() else len(request["cpus"])
+        )
+
+
+def run(request: Request, paths: list[str], output: dict[str, str]) -> NoReturn:
+    """Run a program as the interpreter does, and end the process. `output` is the
+    encoding of an interpreter's standard output, and how it handles errors.
+    """
+    option, program, *arguments = request["argv"]
+    reset_inherited(request)
     added = os.environ.get("PYTHONPATH", "")
     here = request["cwd"] if option == "-m" else ""
     sys.path[:] = [here, *filter(None, added.split(os.pathsep)), *paths]
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, **output)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
-        2, "w", closefd=False, errors="backslashreplace", buffering=1
+        2, "w", closefd=False, encoding=output["encoding"], errors="backslashreplace", buffering=1
     )
     status = 0
     if "-m" in request["argv"]:  # it is executed anew, as the interpreter does
@@ -281,7 +382,8 @@ def main() -> None:
     numbered = fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_SPARE_FD)
     control.close()
     paths = sys.path[1:]
-    run(serve(socket.socket(fileno=numbered), parent_pid), paths)
+    output = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    run(serve(socket.socket(fileno=numbered), parent_pid), paths, output)
 
 
 if __name__ == "__main__":

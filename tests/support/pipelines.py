@@ -77,7 +77,7 @@ CODEC = codec()
 
 def reply_tokens(text: str, *, end: bool = True) -> tuple[int, ...]:
     """Return the tokens that an engine samples for `text`."""
-    tokens = CODEC._encode(text)
+    tokens = CODEC.encode_literal(text)
     return (*tokens, 1) if end else tokens
 
 

@@ -15,7 +15,7 @@ from rollweave.envs.handlers.sandboxes import StartsSandboxes
 from rollweave.rollout.gateway.server import Gateway
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
-from rollweave.schema.work import Task
+from rollweave.schema.work import Task, Unreadable
 from tests.support.scripted_gateway import Client, Script, gateway
 
 HERE = __name__ + ":"
@@ -27,7 +27,7 @@ class Scripted:
     turns_left = 10
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self._client, self.unreadable = client, ""
 
     async def chat(
         self,
@@ -38,7 +38,8 @@ class Scripted:
     ) -> Message:
         raise NotImplementedError
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        self.unreadable = unreadable
         return Endpoint(url=self._client.base_url, token=self._client.access.token)
 
 

@@ -11,6 +11,8 @@ import aiohttp
 
 from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.gateway.readable import readable
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling, VersionSpan
 from tests.support.chats import bpe, codec
@@ -134,3 +136,8 @@ TOOL = {
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def refusing(chat: ChatRequest, of: ChatCodec = CODEC) -> ChatRequest:
+    """Return what a session makes of a request that refuses what it cannot read."""
+    return readable(chat, of, no_images="", unreadable="refuse")[0]

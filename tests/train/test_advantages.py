@@ -14,10 +14,9 @@ from hypothesis import given, settings
 
 from rollweave.schema.config.algorithm import AlgorithmConfig
 from rollweave.schema.work import (
+    TRAINABLE,
     Limits,
     ScoredGroup,
-    Segment,
-    SegmentKind,
     StopReason,
     TokenSequence,
     Trajectory,
@@ -26,7 +25,7 @@ from rollweave.train.advantages import overlong_penalty, token_advantages
 from tests.support.properties import examples
 from tests.support.trainers import make_group, make_sequence, make_trajectory
 
-REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.2, 1.0]), min_size=1, max_size=6)
+REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.001, 0.2, 1.0]), min_size=1, max_size=6)
 
 
 def groups_of(rewards: list[list[float]], seed: int) -> list[ScoredGroup]:
@@ -175,53 +174,77 @@ def test_a_flat_group_gives_zeros(reward: float, size: int, seed: int, estimator
             assert float(tensor.abs().max()) < 1e-6
 
 
-def of_length(length: int, *, most: int, stop_reason: StopReason) -> Trajectory:
-    sequence = TokenSequence(
-        tokens=(5,) * length,
-        segments=(
-            Segment(start=0, end=1, kind=SegmentKind.PROMPT),
-            Segment(start=1, end=length, kind=SegmentKind.OUTPUT, version=0),
-        ),
-        logprobs=(0.0,) + (-1.0,) * (length - 1),
-    )
-    made = make_trajectory(f"t{length}", (sequence,), 1.0)
-    task = msgspec.structs.replace(made.task, limits=Limits(max_tokens=most))
-    return msgspec.structs.replace(made, task=task, stop_reason=stop_reason)
+ESTIMATORS = [
+    "grpo",
+    "grpo_no_std",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gigpo",
+    "gigpo_no_std",
+    "distill",
+]
 
 
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(2, 0.0), (800, 0.0), (850, -0.25), (900, -0.5), (999, -0.995), (1000, -1.0)],
+def punished_by(trajectory: Trajectory) -> float:
+    """Return the punishment of docs/ALGORITHMS.md, in tokens: L of the longest
+    sequence, M at most, a cache C of a fifth of M.
+    """
+    length = max([len(sequence.tokens) for sequence in trajectory.sequences], default=0)
+    most = trajectory.task.limits.max_tokens
+    cache = most / 5
+    if trajectory.stop_reason is StopReason.MAX_TOKENS or length >= most:
+        return -1.0
+    return 0.0 if length <= most - cache else (most - cache - length) / cache
+
+
+@settings(max_examples=examples(200))
+@given(
+    seed=st.integers(0, 10_000),
+    most=st.integers(10, 60),
+    reasons=st.lists(st.sampled_from(sorted(TRAINABLE)), min_size=1, max_size=4),
 )
-def test_the_punishment_of_long_trajectories(length: int, penalty: float) -> None:
-    """DAPO, eq. 13, with L_max = 1000 and L_cache = 200."""
-    ended = of_length(length, most=1000, stop_reason=StopReason.FINISHED)
-    assert overlong_penalty(ended) == pytest.approx(penalty)
-    cut = of_length(length, most=1000, stop_reason=StopReason.MAX_TOKENS)
-    assert overlong_penalty(cut) == -1.0
-
-
-@pytest.mark.parametrize("estimator", ["grpo_no_std", "rloo", "reinforce_pp", "gigpo_no_std"])
-def test_a_punished_reward_enters_the_advantage(estimator: str) -> None:
-    lengths = {100: 1.0, 900: 0.5, 1000: 0.0}  # and their rewards after the punishment
-    trajectories = tuple(
-        of_length(length, most=1000, stop_reason=StopReason.FINISHED) for length in lengths
+def test_overlong_trajectories_are_punished_as_defined(
+    seed: int, most: int, reasons: list[StopReason]
+) -> None:
+    """A punishment changes what an estimator takes for the reward, and nothing else."""
+    rng = random.Random(seed)
+    limits = Limits(max_tokens=most, max_turn_tokens=7, max_turns=5)
+    drawn = taught(random_group(rng, len(reasons)), rng)
+    group = msgspec.structs.replace(
+        drawn,
+        trajectories=tuple(
+            msgspec.structs.replace(
+                each,
+                task=msgspec.structs.replace(each.task, limits=limits),
+                stop_reason=reason,
+                sequences=each.sequences if rng.random() < 0.9 else (),
+            )
+            for each, reason in zip(drawn.trajectories, reasons, strict=True)
+        ),
     )
-    rewarded = tuple(
-        msgspec.structs.replace(each, reward=reward)
-        for each, reward in zip(trajectories, lengths.values(), strict=True)
+    penalties = [punished_by(each) for each in group.trajectories]
+    assert [overlong_penalty(each) for each in group.trajectories] == pytest.approx(penalties)
+    changed = tuple(
+        msgspec.structs.replace(each, reward=(each.reward or 0.0) + penalty)
+        for each, penalty in zip(group.trajectories, penalties, strict=True)
     )
+    rewarded = msgspec.structs.replace(group, trajectories=changed)
 
-    def advantages(chosen: tuple[Trajectory, ...], overlong: str) -> list[float]:
-        group = ScoredGroup(id=chosen[0].group_id, env="none", trajectories=chosen)
-        algorithm = AlgorithmConfig(advantage=estimator, overlong=overlong)  # type: ignore[arg-type]
-        values = token_advantages([group], algorithm)
-        return [value_of(t, tensors) for t, tensors in zip(chosen, values, strict=True)]
+    def flat(of: ScoredGroup, estimator: str, overlong: str) -> list[float]:
+        algorithm = AlgorithmConfig(
+            advantage=estimator,  # type: ignore[arg-type]
+            overlong=overlong,  # type: ignore[arg-type]
+            gamma=0.9,
+            reward_weight=0.5,
+        )
+        tensors = [tensor for each in token_advantages([of], algorithm) for tensor in each]
+        return [value for tensor in tensors for value in tensor.tolist()]
 
-    punished = advantages(trajectories, "punish")
-    assert punished == pytest.approx(advantages(rewarded, "train"))
-    assert punished != pytest.approx([0.0, 0.0, 0.0])
-    assert advantages(trajectories, "train") == advantages(trajectories, "drop") == [0.0] * 3
+    for estimator in ESTIMATORS:
+        expected = flat(rewarded, estimator, "train")
+        assert flat(group, estimator, "punish") == pytest.approx(expected, abs=1e-5)
+        assert flat(group, estimator, "drop") == flat(group, estimator, "train")
 
 
 def test_a_trajectory_without_reward_is_an_error() -> None:

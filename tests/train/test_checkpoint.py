@@ -4,6 +4,7 @@ one.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollweave.io.tokenizer import tokenizer_files
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import (
     Restore,
@@ -26,6 +28,7 @@ from rollweave.schema.training import (
 )
 from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
 from rollweave.train.trainer import Trainer
+from tests.support.chats import CHATML
 from tests.support.forking import Forked
 from tests.support.trainers import make_batch, make_config, make_model
 
@@ -142,7 +145,11 @@ def test_the_trainer_refuses_an_incomplete_checkpoint_unchanged(
 
 
 def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(make_config(), model_dir, tmp_path)
+    source = Path(shutil.copytree(model_dir, tmp_path / "source"))
+    (source / "additional_chat_templates").mkdir()
+    for name in ("default", "rag"):
+        (source / "additional_chat_templates" / f"{name}.jinja").write_text(CHATML)
+    trainer = Trainer(make_config(), source, tmp_path)
     trainer.handle(TrainOn(batch=make_batch()))
     assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
     exported = tmp_path / "c" / "hf"
@@ -152,11 +159,12 @@ def test_exports_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> N
         assert torch.equal(parameter, weights[name])
     text = " at=a1<up> and more"
     before, after = (
-        AutoTokenizer.from_pretrained(model_dir),
+        AutoTokenizer.from_pretrained(source),
         AutoTokenizer.from_pretrained(exported),
     )
     assert after(text).input_ids == before(text).input_ids
-    assert after.chat_template == before.chat_template
+    assert after.chat_template == before.chat_template == dict.fromkeys(("default", "rag"), CHATML)
+    assert tokenizer_files(exported) == tokenizer_files(source)
     again = Trainer(make_config(), exported, tmp_path)  # it can be trained further
     assert again.step == 0
     (exported / "model.safetensors").write_bytes(b"")

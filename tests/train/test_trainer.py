@@ -297,14 +297,20 @@ def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_
     assert "logprob_gap_mean" not in trained(trainer, stale)
 
 
-def test_bfloat16_computes_and_publishes_in_bfloat16(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_computes_where_the_cpu_can_and_publishes_in_bfloat16(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr("rollweave.io.cpu.has_bfloat16", lambda: native)
+    full = trained(new_trainer(model_dir, tmp_path / "full"), make_batch())
     config = make_config()
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
     )
-    trainer = new_trainer(model_dir, tmp_path, config)
+    trainer = new_trainer(model_dir, tmp_path / "short", config)
     values = trained(trainer, make_batch())
     assert math.isfinite(values["loss"])
+    assert (values["logprob_gap_mean"] == full["logprob_gap_mean"]) is not native
     assert {tensor.dtype for tensor in published(trainer).values()} == {torch.bfloat16}
 
 

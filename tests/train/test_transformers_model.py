@@ -25,6 +25,7 @@ from rollweave.train.transformers_model import TransformersModel
 from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
+from tests.support import tiny_models
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_slow
 from tests.train.asking import published
@@ -39,6 +40,20 @@ FAST = ("qwen3_moe", "gemma3", "deepseek_v3", "qwen2_5_vl")
 def each_architecture() -> list[Any]:
     """Return all architectures; those that are not in `FAST` are slow."""
     return mostly_slow(CONFIGURATIONS, FAST)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_buffers_of_old_checkpoints_change_nothing(tmp_path: Path, implementation: Any) -> None:
+    model = tiny_models.build("llama", vocab_size=400)
+    tiny_models.save(model, tmp_path)
+    plain = load_trained_model(tmp_path, implementation, dtype="float32", device=CPU)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    older = load_trained_model(tmp_path, implementation, dtype="float32", device=CPU)
+    batch = pack(make_examples(3))
+    assert torch.equal(plain(batch, 1.0).logprobs, older(batch, 1.0).logprobs)
 
 
 def load(path: Path, dtype: str = "float32") -> TransformersModel:

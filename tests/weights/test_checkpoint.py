@@ -3,13 +3,24 @@ wrong with it.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rollweave.schema.errors import ConfigError
-from rollweave.weights.checkpoint import has_native_shape, read_shape
+from rollweave.weights.checkpoint import (
+    has_native_shape,
+    read_formats,
+    read_rows_of,
+    read_shape,
+    read_sizes,
+    read_tensors_of,
+    weight_files,
+)
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,6 +57,7 @@ def test_a_shape_has_the_defaults_of_its_architecture(tmp_path: Path) -> None:
         ({"num_attention_heads": 0}, "must describe a model's sizes"),
         ({"rope_scaling": {"rope_type": "linear"}}, "must name 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be .*, got 'yarn'"),
+        ({"rope_parameters": {"full_attention": {}}}, "those of all layers, got .*'full_att"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
     ],
 )
@@ -57,3 +69,55 @@ def test_what_is_wrong_is_one_line_that_names_the_file(
         read_shape(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def save(directory: Path, file: str, *names: str) -> None:
+    save_file({name: torch.zeros(2, 2) for name in names}, directory / file)
+
+
+def write_index(directory: Path, places: dict[str, str]) -> None:
+    index = {"metadata": {}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_tensors_that_a_model_computes_itself_are_not_read(tmp_path: Path) -> None:
+    layer = "model.layers.0.self_attn."
+    save(tmp_path, "1.safetensors", f"{layer}q_proj.weight", f"{layer}rotary_emb.inv_freq")
+    save(tmp_path, "2.safetensors", "model.norm.weight", "rotary_emb.cos_cached")
+    write_index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
+    kept = {f"{layer}q_proj.weight", "model.norm.weight"}
+    assert read_sizes(tmp_path).keys() == kept
+    assert {name for name, _ in read_tensors_of(tmp_path)} == kept
+    every = dict.fromkeys((*kept, "rotary_emb.cos_cached"), slice(0, 1))
+    assert {name for name, _ in read_rows_of(tmp_path, every)} == kept
+    assert read_formats(tmp_path) == {"F32"}
+
+
+@pytest.mark.parametrize(
+    ("files", "places", "problem"),
+    [
+        (["model.safetensors", "1.safetensors"], ["1.safetensors"], "weights of one checkpoint"),
+        (["1.safetensors"], ["1.safetensors", "2.safetensors"], "got '2.safetensors', which is"),
+        (["1.safetensors"], ["../1.safetensors"], "must name files beside it, got '../1"),
+        (["1.safetensors", "2.safetensors"], ["1.safetensors", "2.safetensors"], "w0 must be in"),
+        (["1.safetensors"], [], "must have a weight_map"),
+        ([], None, "must hold model.safetensors or .*, got neither"),
+        (["pytorch_model.bin"], None, "got pytorch_model.bin; transformers converts it"),
+    ],
+)
+def test_files_that_are_not_one_checkpoint_are_refused(
+    tmp_path: Path, files: Sequence[str], places: Sequence[str] | None, problem: str
+) -> None:
+    for file in files:
+        save(tmp_path, file, "w0")
+    if places is not None:
+        write_index(tmp_path, {f"w{place}": file for place, file in enumerate(places)})
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read_sizes(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_may_name_the_one_file(tmp_path: Path) -> None:
+    save(tmp_path, "model.safetensors", "w0")
+    write_index(tmp_path, {"w0": "model.safetensors"})
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]

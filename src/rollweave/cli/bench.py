@@ -7,7 +7,7 @@ import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -87,9 +87,13 @@ def bench(
     profile: Path | None = None,
     model: Path | None = None,
     write: Path | None = None,
+    real: bool = False,
+    programs: Path | None = None,
+    install: bool = False,
 ) -> None:
     """Run benchmark `name`; with `profile`, write an engine's measured step times to
-    that file, and with `write`, the page of the learning curves.
+    that file, and with `write`, the page of the learning curves. `real`, `programs` and
+    `install` are those of bench agents.
 
     Raises ConfigError for an unknown name, and for options that do not apply to it.
     """
@@ -106,12 +110,24 @@ def bench(
         )
     if write is not None:
         _check_page(name, write)
+    if real and name != "agents":
+        raise ConfigError(f"--real must be left out for bench {name}: only agents runs programs")
+    if not real and (install or programs is not None):
+        raise ConfigError("--programs and --install must be given with --real")
     if profile is None and model is not None:
         raise ConfigError(f"--model must be left out where --profile is not given, got {model}")
     result = (
         _profile(profile, model, quick=quick)
         if profile is not None
-        else _run(name, quick=quick, seeds=seeds, write=write)
+        else _run(
+            name,
+            quick=quick,
+            seeds=seeds,
+            write=write,
+            real=real,
+            programs=programs,
+            install=install,
+        )
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
@@ -158,16 +174,10 @@ def _check_page(name: str, path: Path) -> None:
     check_writable("--write", path)
 
 
-def _run(name: str, *, quick: bool, seeds: int | None, write: Path | None) -> "Result":
+def _run(name: str, **options: Any) -> "Result":
     module, _, function = BENCHES[name].partition(":")
     run = getattr(_benchmark(module), function)
-    arguments = {
-        "name": name,
-        "quick": quick,
-        "seeds": seeds,
-        "progress": _print_progress,
-        "write": write,
-    }
+    arguments = {"name": name, "progress": _print_progress, **options}
     result: Result = run(
         **{key: arguments[key] for key in inspect.signature(run).parameters if key in arguments}
     )

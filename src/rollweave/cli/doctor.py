@@ -15,6 +15,7 @@ import torch
 import typer
 
 from rollweave.cli.console import FAILED, out
+from rollweave.io.cpu import describe_computation
 from rollweave.io.extras import EXTRAS, how_to_install, missing_from
 from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, show, warn
 from rollweave.runtime.preflight.machine import cores, gpu_memory, memory_bytes
@@ -111,6 +112,7 @@ def _machine() -> Iterator[Check]:
             else warn("memory", f"{text}: less than {human_bytes(MIN_MEMORY)}")
         )
     yield _devices()
+    yield ok("bfloat16", describe_computation("bfloat16", "cpu"))
     yield _sealed_memory()
     yield _sockets()
     yield _sandbox_limits()

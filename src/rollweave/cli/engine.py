@@ -24,14 +24,17 @@ from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.child import child_of
+from rollweave.io.cpu import describe_computation
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.io.tokenizer import read_json
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
+from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
@@ -170,12 +173,15 @@ def engine(
     access: EngineAccess,
     lending: Lending | None = None,
     phase: Phase = WHOLE,
+    template: Path | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM. The file `template` takes the place of the
+    checkpoint's chat template.
 
     Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
     """
     _check(spec)  # report wrong input before a process starts
+    codec = _codec(Path(spec.model), template)
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
     token_given = access.check()
@@ -191,7 +197,7 @@ def engine(
     else:
         notice = f"token: {token} (stored in {file})"
     if lending is None:
-        asyncio.run(_serve(spec, access, token, notice, phase))
+        asyncio.run(_serve(spec, codec, access, token, notice, phase))
         return
     for name, value in (("--ttft-ms", lending.ttft_ms), ("--tpot-ms", lending.tpot_ms)):
         if value is not None and not 0 < value < math.inf:
@@ -210,13 +216,13 @@ def engine(
         permissions = Permissions(lent=lend.socket)
         agent = agent_for(dataclasses.replace(lending.joining, permissions=permissions))
         lent = msgspec.structs.replace(spec, lend=lend)
-        asyncio.run(_serve(lent, access, token, notice, phase, agent))
+        asyncio.run(_serve(lent, codec, access, token, notice, phase, agent))
 
 
 def _check(spec: EngineSpec) -> None:
     if spec.dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {spec.dtype!r}")
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", spec.device) is None:
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", spec.device) is None:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {spec.device!r}")
     read_shape(Path(spec.model))
     if spec.device not in ("auto", "cpu"):
@@ -235,6 +241,7 @@ def _state_directory() -> Path:
 
 async def _serve(
     spec: EngineSpec,
+    codec: TextCodec,
     access: EngineAccess,
     token: str | None,
     notice: str,
@@ -254,7 +261,10 @@ async def _serve(
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
         try:
             err.print(f"[dim]loading {spec.model}[/]")
-            codec = _codec(spec)
+            if spec.dtype != "float32":
+                on_gpu = spec.device.startswith("cuda") or (spec.device == "auto" and gpus())
+                text = describe_computation(spec.dtype, "cuda" if on_gpu else "cpu")
+                err.print(f"[dim]{text}[/]", soft_wrap=True)
             ready = asyncio.ensure_future(backend.ready())
             await _first(ready, ending)
             if not ready.done():
@@ -332,14 +342,17 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _codec(spec: EngineSpec) -> TextCodec:
+def _codec(directory: Path, template: Path | None) -> TextCodec:
     """Return the checkpoint's codec: with its chat template, if it has one that grows
-    by appending, else that of its plain text.
+    by appending, else that of its plain text. A `template` that is given must be one.
     """
-    directory = Path(spec.model)
     try:
-        return ChatCodec.from_directory(directory)
+        return ChatCodec.from_directory(directory, template=template)
+    except OSError as error:
+        raise ConfigError(f"--chat-template must be a file that can be read: {error}") from error
     except ConfigError as error:
+        if template is not None:
+            raise
         err.print(f"no chat is served: {error}", markup=False, soft_wrap=True)
         return TextCodec.of_checkpoint(directory)
 
@@ -364,5 +377,6 @@ async def _prompts(
 
 def _application(server: EngineServer, codec: TextCodec, context: int) -> web.Application:
     app = server.application()
-    ServingFront(server, codec, context=context).add_to(app)
+    settings = read_json(Path(server.model) / "tokenizer_config.json")
+    ServingFront(server, codec, context=context, tokenizer=settings).add_to(app)
     return app

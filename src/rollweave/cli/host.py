@@ -15,6 +15,7 @@ from rollweave.runtime.hosts.resources import resources
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import wrong_name
+from rollweave.schema.text import whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +73,11 @@ async def _until_signal(agent: HostAgent) -> None:
 
 
 def _address(text: str, option: str) -> tuple[str, int]:
-    name, _, port = text.rpartition(":")
-    if not name or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    name, _, digits = text.rpartition(":")
+    port = whole(digits)
+    if not name or not port or port >= 1 << 16:
         raise ConfigError(f"{option} must be HOST:PORT of the controller, got {text}")
-    return name.strip("[]"), int(port)
+    return name.strip("[]"), port
 
 
 def _secret(file: Path | None) -> bytes:

@@ -87,6 +87,14 @@ TpotLimit = Annotated[
     float | None,
     typer.Option(help="With --lend: limit of the time per output token (P99); 150 by default."),
 ]
+Template = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of chats, instead of the checkpoint's.",
+    ),
+]
 PrefillAt = Annotated[
     str | None,
     typer.Option(
@@ -151,6 +159,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="First delete an earlier run of the same name.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Start although memory is estimated not to suffice, with a warning."
+        ),
+    ] = False,
     inproc: InProcess = False,
     cluster: Annotated[
         str | None,
@@ -175,6 +189,7 @@ def train(
             hosts=hosts,
             resume=resume,
             fresh=fresh,
+            force=force,
             inproc=inproc,
         )
 
@@ -426,6 +441,7 @@ def engine(
         bool,
         typer.Option("--deterministic", help="Make answers independent of other requests; slower."),
     ] = False,
+    template: Template = None,
     prefill_at: PrefillAt = None,
     prefill_only: PrefillOnly = False,
     lend: Lend = None,
@@ -471,7 +487,7 @@ def engine(
             tpot_ms=tpot_ms,
             phase=phase,
         )
-        work(spec, access, lending, phase)
+        work(spec, access, lending, phase, template)
 
 
 @app.command()
@@ -719,6 +735,21 @@ def bench(
         Path | None,
         typer.Option(help="With trl: a file for its page of learning curves."),
     ] = None,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="With agents: run the programs of the package indexes."),
+    ] = False,
+    programs: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --real: the folder of installed programs; by default "
+            "~/.cache/rollweave/agents."
+        ),
+    ] = None,
+    install: Annotated[
+        bool,
+        typer.Option("--install", help="With --real: install the programs that are missing."),
+    ] = False,
 ) -> None:
     """Measure performance, and compare with peers in the same run.
 
@@ -736,6 +767,9 @@ def bench(
             profile=profile,
             model=model,
             write=write,
+            real=real,
+            programs=programs,
+            install=install,
         )
 
 

@@ -9,6 +9,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import whole
 
 RUNS = Path("runs")
 """Directory in which runs are looked up by name."""
@@ -77,15 +78,15 @@ def exported_checkpoint(run: RunDir, which: str | None) -> tuple[int, Path]:
         )
     if which == "last":
         step = steps[-1]
-    elif which == "best" and (name := best.resolve().name.removeprefix("step-")).isdecimal():
-        step = int(name)
+    elif which == "best" and (own := whole(best.resolve().name.removeprefix("step-"))) is not None:
+        step = own
     elif which == "best":
         raise ConfigError(
             f"--checkpoint: {best} must be a link to a checkpoint, got {best.resolve()}; name a "
             "step"
         )
-    elif which.isdecimal():
-        step = int(which)
+    elif (named := whole(which)) is not None:
+        step = named
     else:
         raise ConfigError(f"--checkpoint must be best, last or a step, got {which!r}")
     if step not in steps:

@@ -15,7 +15,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import must_pass
+from rollweave.runtime.preflight.checks import Status, must_pass
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -76,7 +76,7 @@ def train_quietly(
     must_pass(planned.checks)
     config = planned.config
     for check in planned.checks:
-        if check.name in dryrun.SHOWN:
+        if check.name in dryrun.SHOWN and check.status is Status.WARN:
             warnings.warn(check.detail, stacklevel=3)
     if fresh:
         clear(config)

@@ -110,7 +110,8 @@ def parse_reward(text: str) -> Callable[[float], bool]:
     """Parse a condition such as `1`, `>0.5` or `<=0` into a predicate. Raises
     ConfigError.
     """
-    match = re.fullmatch(r"\s*(>=|<=|>|<|=|)\s*(-?\d+(?:\.\d*)?(?:e-?\d+)?)\s*", text)
+    number = r"-?\d+(?:\.\d*)?(?:e-?\d+)?"
+    match = re.fullmatch(rf"\s*(>=|<=|>|<|=|)\s*({number})\s*", text, re.ASCII)
     if match is None:
         raise ConfigError(f"--reward must be a number, or one after >, >=, < or <=, got {text!r}")
     compare, bound = COMPARISONS[match[1] or "="], float(match[2])
@@ -212,6 +213,8 @@ def _show(
             _show_span(sequence, span, decoder)
             _show_images(sequence, span, images)
     out.print(Rule(style="dim"))
+    for ignored in trajectory.ignored:
+        out.print(f"[yellow]not read:[/] {escape(str(ignored))}", soft_wrap=True)
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     cut = _cut(trajectory, ", [yellow]{cut} of {turns} turns cut at a token limit[/]")
     success = (

@@ -27,7 +27,7 @@ from rollweave.record.summary import (
 from rollweave.runtime import launch
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import human_seconds, must_pass, show
+from rollweave.runtime.preflight.checks import Status, forced, human_seconds, must_pass, show
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.schema.config.loading import load_hosts
 from rollweave.schema.config.root import RunConfig
@@ -42,12 +42,14 @@ def train(
     hosts: Path | None,
     resume: bool,
     fresh: bool,
+    force: bool,
     inproc: bool,
 ) -> None:
     """Train as configured in the file or run directory at `path`, and print the result.
 
     A dry run only checks the configuration and prints the processes. `hosts` is a file
-    that describes the hosts on which they would be.
+    that describes the hosts on which they would be. With `force`, checks that rest on
+    an estimate only warn.
     """
     if hosts is not None and not dry_run:
         raise ConfigError(f"--hosts must be left out without --dry-run, got {hosts}")
@@ -60,7 +62,7 @@ def train(
         deep=dry_run,
         hosts=load_hosts(hosts) if hosts is not None else None,
     )
-    checks = planned.checks
+    checks = forced(planned.checks) if force else planned.checks
     if dry_run:
         show(checks, out)
         if planned.layout is not None:
@@ -71,15 +73,20 @@ def train(
         return
     config = planned.config
     for check in checks:
-        if check.name in dryrun.SHOWN:
+        if check.name in dryrun.SHOWN and check.status is Status.WARN:
             err.print(f"[yellow]warning:[/] {escape(check.detail)}", soft_wrap=True)
     if fresh:
         clear(config)
-    run(config, resume=resume, inproc=inproc, declared=planned.declared)
+    run(config, resume=resume, force=force, inproc=inproc, declared=planned.declared)
 
 
 def run(
-    config: RunConfig, *, resume: bool, inproc: bool, declared: Declared | None = None
+    config: RunConfig,
+    *,
+    resume: bool,
+    inproc: bool,
+    force: bool = False,
+    declared: Declared | None = None,
 ) -> Summary:
     """Run to the end and print the summary. `declared` is what the tasks declare, if it
     is known.
@@ -88,7 +95,12 @@ def run(
     """
     with display(err, name=config.run.name, steps=config.run.steps) as progress:
         summary = launch.train(
-            config, resume=resume, inproc=inproc, progress=progress, declared=declared
+            config,
+            resume=resume,
+            force=force,
+            inproc=inproc,
+            progress=progress,
+            declared=declared,
         )
     print_summary(summary, Path(config.run.dir) / config.run.name)
     return summary

@@ -236,6 +236,11 @@ def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         reasons[reason] = reasons.get(reason, 0) + 1
 
 
+def note_failure(run: Run, reason: StopReason, failure: str) -> None:
+    """Record the last failure, with the world's description if there is one."""
+    run.state.last_failure = f"{reason}: {failure}" if failure else str(reason)
+
+
 def score(run: Run, trajectory: Trajectory, stop: StopReason) -> None:
     """The attempt is scored: record it, and post the fact."""
     count_stop(run, trajectory, stop)
@@ -250,6 +255,8 @@ def end(run: Run, trajectory: Trajectory, reason: StopReason, *, repeated: bool)
     before.
     """
     trajectory.closing = None
+    if not run.state.last_failure:
+        note_failure(run, reason, "")
     count_stop(run, trajectory, reason)
     _leave_worker(run, trajectory)
     move(run, trajectory, Stage.OVER)

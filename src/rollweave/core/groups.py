@@ -269,7 +269,7 @@ def on_compared(run: Run, event: GroupCompared) -> None:
     members = [run.state.trajectories[name] for name in group.chosen]
     failed = [member for member in members if member.id not in event.rewards]
     if failed:
-        run.state.last_failure = f"{StopReason.REWARD_UNAVAILABLE}: {event.error}"
+        attempts.note_failure(run, StopReason.REWARD_UNAVAILABLE, event.error)
         _end_members(run, failed, StopReason.REWARD_UNAVAILABLE, StopReason.REWARD_UNAVAILABLE)
     group.chosen = [name for name in group.chosen if name in event.rewards]
     for name in group.chosen:

@@ -67,7 +67,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         lengths.finish_attempt(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
-        run.state.last_failure = f"{event.stop_reason}: {event.error}"
+        attempts.note_failure(run, event.stop_reason, event.error)
         _learn_failure(run, trajectory, event.stop_reason)
         if event.stop_reason is StopReason.WORKER_LOST:
             continuation.keep_if_recorded(run, trajectory)
@@ -97,7 +97,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
 def on_reward_failed(run: Run, event: RewardFailed) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage in (Stage.EVAL, Stage.CLOSING):
-        run.state.last_failure = f"{event.stop_reason}: {event.error}"
+        attempts.note_failure(run, event.stop_reason, event.error)
         _learn_failure(run, trajectory, event.stop_reason)
         end_attempt(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
 
@@ -149,12 +149,15 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
 # Cancelling, ending and retrying.
 
 
-def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """Stop the current attempt at any stage.
+def cancel(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
+    """Stop the current attempt at any stage. `failure` describes a failure for which it
+    is given up.
 
     What the world holds is closed first; an attempt for which it holds nothing ends at
     once.
     """
+    if failure:
+        attempts.note_failure(run, reason, failure)
     if trajectory.stage in (Stage.CLOSING, Stage.OVER, Stage.ENDED):
         # A trajectory that is already closing for a retryable reason must not come
         # back.

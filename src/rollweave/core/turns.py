@@ -280,7 +280,7 @@ def fail(run: Run, trajectory: Trajectory, engine: Engine, error: str) -> None:
     turn.failures += 1
     if turn.failures > run.config.rollout.retries:
         trajectory.turn = None
-        trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
+        trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE, failure=error)
     else:
         dispatching.enqueue(run, trajectory, turn)
 

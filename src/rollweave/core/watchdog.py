@@ -180,7 +180,7 @@ def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
 
 def _give_up(run: Run, trajectory: Trajectory, reason: StopReason, message: str) -> None:
     run.warn(trajectory.id, message, count=reason)
-    trajectories.cancel(run, trajectory, reason)
+    trajectories.cancel(run, trajectory, reason, failure=message)
 
 
 def _check_draws(run: Run) -> None:

@@ -166,7 +166,8 @@ def _reassign(run: Run) -> None:
     be loaded anywhere.
     """
     for trajectory in version_affinity.reassign(run):
-        trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
+        text = "no engine can load the weights with which it started"
+        trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE, failure=text)
 
 
 def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:

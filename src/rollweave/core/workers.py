@@ -187,7 +187,7 @@ def _end_attempts(
     """
     known = set(recorded) if recorded is not None else None
     for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
-        run.state.last_failure = f"{StopReason.WORKER_LOST}: {error}"
+        attempts.note_failure(run, StopReason.WORKER_LOST, error)
         continuation.keep_if_recorded(run, trajectory, known)
         attempts.release_turn(run, trajectory)
         if known is not None and trajectory.stage in ALIVE:

@@ -4,7 +4,7 @@ compute or that would harm others.
 
 import math
 
-from rollweave.schema.serving import GenerateRequest
+from rollweave.schema.serving import GenerateRequest, Sampling
 
 
 def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
@@ -26,12 +26,26 @@ def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
         raise ValueError(f"budget_s must be 0 (none) or more, got {request.budget_s}")
     if any(not 0 <= token < vocab for token in sampling.allowed):
         raise ValueError(f"sampling.allowed must be in [0, {vocab}), got {sampling.allowed}")
+    if any(not 0 <= token < vocab for token in request.logprob_ids):
+        raise ValueError(f"logprob_ids must be in [0, {vocab}), got {request.logprob_ids}")
+    _check_adjustments(sampling, vocab)
     if request.resumed is not None:
         _in_vocabulary("resumed.tokens", request.resumed.tokens, vocab)
         if not all(map(math.isfinite, request.resumed.logprobs)):
             raise ValueError("resumed.logprobs must be finite")
 
 
+def _check_adjustments(sampling: Sampling, vocab: int) -> None:
+    adjustments = sampling.adjustments
+    if adjustments is None:
+        return
+    if adjustments.bias:
+        _in_vocabulary("logit_bias", tuple(token for token, _ in adjustments.bias), vocab)
+    for word in adjustments.banned:
+        _in_vocabulary("bad_words", word, vocab)
+
+
 def _in_vocabulary(field: str, tokens: tuple[int, ...], vocab: int) -> None:
     if not 0 <= min(tokens) <= max(tokens) < vocab:
-        raise ValueError(f"{field} must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+        got = f"{min(tokens)} to {max(tokens)}: out of vocabulary"
+        raise ValueError(f"{field} must be in [0, {vocab}), got {got}")

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
 
-from rollweave.schema.errors import EngineError
+from rollweave.io.tokenizer import read_tokenizer
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
 CACHED = 256
@@ -60,8 +60,8 @@ def grammar_of(constraint: Constraint) -> str:
         raise ValueError("it is empty")
     if is_json:
         _check_multiples(json.loads(text, parse_float=Decimal))
-    if constraint.call_start:
-        grammar = LLMatcher.grammar_from_lark(lark_of(constraint))
+    if constraint.kind == "lark":
+        grammar = LLMatcher.grammar_from_lark(text)
     elif is_json:
         grammar = LLMatcher.grammar_from_json_schema(text)
     else:
@@ -78,13 +78,15 @@ def lark_of(constraint: Constraint) -> str:
     """Return the grammar of a constraint that can be constrained as llguidance's Lark,
     which servers take.
     """
+    return constraint.text if constraint.kind == "lark" else f"start: {rule_of(constraint)}"
+
+
+def rule_of(constraint: Constraint) -> str:
+    """Return the right-hand side of a rule of llguidance's Lark: for JSON of a schema,
+    or a match of a regular expression.
+    """
     text = constraint.text
-    is_json = constraint.kind == "json"
-    answer = f"%json {json.dumps(json.loads(text))}" if is_json else _lark(text)
-    if not constraint.call_start:
-        return f"start: {answer}"
-    call = f"{json.dumps(constraint.call_start)} /(?s:.*)/"
-    return f"start: call | answer\ncall: {call}\nanswer: {answer}"
+    return f"%json {json.dumps(json.loads(text))}" if constraint.kind == "json" else _lark(text)
 
 
 class Grammars:
@@ -98,10 +100,16 @@ class Grammars:
         path, self._vocab = checkpoint / "tokenizer.json", vocab
         self._matchers: dict[Constraint, LLMatcher] = {}
         """A matcher of an empty text for each of the last constraints."""
-        if not path.exists():
-            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            read = read_tokenizer(checkpoint)
+        except ConfigError as error:
+            raise EngineError(
+                f"sampling.constraint needs a tokenizer, and {path} cannot be used: {error}"
+            ) from error
+        if read is None:
+            raise EngineError(f"sampling.constraint needs a tokenizer, and {path} is missing")
+        tokenizer = read.tokenizer
+        try:
             # The library's own end of a text is a token that is never sampled. The
             # tokens that end a turn are those of its request.
             tokenizer.add_special_tokens([UNUSED])

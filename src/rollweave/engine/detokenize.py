@@ -11,7 +11,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from rollweave.schema.errors import EngineError
+from rollweave.io.tokenizer import missing_tokenizer, read_tokenizer
+from rollweave.schema.errors import ConfigError, EngineError
 
 
 class Decoding(Protocol):
@@ -23,12 +24,16 @@ class Decoding(Protocol):
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the checkpoint's tokenizer.
 
-    Raises EngineError if it has none: stop strings cannot be served without it.
+    Raises EngineError if it has none that can be used: stop strings cannot be served
+    without it.
     """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise EngineError(f"sampling.stop needs a tokenizer: {path} does not exist")
-    return Tokenizer.from_file(str(path))
+    try:
+        read = read_tokenizer(directory)
+    except ConfigError as error:
+        raise EngineError(f"sampling.stop needs a tokenizer: {error}") from error
+    if read is None:
+        raise EngineError(f"sampling.stop needs a tokenizer: {missing_tokenizer(directory)}")
+    return read.tokenizer
 
 
 class StopStrings:

@@ -20,6 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +37,7 @@ from rollweave.engine.request_state import RequestState
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging, read_beside
+from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -228,7 +230,8 @@ class EngineLoop:
             self._build()
 
     def _build(self) -> None:
-        spec = self.spec
+        dtype = computed_dtype(self.spec.dtype, device_named(self.spec.device).type)
+        self.spec = spec = msgspec.structs.replace(self.spec, dtype=dtype)
         self._runner = Runner(spec, self._make_pool)
         pool = self._runner.pool
         self._ledger = BlockLedger(
@@ -370,12 +373,15 @@ class EngineLoop:
             limit=len(request.tokens) + limit - 1,
             rank=request.rank,
             scored=len(request.tokens) if request.prompt_logprobs else 0,
+            scored_top=request.top_logprobs,
         )
+        adjustments = sampling.adjustments
+        ends = () if adjustments is not None and adjustments.ignores_eos else self._stop_ids
         state = RequestState(
             request,
             entry=entry,
             limit=limit,
-            stop_ids=self._stop_ids.union(sampling.stop_token_ids),
+            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
             now=now,
         )
         if any(sampling.stop):
@@ -493,8 +499,8 @@ class EngineLoop:
         is complete.
         """
         entries, logits, scores = self._runner.compute(plan)
-        for entry, start, logprobs in scores:
-            self._live[entry.id].add_scores(start, logprobs)
+        for entry, start, logprobs, tops in scores:
+            self._live[entry.id].add_scores(start, logprobs, tops)
         for entry in plan.decode:
             self._recomputed_tokens += self._batcher.advance(entry, 1)
         for entry, count in plan.prefill:
@@ -502,8 +508,10 @@ class EngineLoop:
         if entries:
             positions = [len(entry.tokens) for entry in entries]
             forbidden = self._forbidden(entries) if self._grammars is not None else None
-            tokens, logprobs = sample(logits, positions, self._params(entries), forbidden)
+            tokens, logprobs, reports = sample(logits, positions, self._params(entries), forbidden)
             self._output_tokens += len(tokens)
+            for row, report in reports.items():
+                self._live[entries[row].id].top_logprobs.append(report)
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 self._accept(self._live[entry.id], token, logprob)
 
@@ -563,9 +571,12 @@ class EngineLoop:
         sample the rows of the step before.
         """
         if self._packed is None or self._packed[0] != entries:
-            samplings = [self._live[entry.id].request.sampling for entry in entries]
+            states = [self._live[entry.id] for entry in entries]
             params = pack(
-                samplings, vocab=self._runner.shape.vocab, device=self._runner.model.device
+                [state.request.sampling for state in states],
+                vocab=self._runner.shape.vocab,
+                device=self._runner.model.device,
+                states=states,
             )
             self._packed = (list(entries), params)
         return self._packed[1]
@@ -584,6 +595,10 @@ class EngineLoop:
 
         An exception here fails this request alone.
         """
+        if logprob == -math.inf:
+            text = "sampling.adjustments must leave a token that can be sampled, and leave none"
+            self._finish(state, FinishReason.ERROR, f"ValueError: {text}")
+            return
         if not math.isfinite(logprob):
             self._tainted = True
             self._finish(

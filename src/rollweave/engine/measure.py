@@ -78,7 +78,7 @@ def _step_s(runner: Runner, batch: int, context: int) -> float:
         started = time.perf_counter()
         plan = batcher.plan()
         entries, logits, _ = runner.compute(plan)
-        tokens, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
+        tokens, _, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
         for entry, token in zip(entries, tokens, strict=True):
             batcher.advance(entry, 1)
             entry.tokens.append(token)

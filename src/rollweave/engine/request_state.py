@@ -11,6 +11,7 @@ its budget.
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollweave.engine.detokenize import StopStrings
@@ -19,6 +20,7 @@ from rollweave.schema.serving import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    TokenChances,
     TokenDelta,
     VersionSpan,
 )
@@ -44,14 +46,17 @@ class RequestState:
         "first_token_s",
         "limit",
         "logprobs",
+        "min_tokens",
         "prompt_logprobs",
         "prompt_tokens",
+        "prompt_top_logprobs",
         "report_s",
         "reported",
         "request",
         "served",
         "stop_ids",
         "stop_strings",
+        "top_logprobs",
         "version_starts",
     )
 
@@ -69,11 +74,16 @@ class RequestState:
         self.limit = limit
         self.stop_ids = stop_ids
         self.prompt_tokens = len(request.tokens)
+        adjustments = request.sampling.adjustments
+        self.min_tokens = 0 if adjustments is None else adjustments.min_tokens
         self.logprobs: list[float] = []
+        self.top_logprobs: list[TokenChances] = []
+        """The tokens reported beside each sampled one, if they are wanted."""
         self.prompt_logprobs: list[float] = []
         """The log-probs of the prompt's tokens from the second on, if they are
         wanted.
         """
+        self.prompt_top_logprobs: list[TokenChances] = []
         self.version_starts: list[tuple[int, int]] = []
         """The (start, version) of each run of output tokens sampled by one version."""
         self.stop_strings: StopStrings | None = None
@@ -110,6 +120,8 @@ class RequestState:
             )
         self.entry.tokens.extend(resumed.tokens)
         self.logprobs.extend(resumed.logprobs)
+        if self.request.top_logprobs or self.request.logprob_ids:
+            self.top_logprobs.extend(() for _ in resumed.tokens)
         self.version_starts.extend((span.start, span.version) for span in resumed.versions)
         self.reported = count
         self._generate_s = resumed.generate_s
@@ -138,18 +150,23 @@ class RequestState:
         if self.constraint is not None:
             self.constraint.feed(token)
             complete = self.constraint.is_complete
-        return complete or (self.stop_strings is not None and self.stop_strings.feed(token))
+        stopped = self.stop_strings is not None and self.stop_strings.feed(token)
+        return complete or (stopped and len(self.logprobs) >= self.min_tokens)
 
     def first_token(self, now: float) -> None:
         """Record that the first token is sampled."""
         self.first_token_s = now - self._arrived
 
-    def add_scores(self, start: int, logprobs: list[float]) -> None:
+    def add_scores(
+        self, start: int, logprobs: list[float], tops: Sequence[TokenChances] = ()
+    ) -> None:
         """Record the log-probs of the prompt's tokens from position `start` on, which
         replace those of an earlier computation.
         """
         del self.prompt_logprobs[start - 1 :]
         self.prompt_logprobs.extend(logprobs)
+        del self.prompt_top_logprobs[start - 1 :]
+        self.prompt_top_logprobs.extend(tops)
 
     def take_slot(self, now: float, step_clock: float) -> None:
         """Record that the request takes a slot."""
@@ -200,6 +217,7 @@ class RequestState:
             logprobs=tuple(self.logprobs[start:]),
             versions=self.versions(start),
             generate_s=self.generate_s(step_clock),
+            top_logprobs=tuple(self.top_logprobs[start:]),
         )
 
     def result(
@@ -221,5 +239,7 @@ class RequestState:
             if self.request.resumed is not None
             else 0,
             prompt_logprobs=tuple(self.prompt_logprobs),
+            top_logprobs=tuple(self.top_logprobs),
+            prompt_top_logprobs=tuple(self.prompt_top_logprobs),
             error=error,
         )

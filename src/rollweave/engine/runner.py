@@ -8,10 +8,11 @@ The planner's entries name blocks; this module maps them to memory.
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from rollweave.engine.adjustments import likeliest
 from rollweave.engine.attention import Attention, Chunk, GatheredAttention
 from rollweave.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from rollweave.engine.kv import DenseMirror, PagedPool
@@ -20,11 +21,22 @@ from rollweave.engine.paged_attention import CHECK_TOLERANCE, PagedAttention, ob
 from rollweave.engine.planner.batching import Entry, StepPlan
 from rollweave.io.device import device_named, give_back_memory
 from rollweave.schema.errors import ConfigError, WeightsError
-from rollweave.schema.serving import EngineSpec
+from rollweave.schema.serving import EngineSpec, TokenChances
 from rollweave.weights.adapters import AdapterBase
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 _log = logging.getLogger(__name__)
+
+
+class PromptScores(NamedTuple):
+    """The log-probs of a prompt's tokens from position `start` on, and the likeliest
+    tokens at each place, if they are wanted.
+    """
+
+    entry: Entry
+    start: int
+    logprobs: list[float]
+    tops: list[TokenChances]
 
 
 class Runner:
@@ -166,14 +178,12 @@ class Runner:
         if wipe:
             self.pool.clear()
 
-    def compute(
-        self, plan: StepPlan
-    ) -> tuple[list[Entry], torch.Tensor, list[tuple[Entry, int, list[float]]]]:
+    def compute(self, plan: StepPlan) -> tuple[list[Entry], torch.Tensor, list[PromptScores]]:
         """Compute the plan's tokens.
 
         Return the entries that sample now, their logits [entries, vocab] in fp32, and
-        for each chunk of a prompt that is scored the position of the first token after
-        it was begun, and the log-probs of the tokens from there on.
+        the scores of each chunk of a prompt that is scored, from the first token after
+        it was begun.
         """
         rows = self.attention.rows(plan.decode)
         entries = rows[: len(plan.decode)]
@@ -227,17 +237,19 @@ class Runner:
             return None
 
 
-def _scores(
-    scored: list[tuple[Entry, range, int]], logits: torch.Tensor
-) -> list[tuple[Entry, int, list[float]]]:
-    """Return the log-probs of the tokens at these positions, from logits [positions,
+def _scores(scored: list[tuple[Entry, range, int]], logits: torch.Tensor) -> list[PromptScores]:
+    """Return the scores of the tokens at these positions, from logits [positions,
     vocab].
     """
     tokens = [entry.tokens[at] for entry, positions, _ in scored for at in positions]
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
     logprobs = (logits.gather(1, chosen).squeeze(1) - logits.logsumexp(1)).tolist()
-    scores = []
+    scores, first = [], 0
     for entry, positions, _ in scored:
-        scores.append((entry, positions.start, logprobs[: len(positions)]))
-        del logprobs[: len(positions)]
+        last = first + len(positions)
+        tops = []
+        if entry.scored_top:
+            tops = likeliest(logits[first:last].log_softmax(1), entry.scored_top)
+        scores.append(PromptScores(entry, positions.start, logprobs[first:last], tops))
+        first = last
     return scores

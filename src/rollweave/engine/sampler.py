@@ -3,9 +3,9 @@
 Randomness is a hash of the request's seed and the token's position in its sequence: one
 uniform number per token, with no state. A request's draws depend neither on its
 neighbors nor on how often it was preempted or recomputed. Log-probs are those of the
-full distribution at the request's temperature, before `allowed`, a constraint, top-k
-and top-p truncate it; at temperature 0 they are those at temperature 1. They can
-therefore be compared with a plain forward pass.
+full distribution at the request's temperature, before adjustments, `allowed`, a
+constraint, top-k and top-p change it; at temperature 0 they are those at temperature 1.
+They can therefore be compared with a plain forward pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollweave.schema.serving import Sampling
+from rollweave.engine.adjustments import AdjustedRows, ReportedRows, RowState
+from rollweave.schema.serving import Sampling, TokenChances
 
 _MASK = (1 << 64) - 1
 
@@ -84,12 +85,26 @@ class RowParams:
     top_p: torch.Tensor | None
     allowed_rows: torch.Tensor | None
     allowed: torch.Tensor | None
+    adjusted: AdjustedRows | None
+    reported: ReportedRows | None
 
 
-def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowParams:
-    """Collect the rows' parameters. A parameter that no row uses costs nothing
-    later.
+def pack(
+    rows: Sequence[Sampling],
+    *,
+    vocab: int,
+    device: torch.device,
+    states: Sequence[RowState] = (),
+) -> RowParams:
+    """Collect the rows' parameters. A parameter that no row uses costs nothing later.
+    `states` are needed if rows are adjusted, or report more than their tokens.
     """
+    adjusted = [index for index, row in enumerate(rows) if row.adjustments is not None]
+    reported = [
+        index
+        for index, state in enumerate(states)
+        if state.request.top_logprobs or state.request.logprob_ids
+    ]
     warm = [row.temperature or 1.0 for row in rows]
     cold = [row.temperature == 0 for row in rows]
     cut = [
@@ -115,6 +130,8 @@ def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowPa
         top_p=torch.tensor([rows[index].top_p for index in cut], device=device) if cut else None,
         allowed_rows=torch.tensor(masked, device=device) if masked else None,
         allowed=allowed.to(device) if masked else None,
+        adjusted=AdjustedRows(states, adjusted, vocab=vocab, device=device) if adjusted else None,
+        reported=ReportedRows(states, reported) if reported else None,
     )
 
 
@@ -123,20 +140,26 @@ def sample(
     positions: Sequence[int],
     params: RowParams,
     forbidden: Mapping[int, npt.NDArray[np.bool_]] | None = None,
-) -> tuple[list[int], list[float]]:
+) -> tuple[list[int], list[float], dict[int, TokenChances]]:
     """Sample tokens and log-probs for rows of `logits` [rows, vocab] (fp32;
-    overwritten). `positions` are those of the new tokens, and `forbidden` the tokens
-    [vocab] that a row must not get.
+    overwritten), and return what rows report. `positions` are those of the new tokens,
+    and `forbidden` the tokens [vocab] that a row must not get.
 
-    A row that is not finite yields an arbitrary token and a log-prob of NaN; the caller
-    turns it into an error.
+    A row that is not finite yields an arbitrary token and a log-prob of NaN, and one of
+    which no token is left a log-prob of -inf; the caller turns both into errors.
     """
+    own = None
+    if params.adjusted is not None:
+        own = params.adjusted.apply(logits, params.temperatures)
     if params.temperatures is not None:
         logits.div_(params.temperatures)
     logprobs = torch.log_softmax(logits, dim=-1)
     choice = logprobs
-    if params.allowed_rows is not None and params.allowed is not None:
+    if params.adjusted is not None and own is not None:
         choice = logprobs.clone()
+        choice[params.adjusted.rows] = own
+    if params.allowed_rows is not None and params.allowed is not None:
+        choice = logprobs.clone() if choice is logprobs else choice
         choice[params.allowed_rows] = choice[params.allowed_rows].masked_fill_(
             params.allowed, float("-inf")
         )
@@ -167,7 +190,14 @@ def sample(
         last = logits.shape[1] - 1 - (mass > 0).flip(1).to(torch.int8).argmax(dim=1)
         tokens = torch.minimum(tokens, last)
         chosen = tokens.tolist()
-    return chosen, logprobs.gather(1, tokens.view(-1, 1)).view(-1).tolist()
+    picked = logprobs.gather(1, tokens.view(-1, 1)).view(-1)
+    if params.adjusted is not None:
+        params.adjusted.add(tokens)
+        rows = params.adjusted.rows
+        none_left = choice[rows].amax(dim=1).isneginf()
+        picked[rows] = picked[rows].masked_fill(none_left, float("-inf"))
+    reports = params.reported.of(logprobs) if params.reported is not None else {}
+    return chosen, picked.tolist(), reports
 
 
 def _cut(logprobs: torch.Tensor, params: RowParams) -> torch.Tensor:

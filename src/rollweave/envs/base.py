@@ -142,11 +142,13 @@ class Episode(Struct, frozen=True, kw_only=True):
 class Score(Struct, frozen=True, kw_only=True):
     """The reward of a trajectory, and whether the task was solved.
 
-    `success` is None if it is unknown or undefined.
+    `success` is None if it is unknown or undefined. `reason`, if given, says why the
+    reward is what it is; it is stored with the trajectory.
     """
 
     reward: float
     success: bool | None = None
+    reason: str = ""
 
 
 class Env(Protocol):

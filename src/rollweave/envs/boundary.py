@@ -19,10 +19,11 @@ from rollweave.envs.base import Episode, Observation, Options, Score, Step
 from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
-from rollweave.envs.threads import Caller, call_in_thread, call_inline
+from rollweave.envs.threads import Caller, call_inline
+from rollweave.schema.base import copied
 from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
-from rollweave.schema.text import valid, valid_tree
+from rollweave.schema.text import shortened, valid, valid_tree
 from rollweave.schema.work import Task
 
 T = TypeVar("T", Observation, Step)
@@ -51,6 +52,9 @@ and the second for each token of the task's limit. Tokenizing takes a second for
 megabyte, during which all trajectories wait.
 """
 
+REASON_CHARS = 1000
+"""Maximum length of a score's reason that is kept unchanged."""
+
 KEY_CHARS = 1024
 """Maximum length of a `state_key` that is kept unchanged; every turn repeats its key.
 """
@@ -73,7 +77,7 @@ class GuardedEnv:
         via: Caller = call_inline,
     ) -> None:
         try:
-            env = resolve(name)(**options)
+            env = resolve(name)(**copied(dict(options)))
         except Interrupted:
             raise
         except USER_EXCEPTIONS as error:
@@ -154,7 +158,7 @@ async def score_episode(
     *,
     faults: Faults,
     seed: int,
-    via: Caller = call_in_thread,
+    via: Caller = call_inline,
 ) -> Score:
     """Return the reward of an episode: from the class's `score`, otherwise the sum of
     the steps' rewards. Raises RewardError.
@@ -165,7 +169,7 @@ async def score_episode(
         hook = getattr(resolve(name), "score", None)
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)
-        return await via(hook, episode, options)
+        return await via(hook, episode, copied(options))
 
     return checked_score(await reward_from(scored(), "score"), "score", success=episode.success)
 
@@ -208,7 +212,7 @@ def checked_score(value: Any, method: str, *, success: bool | None) -> Score:
             f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or "
             f"a Score, got {_short(value)}"
         )
-    return score
+    return msgspec.structs.replace(score, reason=shortened(score.reason, REASON_CHARS))
 
 
 def _asked_to_cancel() -> bool:

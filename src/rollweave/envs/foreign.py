@@ -28,6 +28,16 @@ packages, and of Rollweave.
 """
 
 
+MAIN_THREAD = (
+    'signals need the main thread of a process: with isolation = "process", environments '
+    "and the reward function of env jsonl run there"
+)
+"""Remedy of code that sets a signal handler or an alarm on another thread."""
+
+_CAUSES = 8
+"""Maximum number of causes of an exception that are looked at."""
+
+
 def type_name(value: Any) -> str:
     """Return the name of the value's class."""
     return str(_NAME.__get__(type(value)))
@@ -46,10 +56,27 @@ def describe_error(method: str, error: BaseException) -> str:
     the user's own code, or, if there is none, of any code.
     """
     text = text_of(error)
+    if _needs_main_thread(error):
+        text = f"{text}; {MAIN_THREAD}"
     # `isinstance` would also consult the exception's `__class__`.
     if issubclass(type(error), RollweaveError):
         return f"{method}: {text}"
     return valid(raised(method, type_name(error), text, _place(error)))
+
+
+def _needs_main_thread(error: BaseException) -> bool:
+    """Return whether `signal.signal` has raised this error, or one of its causes."""
+    cause: BaseException | None = error
+    try:
+        for _ in range(_CAUSES):
+            if cause is None:
+                return False
+            if type(cause) is ValueError and str(cause).startswith("signal only works in main"):
+                return True
+            cause = cause.__cause__ or cause.__context__
+    except BaseException:
+        pass
+    return False
 
 
 def _place(error: BaseException) -> str:

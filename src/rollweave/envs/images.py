@@ -7,6 +7,7 @@ from typing import Any
 
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.sandbox.base import HOST, is_reference
+from rollweave.schema.base import copied
 
 
 def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -17,7 +18,7 @@ def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     method = getattr(resolve(env), "images", None)
     if method is not None:
-        return tuple(image for image in method(options) if image != HOST)
+        return tuple(image for image in method(copied(options)) if image != HOST)
     image = options.get("image")
     return (image,) if isinstance(image, str) and is_reference(image) else ()
 
@@ -25,4 +26,4 @@ def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
 def shows_images(env: str, options: Mapping[str, Any]) -> bool:
     """Return whether an environment says that its observations have images."""
     said = getattr(resolve(env), "shows_images", False)
-    return bool(said(options) if callable(said) else said)
+    return bool(said(copied(options)) if callable(said) else said)

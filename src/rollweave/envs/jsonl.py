@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task, payload_of
-from rollweave.envs.records import draw_record, messages_of, numbered_records, records
+from rollweave.envs.records import (
+    draw_record,
+    messages_of,
+    numbered_prompts,
+    numbered_records,
+    record_at,
+)
 from rollweave.envs.registry import load
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -43,13 +49,14 @@ class Jsonl:
             raise ConfigError(f"options.overlong must be refuse or drop, got {overlong!r}")
         for file in (path, held_out):
             if file:
-                records(file, prompt)
-        self._path, self._held_out, self._system, self._prompt = path, held_out, system, prompt
+                check_records(file, prompt, reward)
+        self._system, self._prompt = system, prompt
 
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
-        prompt = records(payload["file"], self._prompt)[payload["row"]][self._prompt]
-        return Observation(messages=_first_messages(self._system, prompt))
+        record = record_at(payload["file"], self._prompt, payload["row"])
+        messages = messages_of(record[self._prompt], self._prompt)
+        return Observation(messages=_with_system(self._system, messages))
 
     def step(self, action: str) -> Step:
         return Step(done=True)
@@ -76,13 +83,16 @@ class Jsonl:
     @classmethod
     def prompts(cls, options: Options) -> Iterator[tuple[str, tuple[Message, ...]]]:
         """Yield the location of each prompt in the files, with the messages with which
-        an episode begins.
+        an episode begins. Raises ConfigError for a record that the reward function
+        refuses.
         """
         prompt, left_out = options.get("prompt", "prompt"), set(options.get("left_out", ()))
         for file in dict.fromkeys((options["path"], options.get("held_out", ""))):
-            for number, record in numbered_records(file, prompt) if file else ():
+            if file and "reward" in options:
+                check_records(file, prompt, options["reward"])
+            for number, messages in numbered_prompts(file, prompt) if file else ():
                 if (place := f"{file}:{number}") not in left_out:
-                    yield place, _first_messages(options.get("system", ""), record[prompt])
+                    yield place, _with_system(options.get("system", ""), messages)
 
     @classmethod
     def drops_overlong(cls, options: Options) -> bool:
@@ -93,12 +103,27 @@ class Jsonl:
     def score(cls, episode: Episode, options: Options) -> Any:
         """Return the reward function's result for the agent's answer."""
         payload = payload_of(episode.task)
-        record = records(payload["file"], options.get("prompt", "prompt"))[payload["row"]]
-        return _reward(options["reward"])(dict(record), "".join(episode.actions()[-1:]))
+        record = record_at(payload["file"], options.get("prompt", "prompt"), payload["row"])
+        return _reward(options["reward"])(record, "".join(episode.actions()[-1:]))
 
 
-def _first_messages(system: str, prompt: Any) -> tuple[Message, ...]:
-    messages = messages_of(prompt)
+@functools.lru_cache(16)
+def check_records(file: str, prompt: str, reward: str) -> None:
+    """Check the records of a file, also by the `check_record` of the reward function if
+    it has one, which raises ValueError. Raises ConfigError that names file and line.
+    """
+    check = getattr(_reward(reward), "check_record", None)
+    if check is None:
+        numbered_prompts(file, prompt)
+        return
+    for number, record in numbered_records(file, prompt):
+        try:
+            check(record)
+        except ValueError as error:
+            raise ConfigError(f"{file}:{number}: {error}") from error
+
+
+def _with_system(system: str, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return (Message(role="system", content=system), *messages) if system else messages
 
 

@@ -6,7 +6,6 @@ Invariant: a question belongs to exactly one split by its text.
 
 import functools
 import json
-import re
 from typing import Any
 
 from rollweave.envs.base import (
@@ -21,7 +20,7 @@ from rollweave.envs.base import (
     split_of,
 )
 from rollweave.io.extras import from_extra
-from rollweave.schema.base import mix
+from rollweave.schema.base import copied, mix
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Task
 
@@ -34,7 +33,7 @@ TRIES = 200
 held-out split, so this is far more than enough.
 """
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPENING, CLOSING = "<answer>", "</answer>"
 
 
 class Reasoning:
@@ -97,13 +96,16 @@ def answer_in(text: str) -> str:
     """Return the content of the last `<answer>…</answer>`, otherwise the complete text;
     without white space around it.
     """
-    answers = _ANSWER.findall(text)
-    return str(answers[-1] if answers else text).strip()
+    answer, start = text, text.find(OPENING)
+    while start >= 0 and (end := text.find(CLOSING, start)) >= 0:
+        answer = text[start + len(OPENING) : end]
+        start = text.find(OPENING, end)
+    return answer.strip()
 
 
 def _question(dataset: str, config: Options, task: Task) -> dict[str, Any]:
     payload_of(task)
-    return _entry(dataset, json.dumps(config, sort_keys=True), task.seed)
+    return copied(_entry(dataset, json.dumps(config, sort_keys=True), task.seed))
 
 
 @functools.lru_cache(256)

@@ -2,20 +2,19 @@
 
 Invariants: a record belongs to exactly one split (by its hash, or because `held_out` is
 a separate file); an epoch visits every record of a split once, in a random order that
-differs by epoch.
+differs by epoch; each caller gets copies of records.
 """
 
 import functools
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rollweave.envs.base import Split, split_of
-from rollweave.schema.base import mix
+from rollweave.io.http.messages import read_messages
+from rollweave.io.json_lines import json_lines
+from rollweave.schema.base import copied, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 
@@ -54,66 +53,64 @@ def draw_record(
 
 
 @functools.lru_cache(16)
-def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any], ...]:
-    """Return every record of the file; its `field` is text or messages.
-
-    Raises ConfigError that names file and line.
-    """
-    parsed: list[dict[str, Any]] = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"options.{option} must be a readable file, got {path!r}: {error}"
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
+def _numbered(path: str, field: str, option: str) -> tuple[tuple[int, dict[str, Any]], ...]:
+    form = f" with {field!r}, text or messages" if field else ""
+    numbered = []
+    for number, record in json_lines(path, f"options.{option}", form=form):
+        place = f"{path}:{number}"
+        if field:
+            must_have_field(record, field, place)
             try:
-                parsed.append(_record(line, field, f"{path}:{number}"))
-            except ConfigError:
-                raise
-            except (ValueError, TypeError, msgspec.ValidationError) as error:
-                form = f" with {field!r}, text or messages" if field else ""
-                text = (
-                    f"{path}:{number}: must be a JSON object{form}: {type(error).__name__}: {error}"
-                )
-                raise ConfigError(text) from error
-    if not parsed:
+                messages_of(record[field], field)
+            except ValueError as error:
+                raise ConfigError(f"{place}: {error}") from error
+        numbered.append((number, record))
+    if not numbered:
         raise ConfigError(f"options.{option} must have records, {path} has none")
-    return tuple(parsed)
+    return tuple(numbered)
 
 
 def numbered_records(
     path: str, field: str, option: str = "path"
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every record with its line number. Raises ConfigError as `records` does."""
-    parsed = records(path, field, option)
-    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    return zip(numbers, parsed, strict=True)
+    """Return an iterator over a copy of every record with its line number; its `field`
+    is text or messages.
+
+    Raises ConfigError that names file and line.
+    """
+    numbered = _numbered(path, field, option)
+    return ((number, copied(record)) for number, record in numbered)
 
 
-def messages_of(prompt: Any) -> tuple[Message, ...]:
-    """Return text as a user's message, and messages unchanged.
+def numbered_prompts(path: str, field: str) -> Iterator[tuple[int, tuple[Message, ...]]]:
+    """Return an iterator over the prompt of every record with its line number. Raises
+    ConfigError as `numbered_records` does.
+    """
+    numbered = _numbered(path, field, "path")
+    return ((number, messages_of(record[field], field)) for number, record in numbered)
 
-    Raises ValueError, TypeError, ValidationError.
+
+def record_at(path: str, field: str, row: int, option: str = "path") -> dict[str, Any]:
+    """Return a copy of the record in row `row` of the file. Raises ConfigError as
+    `numbered_records` does.
+    """
+    return copied(_numbered(path, field, option)[row][1])
+
+
+def messages_of(prompt: Any, field: str) -> tuple[Message, ...]:
+    """Return text as a user's message, and messages as the gateway reads them. `field`
+    is where the prompt is.
+
+    Raises ValueError.
     """
     if isinstance(prompt, str):
         return (Message(role="user", content=prompt),)
-    messages = msgspec.convert(prompt, tuple[Message, ...])
+    if not isinstance(prompt, list):
+        raise ValueError(f"{field} must be text or a list of messages, got {prompt!r:.80}")
+    messages = read_messages(prompt, field)
     if not messages:
-        raise ValueError("no messages")
+        raise ValueError(f"{field} must have messages, got no messages")
     return messages
-
-
-def _record(line: str, field: str, place: str) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise TypeError(f"got {line[:40]}")
-    if field:
-        must_have_field(record, field, place)
-        messages_of(record[field])
-    return record
 
 
 def must_have_field(record: dict[str, Any], field: str, place: str) -> None:
@@ -138,7 +135,7 @@ def _rows(
     without = set(left_out)
     kept = (
         (row, record[field] if field else record)
-        for row, (number, record) in enumerate(numbered_records(path, field, option))
+        for row, (number, record) in enumerate(_numbered(path, field, option))
         if not without or f"{path}:{number}" not in without
     )
     return tuple(

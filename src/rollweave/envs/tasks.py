@@ -23,7 +23,7 @@ from rollweave.envs.process import EnvProcesses, ProcessEnv, score_in_process
 from rollweave.envs.protocol import EnvSpec
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thread
-from rollweave.schema.base import TaskId, mix
+from rollweave.schema.base import TaskId, copied, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.run import Faults
@@ -214,7 +214,7 @@ class TaskSource:
             task = (
                 new_task(seed=mix(seed, split, index))
                 if hook is None
-                else hook(index=index, seed=seed, split=split, options=domain.options)
+                else hook(index=index, seed=seed, split=split, options=copied(domain.options))
             )
         except RollweaveError:
             raise
@@ -285,7 +285,8 @@ class TaskSource:
         while True:
             name = next_domain(weights, drawn)
             drawn[name] = drawn.get(name, 0) + 1
-            yield hooks[name](random.Random(rng.getrandbits(64)), self._domains[name].options)  # type: ignore[misc]
+            options = copied(self._domains[name].options)
+            yield hooks[name](random.Random(rng.getrandbits(64)), options)  # type: ignore[misc]
 
     def _domain(self, name: str) -> TaskConfig:
         if name not in self._domains:
@@ -297,7 +298,7 @@ class TaskSource:
     def _strings(self, name: str, method: str) -> tuple[str, ...]:
         domain = self._domain(name)
         hook: Any = getattr(resolve(domain.env), method, None)
-        value: Any = () if hook is None else hook(domain.options)
+        value: Any = () if hook is None else hook(copied(domain.options))
         words = () if isinstance(value, str) else tuple(value)
         wrong = (
             [value]

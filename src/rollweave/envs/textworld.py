@@ -25,9 +25,6 @@ with from_extra("textworld"):
 GAMES = re.compile(r".*\.z[1-8]")
 """The names of files with games."""
 
-_PROMPT = re.compile(r"\n>[^\n]*\s*\Z")
-"""The prompt at the end of a game's text, with the status line that follows it."""
-
 _playing = threading.Lock()
 
 
@@ -107,10 +104,11 @@ class TextWorld:
         return new_task(seed=mix(seed, split, index), game=order[place])
 
     def _written(self, text: str, state: "textworld.GameState") -> str:
-        """Return the text of a game without its prompt, and the commands if they are
-        wanted.
+        """Return the text of a game without its prompt at the end and the status line
+        that follows it, and the commands if they are wanted.
         """
-        text = _PROMPT.sub("", text).strip()
+        before, newline, last = text.rstrip().rpartition("\n")
+        text = (before if newline and last.startswith(">") else text).strip()
         if self._commands and state.admissible_commands:
             text += f"\nCommands: {', '.join(state.admissible_commands)}"
         return text

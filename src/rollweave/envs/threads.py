@@ -52,17 +52,6 @@ async def call_inline(method: Callable[..., Any], *arguments: Any) -> Any:
     return await awaited(method(*arguments))
 
 
-async def call_in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in a thread that serves this call only."""
-    threads = EnvThreads()
-    thread = threads.lease("one call")
-    try:
-        return await thread.via(method, *arguments)
-    finally:
-        thread.release()
-        threads.close()
-
-
 def needs_thread(kind: type[Any]) -> bool:
     """Return whether environments of this class have plain methods that may block: all
     may, unless the class sets `blocking = False`.

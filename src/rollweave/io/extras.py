@@ -12,6 +12,7 @@ from rollweave.schema.errors import ConfigError
 
 EXTRAS = {
     "envs": ("gymnasium", "reasoning_gym"),
+    "math": ("math_verify",),
     "parquet": ("pyarrow",),
     "predict": ("sklearn", "threadpoolctl", "transformers"),
     "ray": ("ray",),

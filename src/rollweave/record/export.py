@@ -177,6 +177,9 @@ def _schema(pyarrow: Any) -> Any:
         ]
     )
     reward = pyarrow.struct([("name", text), ("value", real)])
+    ignored = pyarrow.struct(
+        [("field", text), ("value", text), ("requests", whole), ("action", text), ("text", text)]
+    )
     types = {
         text: "id group purpose engine stop_reason blame error task_id env domain payload result",
         whole: "attempt member initiated_version turns tokens cut_turns first_version "
@@ -184,6 +187,7 @@ def _schema(pyarrow: Any) -> Any:
         real: "ended_s reward init_s run_s eval_s queue_s generate_s env_s",
         flag: "success",
         pyarrow.list_(reward): "rewards",
+        pyarrow.list_(ignored): "ignored",
         pyarrow.list_(sequence): "sequences",
     }
     return pyarrow.schema([(name, kind) for kind, names in types.items() for name in names.split()])

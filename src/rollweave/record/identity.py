@@ -14,6 +14,7 @@ import xxhash
 
 from rollweave.io.disk import file_digest, replace_file
 from rollweave.io.reading import whole
+from rollweave.io.tokenizer import tokenizer_files
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
@@ -89,7 +90,11 @@ def model_digests(directory: Path) -> dict[str, tuple[int, str]]:
     Raises OSError.
     """
     files = {file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file()}
-    return {file.name: (file.stat().st_size, file_digest(file)) for file in sorted(files)}
+    files |= {directory / name for name in tokenizer_files(directory)}
+    return {
+        str(file.relative_to(directory)): (file.stat().st_size, file_digest(file))
+        for file in sorted(files)
+    }
 
 
 def changed_files(directory: Path, known: dict[str, tuple[int, str]]) -> list[str]:

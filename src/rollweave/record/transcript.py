@@ -12,15 +12,11 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from rollweave.io.reading import whole
+from rollweave.io.tokenizer import read_tokenizer
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
-from rollweave.schema.errors import ConfigError
 from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
-
-TOKENIZER_BYTES = 1 << 30
-"""Maximum size of a tokenizer's file."""
 
 
 class Span:
@@ -112,12 +108,9 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
     if run.config.exists() and (path := run.configuration().model.path) is not None:
         directories.append(Path(path))
     for directory in directories:
-        file = directory / "tokenizer.json"
-        if file.exists():
-            try:
-                return Tokenizer.from_buffer(whole(file, TOKENIZER_BYTES))
-            except Exception as error:  # the library has no specific error for a damaged file
-                raise ConfigError(f"{file} must be a tokenizer: {error}") from error
+        read = read_tokenizer(directory)
+        if read is not None:
+            return read.tokenizer
     return None
 
 
@@ -137,6 +130,7 @@ def arguments_of(sequence: TokenSequence, arguments: Mapping[str, Any]) -> dict[
 def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]:
     """Return what is known of an attempt except for its tokens, as a JSON object.
 
+    `ignored` are the fields of an agent program's requests that had no effect, and
     `result` is what the handler returned beside the reward. Times are in seconds.
     """
     task, sampled = trajectory.task, versions(trajectory)
@@ -166,6 +160,9 @@ def attempt_line(entry: StoredAttempt, trajectory: Trajectory) -> dict[str, Any]
         "stop_reason": trajectory.stop_reason.value,
         "blame": trajectory.blame.value,
         "error": trajectory.error,
+        "ignored": [
+            {**msgspec.structs.asdict(one), "text": str(one)} for one in trajectory.ignored
+        ],
         "result": parsed(trajectory.result),
         "timing": {
             name: round(value, 4)

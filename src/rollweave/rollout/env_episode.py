@@ -22,6 +22,7 @@ from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.media import Image, prompt_error
+from rollweave.schema.packing import as_json
 from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (
     Segment,
@@ -90,7 +91,7 @@ class EnvEpisode:
         self._conversation: Conversation | None = None
         self._rewards: list[float] = []
         self._success: bool | None = None
-        self._engine = ""
+        self._engine = self._reason = ""
         self._budget = Budget(command.task.limits, clock)
         self.stop_reason = StopReason.FINISHED
 
@@ -137,8 +138,8 @@ class EnvEpisode:
 
     @property
     def result(self) -> str:
-        """Return "": an environment has no further output."""
-        return ""
+        """Return the reason of the reward as JSON, "" if the score names none."""
+        return as_json({"reason": self._reason}).decode() if self._reason else ""
 
     # The three stages.
 
@@ -220,6 +221,7 @@ class EnvEpisode:
             raise EpisodeStopError(
                 StopReason.REWARD_ERROR, f"the reward must be a finite number, got {score!r:.200}"
             )
+        self._reason = score.reason
         return score
 
     async def close(self) -> None:

@@ -39,7 +39,14 @@ from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
-from rollweave.schema.work import TRAINABLE, StopReason, TokenSequence, Trajectory
+from rollweave.schema.work import (
+    TRAINABLE,
+    Ignored,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+    Unreadable,
+)
 
 T = TypeVar("T")
 
@@ -97,6 +104,7 @@ class HandlerEpisode:
         self._stop: EpisodeStopError | None = None  # raised by the pipeline in a turn
         self._score: Score | None = None  # may be set by `run_exception`
         self._sequences: tuple[TokenSequence, ...] = ()
+        self._ignored: tuple[Ignored, ...] = ()
         self.images: tuple[Image, ...] = ()
         self._engine = ""
         self.turns = self.prompt_tokens = 0
@@ -181,7 +189,8 @@ class HandlerEpisode:
         finally:
             await session.wait_closed()
             self._budget.env_s += self._clock() - self._working_since
-            self._sequences = gateway.close(session_id).sequences
+            recording = gateway.close(session_id)
+            self._sequences, self._ignored = recording.sequences, recording.ignored
             self.conversation = session.conversation
         if self._stop is not None:  # the handler ignored it
             raise self._stop
@@ -247,6 +256,7 @@ class HandlerEpisode:
         return msgspec.structs.replace(
             record_of(self._command, reason, error),
             sequences=self._sequences,
+            ignored=self._ignored,
             engine=self._engine,
             timing=self._budget.timing(),
             result=self.result,
@@ -356,12 +366,15 @@ class HandlerEpisode:
             ) from cause
 
     def _store_result(self) -> None:
-        """Store the handler's `final_result`."""
+        """Store the handler's `final_result`, with the reason of the reward."""
         try:
             call = getattr(self._handler, "final_result", None)
-            if call is None:
+            final = {} if call is None else call()
+            if self._score is not None and self._score.reason and isinstance(final, dict):
+                final = {"reason": self._score.reason, **final}
+            if call is None and not final:
                 return
-            result = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
+            result = valid(json.dumps(final, allow_nan=False, ensure_ascii=False))
             if (size := len(result.encode())) > RESULT_BYTES:
                 raise ValueError(
                     f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}"
@@ -453,6 +466,7 @@ class _Agent:
             tools=tuple(declared(tool) for tool in tools),
             reads_calls=bool(tools),
             max_tokens=max_tokens,
+            divides=False,
         )
         try:
             async with self._session.turn(
@@ -475,7 +489,8 @@ class _Agent:
         assert turn.message is not None, "a turn without error has a message"
         return turn.message
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        self._session.unreadable = unreadable
         url = await self._listener.url()
         return Endpoint(url=f"{url}/s/{self._session.id}/v1", token=self._session.token)
 

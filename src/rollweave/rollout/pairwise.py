@@ -25,7 +25,7 @@ from rollweave.rollout.reward_sources import (
 from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.rollouts import ServiceWait
 
-VERDICT = re.compile(r"\**verdict:\**\s*\**(a|b|tie)\**\.?", re.IGNORECASE)
+VERDICT = re.compile(r"\**verdict:[*\s]*(a|b|tie)\**\.?", re.IGNORECASE)
 """Pattern of the last line of the judge's answer."""
 
 POINTS = {"a": 1.0, "tie": 0.5, "b": 0.0}

@@ -37,7 +37,7 @@ from rollweave.schema.work import StopReason, Task, Unscored
 SHOWN = 80
 """Maximum number of characters of a wrong answer that an error quotes."""
 
-GRADE = re.compile(r"\**score:\**\s*([-+]?\d+(?:\.\d+)?)\**", re.IGNORECASE)
+GRADE = re.compile(r"\**score:\**\s*([-+]?[0-9]+(?:\.[0-9]+)?)\**", re.IGNORECASE)
 """Pattern of the last line of a judge's answer."""
 
 INSTRUCTIONS = """{rubric}

@@ -26,6 +26,7 @@ from rollweave.rollout.rewards import DomainRewards, Rewards
 from rollweave.rollout.teacher import Teach, Teacher
 from rollweave.runtime.images import Images
 from rollweave.runtime.pump import RunClock
+from rollweave.schema.base import copied
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import ImageWait
@@ -89,7 +90,7 @@ class Episodes:
             )
         return HandlerEpisode(
             command,
-            make=lambda: resolve(task.env)(**task.options),
+            make=lambda: resolve(task.env)(**copied(task.options)),
             agent=agent,
             seed=seed,
             clock=self._clock.now,

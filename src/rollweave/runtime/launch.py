@@ -40,7 +40,7 @@ from rollweave.runtime.hosts.serverless import check_platform, deployed
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.loopwatch import watched
 from rollweave.runtime.metrics import Metrics, Progress, Silent
-from rollweave.runtime.preflight.checks import must_pass
+from rollweave.runtime.preflight.checks import FORCED, forced, must_pass
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
@@ -73,6 +73,7 @@ def train(
     config: RunConfig,
     *,
     resume: bool = False,
+    force: bool = False,
     inproc: bool = False,
     progress: Progress | None = None,
     programs: Programs | None = None,
@@ -81,8 +82,9 @@ def train(
     """Run `config` to its end, from the beginning or from the last checkpoint
     (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
-    Relays and rollout workers are processes in any case. `declared` is
-    what the tasks declare, if it is known (`dryrun.plan`).
+    Relays and rollout workers are processes in any case. `declared` is what the tasks
+    declare, if it is known (`dryrun.plan`). With `force`, hosts of a cluster that are
+    estimated to lack memory are used, with a warning.
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at
     once, and raises KeyboardInterrupt. Raises `ConfigError` if the user must change
@@ -109,6 +111,7 @@ def train(
             run,
             source,
             declared=declared,
+            force=force,
             inproc=inproc,
             progress=progress or Silent(),
             programs=programs or Programs(),
@@ -126,12 +129,14 @@ class _Start:
         source: TaskSource,
         *,
         declared: Declared,
+        force: bool,
         inproc: bool,
         progress: Progress,
         programs: Programs,
     ) -> None:
         self._config, self._run, self._source, self._declared = config, run, source, declared
-        self._inproc, self._progress, self._programs = inproc, progress, programs
+        self._force, self._inproc = force, inproc
+        self._progress, self._programs = progress, programs
         self._digesting: asyncio.Task[None] | None = None
         self._deployed: Mapping[str, str] = {}
         """URLs of the functions of rewards that this life has deployed."""
@@ -190,7 +195,13 @@ class _Start:
             self._show(Warn(component=pool.field, message=f"{pool.describe()}: it has no host yet"))
         # in a thread, since it may import torch, which takes seconds
         words = self._declared.words
-        must_pass(await asyncio.to_thread(check_joined, self._config, words, present))
+        checks = await asyncio.to_thread(check_joined, self._config, words, present)
+        if self._force:
+            checks = forced(checks)
+            for check in checks:
+                if check.name == FORCED:
+                    self._show(Warn(component=FORCED, message=check.detail))
+        must_pass(checks)
 
     async def _run_on(
         self, cluster: GatheredHosts, store: TrajectoryStore, beginning: Beginning

@@ -59,6 +59,40 @@ class Culprit(NamedTuple):
         return f"{self.name} blocked the event loop for {seconds:.1f} s ({self.place})"
 
 
+class Pulse:
+    """The heartbeats of a loop, and the checks of them by another thread."""
+
+    def __init__(self, now: float) -> None:
+        self._lock = threading.Lock()
+        self._beats, self._beat_at = 0, now
+        self._seen, self._missed = -1, 0
+        self._culprit: Culprit | None = None
+
+    def beat(self, now: float) -> tuple[Culprit, float] | None:
+        """Count a heartbeat at `now`, in seconds. Return what blocked the loop before
+        it, and the seconds since the last one, if a check has named it.
+        """
+        with self._lock:
+            culprit, self._culprit = self._culprit, None
+            blocked_s, self._beat_at = now - self._beat_at, now
+            self._beats += 1
+        return None if culprit is None else (culprit, blocked_s)
+
+    def check(self, find: Callable[[], Culprit | None]) -> Culprit | None:
+        """Return what `find` finds, if this is the check number `MISSED` in a row
+        without a heartbeat before its end.
+        """
+        beats = self._beats
+        self._missed = self._missed + 1 if beats == self._seen else 0
+        self._seen = beats
+        culprit = find() if self._missed == MISSED else None
+        with self._lock:
+            if culprit is None or self._beats != beats:
+                return None
+            self._culprit = culprit
+        return culprit
+
+
 class LoopWatch:
     """Watches the running event loop from its own thread, while the context is open."""
 
@@ -69,11 +103,8 @@ class LoopWatch:
         with the duration in seconds, on the loop.
         """
         self._on_blocked, self._on_over = on_blocked, on_over
-        self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._beats = 0
-        self._beat_at = 0.0
-        self._culprit: Culprit | None = None
+        self._pulse = Pulse(time.monotonic())
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -94,27 +125,19 @@ class LoopWatch:
         self._thread.join()
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            culprit, self._culprit = self._culprit, None
-            blocked_s, self._beat_at = now - self._beat_at, now
-            self._beats += 1
+        over = self._pulse.beat(time.monotonic())
         self._handle = self._loop.call_later(BEAT_S, self._beat)
-        if culprit is not None:
-            self._on_over(culprit, blocked_s)
+        if over is not None:
+            self._on_over(*over)
 
     def _watch(self) -> None:
-        seen, missed = 0, 0
         while not self._ended.wait(BEAT_S):
-            seen, missed = self._beats, missed + 1 if seen == self._beats else 0
-            if missed != MISSED:
-                continue
-            culprit = find_culprit(sys._current_frames().get(self._loop_thread))
-            with self._lock:
-                if culprit is None or self._beats != seen:
-                    continue
-                self._culprit = culprit
-            self._on_blocked(culprit)
+            culprit = self._pulse.check(self._find)
+            if culprit is not None:
+                self._on_blocked(culprit)
+
+    def _find(self) -> Culprit | None:
+        return find_culprit(sys._current_frames().get(self._loop_thread))
 
 
 @contextlib.contextmanager

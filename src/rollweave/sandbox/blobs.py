@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from rollweave.sandbox.temporary import remove_leftovers, temporary_file
 from rollweave.schema.errors import SandboxError
+from rollweave.schema.text import whole
 
 CHUNK_BYTES = 1 << 20
 
@@ -276,8 +277,7 @@ def _opened(
         request.add_unredirected_header("Authorization", f"Bearer {source.token}")
     opener = watch.opener(direct=bool(source.token))
     with opener.open(request, timeout=FETCH_S) as reply:
-        size = reply.headers.get("Content-Length", "")
-        yield reply.read1, int(size) if size.isdecimal() else 0
+        yield reply.read1, whole(reply.headers.get("Content-Length", "")) or 0
 
 
 class _Watch:

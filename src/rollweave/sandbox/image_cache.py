@@ -118,6 +118,7 @@ class ImageCache:
         """Release all images."""
         with self._mutex:
             for fd, _ in self._held.values():
+                os.utime(fd)
                 os.close(fd)
             self._held.clear()
 
@@ -212,12 +213,18 @@ class ImageCache:
             os.close(fd)
 
     def _entries(self) -> Iterator[tuple[int, str, int]]:
-        """Yield the time of the last use, the digest and the size of each image."""
-        for file in (self._folder / "used").iterdir():
+        """Yield the time of the last use, the digest and the size of each image.
+
+        An archive without such a time was left by a process that was killed.
+        """
+        used = self._folder / "used"
+        archives = {name for name in os.listdir(self._folder / "blobs") if name[0] != "."}
+        for digest in archives | set(os.listdir(used)):
+            last, size = 0, ""
             with contextlib.suppress(OSError):
-                last = file.stat().st_mtime_ns
-                size = file.read_text().strip()
-                yield last, file.name, int(size) if size.isdecimal() else self._size(file.name)
+                last = (used / digest).stat().st_mtime_ns
+                size = (used / digest).read_text().strip()
+            yield last, digest, int(size) if size.isdecimal() else self._size(digest)
 
     def _note_size(self, digest: str) -> None:
         with self._mutex:
@@ -240,7 +247,7 @@ class ImageCache:
         used = self._folder / "used" / digest
         with temporary_folder(self._folder) as trash:
             try:
-                fd = os.open(used, os.O_RDWR)
+                fd = os.open(used, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError:
                 return False
             try:

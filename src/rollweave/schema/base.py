@@ -3,7 +3,7 @@
 Subclasses repeat `frozen` and `kw_only` for msgspec and mypy.
 """
 
-from typing import NewType
+from typing import Any, NewType, TypeVar, cast
 
 import msgspec
 import xxhash
@@ -20,6 +20,23 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class TaggedStruct(Struct, frozen=True, kw_only=True, tag=True):
     """A value that travels in a union; its encoding carries the class name."""
+
+
+T = TypeVar("T")
+
+
+def copied(value: T) -> T:
+    """Return a copy of a value as configurations and JSON have them: of its dicts and
+    lists, at every depth. Code of the user's gets copies, so that what it changes is
+    its own.
+    """
+    return cast(T, _copied(value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def mix(*parts: object) -> int:

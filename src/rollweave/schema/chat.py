@@ -33,7 +33,8 @@ class Message(Struct, frozen=True, kw_only=True):
     character `image_places[i]` of the content.
 
     `finish_reason` is "length" if a token limit cut what the agent sampled, else "".
-    Chat templates do not see it.
+    Chat templates do not see it. `thoughts` are what an assistant thought before it
+    wrote the content; they stay in the content where the two are not divided.
     """
 
     role: Role
@@ -44,6 +45,7 @@ class Message(Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
     images: tuple[Image, ...] = ()
     image_places: tuple[int, ...] = ()
+    thoughts: str = ""
 
     def __post_init__(self) -> None:
         if not self.images and not self.image_places:

@@ -48,6 +48,8 @@ def is_deep(value: Any) -> bool:
     """Return whether objects and lists are nested more than `DEPTH` deep."""
     within = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
+        if not within:
+            return False
         within = [
             inner
             for outer in within

@@ -26,14 +26,54 @@ float32.
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
-    """The form that the text of a turn must have: JSON of the schema `text`, or a match
-    of the regular expression `text`. A text that begins with `call_start`, if it is
-    given, is free.
+    """The form that the text of a turn must have: JSON of the schema `text`, a match of
+    the regular expression `text`, or a text of the grammar `text` (llguidance's Lark).
     """
 
-    kind: Literal["json", "regex"]
+    kind: Literal["json", "regex", "lark"]
     text: str
-    call_start: str = ""
+
+
+class Adjustments(Struct, frozen=True, kw_only=True):
+    """Changes of the distribution from which a turn is sampled, as OpenAI's and vLLM's
+    APIs define them. They change no log-prob, and no turn that is trained on has any.
+
+    `bias` is added to the logits of tokens. Of a sequence of `banned` tokens, the last
+    is never sampled after the others. Tokens that are less than `min_p` times as
+    likely as the likeliest are not sampled. No token that ends the turn is sampled
+    before `min_tokens`; with `ignores_eos`, only those end it that the request names.
+    """
+
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    ignores_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"adjustments.min_p must be in [0, 1], got {self.min_p}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(
+                f"adjustments.repetition_penalty must be positive, got {self.repetition_penalty}"
+            )
+        if self.min_tokens < 0:
+            raise ValueError(f"adjustments.min_tokens must be 0 or more, got {self.min_tokens}")
+        if not all(self.banned):
+            raise ValueError("adjustments.banned must have at least a token each, got none")
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if a token's chance depends on the tokens before it."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1)
+
+
+TokenChances = tuple[tuple[int, float], ...]
+"""Tokens with their log-probs."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -44,6 +84,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     sampling to these token ids; empty means no restriction. `constraint` restricts it
     to tokens with which the text can be what it describes. Randomness is keyed by
     `(seed, position)`, so a request's tokens do not depend on the rest of the batch.
+    Only the embedded engine makes `adjustments`.
     """
 
     temperature: float = 1.0
@@ -54,6 +95,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     allowed: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    adjustments: Adjustments | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -158,7 +200,10 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     do not count. With `resumed`, the turn continues after these tokens (Laminar §3.3):
     they count for `max_tokens`, stop strings and `budget_s`, and are part of the
     result. If they already end the turn, nothing is sampled. With `prompt_logprobs`,
-    the result also has the log-probs of the prompt's tokens. An engine that records
+    the result also has the log-probs of the prompt's tokens. `top_logprobs` is the
+    number of likeliest tokens that are reported for each token of the answer, and for
+    each of the prompt's whose log-prob is; the embedded engine reports them, and for
+    the answer also the tokens `logprob_ids`. An engine that records
     routes returns those of the tokens from `routes_from` on. `images` are those of the
     placeholders among the tokens, of which there is one for each, in their order.
     """
@@ -170,6 +215,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     budget_s: float = 0.0
     resumed: PartialOutput | None = None
     prompt_logprobs: bool = False
+    top_logprobs: int = 0
+    logprob_ids: tuple[int, ...] = ()
     routes_from: int = 0
     images: tuple[Image, ...] = ()
 
@@ -185,10 +232,12 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     an engine that cannot resume started the turn over. With `text_only` the engine
     returned text alone: the tokens are encoded from it, the log-probs are 0, and it is
     never trained on. `prompt_logprobs` are those of the prompt's tokens from the second
-    on, at temperature 1, if they were requested. `routes` are those of prompt and
-    answer from an engine that records them: not of the last token, which the model has
-    not processed. `prompt_tokens` is the engine's own count of the prompt, in which an
-    image has more tokens than its placeholder; 0 if it does not say.
+    on, at temperature 1, if they were requested. `top_logprobs` and
+    `prompt_top_logprobs` have the reported tokens for each of the same. `routes` are
+    those of prompt and answer from an engine that records them: not of the last token,
+    which the model has not processed. `prompt_tokens` is the engine's own count of the
+    prompt, in which an image has more tokens than its placeholder; 0 if it does not
+    say.
     """
 
     id: str
@@ -205,6 +254,8 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     resumed_tokens: int = 0
     text_only: bool = False
     prompt_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TokenChances, ...] = ()
+    prompt_top_logprobs: tuple[TokenChances, ...] = ()
     routes: Routes | None = None
     error: str = ""
 
@@ -507,6 +558,7 @@ class TokenDelta(Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     generate_s: float = 0.0
+    top_logprobs: tuple[TokenChances, ...] = ()
 
 
 PROGRESS_S = 0.5

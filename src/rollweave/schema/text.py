@@ -15,7 +15,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
 """Control characters but tab and newline, and those that begin a line or change the
@@ -81,6 +81,14 @@ def decimal(text: str) -> float | None:
     """
     value = float(text) if _DECIMAL.fullmatch(text) else math.inf
     return value if math.isfinite(value) else None
+
+
+def whole(text: str) -> int | None:
+    """Parse a whole number of at most 18 ASCII digits; None for anything else.
+
+    `int` accepts more: a sign, white space, `1_000`, digits of every script.
+    """
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def shortened(text: str, most: int = ERROR_CHARS) -> str:

@@ -5,6 +5,7 @@ of training (`Batch`).
 import enum
 import itertools
 import math
+from typing import Literal
 
 import msgspec
 
@@ -247,6 +248,31 @@ class SequenceCause(enum.StrEnum):
     HISTORY_SHORTENED = "history_shortened"  # messages are left out or summarized
     TOOLS_CHANGED = "tools_changed"
     TEMPLATE_CHANGED = "template_changed"  # other arguments of the chat template
+    THOUGHTS_DROPPED = "thoughts_dropped"  # the chat template leaves out those of earlier turns
+
+
+Unreadable = Literal["ignore", "refuse"]
+"""The treatment of fields of requests that neither the model nor its chat template can
+read.
+"""
+
+
+class Ignored(Struct, frozen=True, kw_only=True):
+    """A field of an agent program's requests that was not honored, since neither the
+    model nor its chat template can read it.
+
+    `field` has `*` for the numbers of messages and parts; `value` is the first one, as
+    text; `action` is what became of it; `requests` counts the requests that had it.
+    """
+
+    field: str
+    value: str
+    action: str = "ignored"
+    requests: int = 1
+
+    def __str__(self) -> str:
+        count = f"{self.requests} request{'s' * (self.requests != 1)}"
+        return f"{self.field} = {self.value}: {self.action}, in {count}"
 
 
 class Origin(Struct, frozen=True, kw_only=True):
@@ -367,7 +393,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     nothing to score.
 
     `rewards` has the components of the reward, unweighted and by name, if the task
-    domain has several. `result` holds what else the handler returns, as JSON
+    domain has several. `ignored` are the fields of an agent program's requests that had
+    no effect. `result` holds what else the handler returns, as JSON
     (`envs/handlers/base.py`), or "".
     """
 
@@ -386,6 +413,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     error: str = ""
     result: str = ""
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    ignored: tuple[Ignored, ...] = ()
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):

@@ -10,13 +10,13 @@ from pathlib import Path
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.transport import OnRetry
+from rollweave.io.tokenizer import read_json
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.template import read_json
 from rollweave.schema.address import Hosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
-from rollweave.weights.checkpoint import read_formats
+from rollweave.weights.checkpoint import read_formats, weight_files
 
 RESCORE_BYTES = 2 << 30
 """Maximum size of a checkpoint that is used to check an engine's log-probs: it is
@@ -120,7 +120,7 @@ async def rescore(
 
 def _is_comparable(directory: Path) -> bool:
     try:
-        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in weight_files(directory))
         return 0 < size <= RESCORE_BYTES and read_formats(directory) == {"F32"}
     except (ConfigError, OSError):
         return False

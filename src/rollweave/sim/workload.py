@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rollweave.io.json_lines import utf8_text
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import TRAINABLE, StopReason
@@ -396,10 +397,7 @@ def read_trace(path: Path) -> Workload:
     without turns the start; with a reward's failure the reward fails. Raises
     ConfigError.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"workload: {path} must be a readable text file: {error}") from error
+    text = utf8_text(str(path), "workload")
     loose: list[Plan] = []
     groups: dict[str | int, dict[str, list[Plan]]] = {}
     for number, line in enumerate(text.split("\n"), start=1):

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollweave.io.disk import file_digest
+from rollweave.io.tokenizer import tokenizer_files
 from rollweave.schema.config.model import ALL_LINEAR, LoraConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.train.distributed import ALONE, RankGroup, Split
@@ -72,24 +73,6 @@ EXPORT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 
 HEADER_ALIGNMENT = 8
 """The header of a safetensors file is a multiple of this number of bytes."""
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""Files of a checkpoint beside its weights that an export takes over, some of which are
-of the images and videos that a model sees.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,13 +269,13 @@ def export(
     """
     path = checkpoint / EXPORT
     path.mkdir(parents=True, exist_ok=True)
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, path / name)
+    for name in tokenizer_files(source):
+        (path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, path / name)
     files = files_of("model", [file.name for file in checkpoint.iterdir()])
     with SavedTensors(checkpoint / name for name in files) as model:
         if adapted is not None:

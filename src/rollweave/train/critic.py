@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rollweave.io.cpu import computed_dtype
 from rollweave.schema.config.algorithm import OF_CRITIC
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
@@ -59,7 +60,7 @@ class Critic:
         self.model = load_value_model(
             model_dir,
             config.model.implementation,
-            dtype=config.model.dtype,
+            dtype=computed_dtype(config.model.dtype, device.type),
             device=device if on_device else torch.device("cpu"),
             ranks=ranks,
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from rollweave.schema.work import Trajectory
+from rollweave.schema.work import Trajectory, TurnSpan
 from rollweave.train.advantages import MIN_DEVIATION, reward_of, turn_rewards, turns_of
 from rollweave.train.rows import Row
 
@@ -42,6 +42,8 @@ def estimate(
       turn.
     - `gae_turn`: each turn is a step with the value of its first token; all its tokens
       have its advantage, and the critic learns at the first one.
+
+    A turn without output tokens is no step, but its reward and discount count.
     """
     algorithm = rows[0].algorithm
     by_turn = algorithm.advantage == "gae_turn"
@@ -59,12 +61,13 @@ def estimate(
     rewards = turn_rewards(reward_of(trajectory, algorithm), spans)
     next_value = next_advantage = 0.0
     for (sequence, span), reward in zip(reversed(spans), reversed(rewards), strict=True):
-        if (place := place_of.get(sequence)) is None:
-            continue
-        targets, made = rows[place].example.targets, estimates[place]
-        inside = ((targets >= span.start) & (targets < span.end)).nonzero().flatten().tolist()
-        if not inside:  # its reward belongs to the state before it
+        place = place_of.get(sequence)
+        inside = [] if place is None else _inside(rows[place], span)
+        if place is None or not inside:  # no state: its reward belongs to the one before it
             next_value = reward + algorithm.gamma * next_value
+            next_advantage *= algorithm.gamma
+            continue
+        made = estimates[place]
         for number, index in enumerate(reversed(inside[:1] if by_turn else inside)):
             value = float(values[place][index])
             discount = algorithm.gamma if number == 0 else 1.0
@@ -74,10 +77,17 @@ def estimate(
             made.advantages[index] = next_advantage
             made.returns[index] = next_advantage + value
             made.valued[index] = True
-        if by_turn and inside:
+        if by_turn:
             made.advantages[inside] = next_advantage
         made.covered[inside] = True
     return estimates
+
+
+def _inside(row: Row, span: TurnSpan) -> list[int]:
+    """Return the places of a turn's tokens among the output tokens of its row."""
+    targets = row.example.targets
+    found: list[int] = ((targets >= span.start) & (targets < span.end)).nonzero().flatten().tolist()
+    return found
 
 
 def standardized(estimates: Mapping[int, Estimate]) -> dict[int, torch.Tensor]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
@@ -98,7 +99,7 @@ class Trainer:
         self._model = load_trained_model(
             model_dir,
             config.model.implementation,
-            dtype=config.model.dtype,
+            dtype=computed_dtype(config.model.dtype, device.type),
             device=torch.device("cpu") if alone else device,
             ranks=ranks,
             adapters=None if config.lora is None else NewAdapters(config.lora, config.run.seed),

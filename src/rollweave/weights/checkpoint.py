@@ -10,6 +10,7 @@ from scratch does not wait for it.
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,16 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 
+
+COMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Names of tensors that older checkpoints have, and models compute from config.json."""
+
+OTHER_FORMS = ("pytorch_model*.bin", "consolidated*", "*.gguf", "*.h5", "*.msgpack")
+"""Files of weights that must be converted to safetensors first."""
+
+TO_CONVERT = (
+    "transformers converts it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+)
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 """Number and size of the pieces of a file of weights that a fingerprint reads."""
@@ -243,9 +254,8 @@ def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
 
     Raises ConfigError like `read_sizes`.
     """
-    for shard in _shards(directory):
-        for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-            yield name, shard.get_tensor(name)
+    for name, shard in _tensors(directory):
+        yield name, shard.get_tensor(name)
 
 
 def read_rows_of(
@@ -256,23 +266,19 @@ def read_rows_of(
 
     Raises ConfigError like `read_sizes`.
     """
-    for shard in _shards(directory):
-        for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-            if name in rows:
-                part = shard.get_slice(name)
-                yield name, part[rows[name]] if part.get_shape() else shard.get_tensor(name)
+    for name, shard in _tensors(directory):
+        if name in rows:
+            part = shard.get_slice(name)
+            yield name, part[rows[name]] if part.get_shape() else shard.get_tensor(name)
 
 
 def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors by name, from the files' headers.
 
-    Raises ConfigError for a missing or truncated file.
+    Raises ConfigError for a missing or truncated file, and for files of which it is not
+    clear which ones are the checkpoint's.
     """
-    return {
-        name: tuple(shard.get_slice(name).get_shape())
-        for shard in _shards(directory)
-        for name in shard.keys()  # noqa: SIM118 (a safetensors handle is not a mapping)
-    }
+    return {name: tuple(shard.get_slice(name).get_shape()) for name, shard in _tensors(directory)}
 
 
 def read_formats(directory: Path) -> set[str]:
@@ -280,41 +286,63 @@ def read_formats(directory: Path) -> set[str]:
 
     Raises ConfigError like `read_sizes`.
     """
-    return {
-        str(shard.get_slice(name).get_dtype())
-        for shard in _shards(directory)
-        for name in shard.keys()  # noqa: SIM118 (a safetensors handle is not a mapping)
-    }
+    return {str(shard.get_slice(name).get_dtype()) for name, shard in _tensors(directory)}
 
 
-def _shards(directory: Path) -> Iterator[Any]:
-    """Open the checkpoint's safetensors files, one after the other."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        places = _read_json(index).get("weight_map")
-        if not isinstance(places, dict):
-            raise ConfigError(f"{index} must have a weight_map, got {type(places).__name__}")
-        files = sorted(set(places.values()))
-    elif (directory / "model.safetensors").exists():
-        files = ["model.safetensors"]
-    else:
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights. Raises ConfigError like
+    `read_sizes`.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.exists():
+        if single.exists():
+            return [single]
+        others = [path.name for form in OTHER_FORMS for path in sorted(directory.glob(form))]
         raise ConfigError(
-            f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither"
+            f"{directory} must hold model.safetensors or {index.name}, got "
+            + (f"{others[0]}; {TO_CONVERT}" if others else "neither")
         )
-    for file in files:
+    places = _read_json(index).get("weight_map")
+    values = list(places.values()) if isinstance(places, dict) else []
+    if not values or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"{index} must have a weight_map of names of files, got {places!r:.80}")
+    names = sorted(set(values))
+    if single.exists() and single.name not in names:
+        raise ConfigError(
+            f"{directory} must hold the weights of one checkpoint, got {single.name} beside the "
+            f"{len(names)} files that {index.name} names; delete the older ones"
+        )
+    for name in names:
+        if Path(name).name != name or not (directory / name).exists():
+            raise ConfigError(f"{index} must name files beside it, got {name!r:.80}, which is not")
+    return [directory / name for name in names]
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each tensor, and the open file that has it, but not the buffers
+    that models compute themselves.
+    """
+    seen = dict[str, Path]()
+    for path in weight_files(directory):
         try:
-            opened = safe_open(str(directory / file), framework="pt")
+            opened = safe_open(str(path), framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"{directory / file} must be a complete safetensors file: {error}"
-            ) from error
+            raise ConfigError(f"{path} must be a complete safetensors file: {error}") from error
         with opened as shard:
-            yield shard
+            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+                if name in seen:
+                    raise ConfigError(
+                        f"{directory}: {name} must be in one file, got {seen[name].name} and "
+                        f"{path.name}"
+                    )
+                seen[name] = path
+                if not COMPUTED.search(name):
+                    yield name, shard
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text())
+        loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} must be readable JSON: {error}") from error
     if not isinstance(loaded, dict):
@@ -344,6 +372,11 @@ def _frequencies(directory: Path, config: dict[str, Any], head_dim: int) -> tupl
     import torch
 
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    if apart := next((name for name, value in rope.items() if isinstance(value, dict)), None):
+        raise ConfigError(
+            f"{directory}/config.json: rope_parameters must be those of all layers, got those of "
+            f"{apart!r:.80}"
+        )
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0

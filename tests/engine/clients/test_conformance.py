@@ -331,6 +331,7 @@ async def test_tokens_are_reported_during_the_turn(connect: Connect, kind: str) 
         client.resume()
         await asyncio.gather(turn, quiet)
         deltas.clear()
+        several.clear()
     tokens = tuple(token for piece in deltas for token in piece.tokens)
     assert [piece.start for piece in deltas] == [
         sum(len(p.tokens) for p in deltas[:at]) for at in range(len(deltas))

@@ -57,9 +57,9 @@ def test_vllm_gets_the_grammar_of_the_embedded_engine(constraint: Constraint, gr
     assert not wrong
 
 
-def test_a_call_may_take_the_place_of_the_answer() -> None:
-    text = lark_of(Constraint(kind="json", text="{}", call_start="<call>"))
-    assert text == 'start: call | answer\ncall: "<call>" /(?s:.*)/\nanswer: %json {}'
+def test_a_grammar_stays_as_it_is() -> None:
+    text = 'start: "<call>" /(?s:.*)/'
+    assert lark_of(Constraint(kind="lark", text=text)) == text
 
 
 def test_what_cannot_be_constrained_is_refused_in_one_line() -> None:

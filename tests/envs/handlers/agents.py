@@ -9,7 +9,7 @@ from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.schema.chat import Message, ToolCall
-from rollweave.schema.work import StopReason, Task
+from rollweave.schema.work import StopReason, Task, Unreadable
 from tests.support.sandboxes import needs
 
 Reply = Message | str | Exception
@@ -45,7 +45,7 @@ class Scripted:
             raise reply
         return reply if isinstance(reply, Message) else Message(role="assistant", content=reply)
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
         raise NotImplementedError
 
 

@@ -17,6 +17,7 @@ from rollweave.envs.handlers.answers import (
     parse_numbers,
     within_tolerance,
 )
+from rollweave.envs.handlers.math_judge import Verdict
 
 fractions = st.fractions(max_denominator=10**6)
 
@@ -29,6 +30,8 @@ fractions = st.fractions(max_denominator=10**6)
         (r"\boxed{42}", "42"),
         (r"first \boxed{1}, then \fbox{ 2 }.", "2"),
         (r"\boxed {\frac{1}{\sqrt{2}}} and {more}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\left\{ x \right.}, \{", r"\left\{ x \right."),
+        (r"\boxed{" + "{}" * 3000 + "}", "{}" * 500 + "{"),
         (r"\boxed{1} \boxed{2", None),
         (r"\boxed{}", ""),
         (r"\boxed 3", None),
@@ -101,7 +104,7 @@ def test_parses_numbers(text: str, value: Fraction | int) -> None:
 )
 def test_refuses_other_text_than_numbers(text: str) -> None:
     assert parse_number(text) is None
-    assert not equivalent(text, "12")
+    assert not equivalent(text, "12").equal
 
 
 @given(
@@ -130,28 +133,25 @@ def test_tuples(values: list[Fraction]) -> None:
         == parse_numbers(f"(x, y) = {text}")
         == tuple(values)
     )
-    assert equivalent(text, text)
-    assert equivalent(text, f"({', '.join(map(str, reversed(values)))})") == (
-        values == values[::-1]
-    )
-    assert not equivalent(str(values[0]), text)
-    assert not equivalent(text[1:-1], text)
+    assert equivalent(text, text).equal
+    assert parse_numbers(text[1:-1]) is None
 
 
 @given(st.text(max_size=60) | st.text("0123456789.,/-+e{}()\\frac times^$ ", max_size=60))
 def test_parsing_any_text_never_raises(text: str) -> None:
     value = parse_number(text)
     assert value is None or any(digit.isdigit() for digit in text)
-    assert equivalent(text, text) or value is not None or parse_numbers(text) is None
+    assert equivalent(text, text).equal or value is not None or parse_numbers(text) is None
     boxed_answer(text)
     within_tolerance(text, "3", tolerance=0.1)
 
 
 def test_words_are_equal_except_for_markup() -> None:
-    assert equivalent(r"\text{The Answer}.", "the  answer")
-    assert equivalent("$x^2 + 1$", "x^2 + 1")
-    assert not equivalent("the answer is yes", "yes")
-    assert not equivalent("a" * 1001, "a" * 1001)
+    assert equivalent(r"\text{The Answer}.", "the  answer").equal
+    assert equivalent("$x^2 + 1$", "x^2 + 1").equal
+    assert not equivalent("the answer is yes", "yes").equal
+    reason = "the answer has more than 1000 characters"
+    assert equivalent("a" * 1001, "a" * 1001) == Verdict(equal=False, reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,13 @@ def test_words_are_equal_except_for_markup() -> None:
     ],
 )
 def test_close_to_100(answer: str, right: bool) -> None:
-    assert within_tolerance(answer, "100", tolerance=0.01) is right
+    assert within_tolerance(answer, "100", tolerance=0.01) == Verdict(equal=right)
 
 
 def test_close_to_words() -> None:
-    assert within_tolerance(r"\text{Velite}", "velite", tolerance=0.01)
-    assert not within_tolerance("velites", "velite", tolerance=0.01)
+    assert within_tolerance(r"\text{Velite}", "velite", tolerance=0.01) is None
+    assert equivalent(r"\text{Velite}", "velite").equal
+    assert not equivalent("velites", "velite").equal
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_close_to_words() -> None:
         ("2.5%", "25%", False),
         ("25%%", "25", False),
         ("%", "0", False),
-        ("25 percent", "25", False),
+        ("25 percent", "25", True),
         (r"\$1,250.50", "1250.5", True),
         (r"$\$18$", "18", True),
         ("100% sure", "100%", False),
@@ -209,17 +210,17 @@ def test_close_to_words() -> None:
     ],
 )
 def test_percentages_and_amounts(answer: str, expected: str, right: bool) -> None:
-    assert equivalent(answer, expected) is right
+    assert equivalent(answer, expected).equal is right
 
 
 @given(fractions)
 def test_a_percentage_is_a_hundred_times_the_number(value: Fraction) -> None:
     text = f"{value * 100}%"
-    assert equivalent(text, str(value))
-    assert equivalent(str(value), text)
-    assert equivalent(str(value * 100), text)
-    assert equivalent(text, str(value * 100))
-    assert equivalent(text, str(value * 10)) == (value == 0)
+    assert equivalent(text, str(value)).equal
+    assert equivalent(str(value), text).equal
+    assert equivalent(str(value * 100), text).equal
+    assert equivalent(text, str(value * 100)).equal
+    assert equivalent(text, str(value * 10)).equal == (value == 0)
 
 
 @pytest.mark.parametrize(

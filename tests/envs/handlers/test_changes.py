@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollweave.envs.handlers import changes as changes_module
 from rollweave.envs.handlers.changes import CHANGED_BYTES, FILES, changes, patch
 from tests.support.properties import examples
 
@@ -80,9 +81,13 @@ TEXTS = st.builds(lambda lines, end: "\n".join(lines) + end, LINES, st.sampled_f
 @given(
     st.dictionaries(st.sampled_from(["a", "b/c", "d"]), TEXTS),
     st.dictionaries(st.sampled_from(["a", "b/c", "d"]), TEXTS),
+    st.booleans(),
 )
 def test_git_applies_the_patch(
-    tmp_path_factory: pytest.TempPathFactory, before: dict[str, str], after: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory,
+    before: dict[str, str],
+    after: dict[str, str],
+    costly: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("project")
     for path, text in before.items():
@@ -91,7 +96,9 @@ def test_git_applies_the_patch(
     empty = [path for path in {*before, *after} if not before.get(path) and not after.get(path)]
     # an empty patch has no content
     collected, _ = changes(listing(**after), before, keep=lambda path: path not in empty)
-    text = patch(before, collected)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(changes_module, "STEPS", -1 if costly else changes_module.STEPS)
+        text = patch(before, collected)
     if text:
         subprocess.run(
             ["git", "apply", "--whitespace=nowarn", "-"],

@@ -149,6 +149,6 @@ def test_refuses_an_unreadable_corpus(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(
         ConfigError,
-        match=r"options\.corpus must be a folder of UTF-8 texts.*decode",
+        match=r"bad\.txt:1: must be UTF-8: .*decode",
     ):
         documents(f"{tmp_path}/")

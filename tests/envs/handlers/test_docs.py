@@ -19,6 +19,7 @@ from rollweave.envs.handlers.program import FOLDER_BYTES, FOLDER_FILES, SCORE_S,
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.sandbox.base import Limits
 from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.work import Unreadable
 from tests.support.pages import table_rows
 from tests.support.programs import job, lived, scripted
 from tests.support.sandboxes import needs
@@ -49,7 +50,7 @@ class Adder:
             role="assistant", content="", tool_calls=(ToolCall(name="bash", arguments=command),)
         )
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
         raise NotImplementedError
 
 
@@ -79,6 +80,7 @@ TYPES: dict[object, str] = {
     Sequence[str]: "list of text",
     Mapping[str, str] | None: "table of text",
     Mapping[str, Any] | None: "table",
+    Unreadable: "text",
 }
 
 

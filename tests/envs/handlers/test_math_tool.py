@@ -209,7 +209,7 @@ def test_problems_from_a_users_file(tmp_path: Path) -> None:
     solved = records(
         tmp_path / "b.jsonl", {"question": "?", "answer": r"So it is \boxed{\frac{1}{2}}."}
     )
-    assert make(0, path=path, held_out=solved, split=Split.TEST, question="question") == {
+    assert make(0, path=solved, held_out=solved, split=Split.TEST) == {
         "question": "?",
         "answer": r"\frac{1}{2}",
     }
@@ -220,15 +220,15 @@ def test_problems_from_a_users_file(tmp_path: Path) -> None:
     [
         (
             {"question": "?"},
-            r"a\.jsonl: every record must have 'question' as text and 'answer' as "
-            r"text or number, got \{",
+            r"a\.jsonl:1: a record must have 'question' as text and 'answer' as "
+            r"text or a number, got \{",
         ),
-        ({"question": "?", "answer": True}, "'answer' as text or number"),
-        ({"question": "?", "answer": " "}, "'answer' as text or number"),
+        ({"question": "?", "answer": True}, "'answer' as text or a number"),
+        ({"question": "?", "answer": " "}, "an answer must have from 1 to 1000 characters, got 1"),
         ({"question": [{"role": "user", "content": "?"}], "answer": "1"}, "'question' as text"),
         (
             {"question": "?", "answer": "1" * 1001},
-            r"'answer' must have at most 1000 characters, got 1001",
+            r"a\.jsonl:1: answer: an answer must have from 1 to 1000 characters, got 1001",
         ),
         (
             {"problem": "?", "answer": 1},

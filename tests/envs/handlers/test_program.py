@@ -56,6 +56,7 @@ async def test_scores_a_programs_output_and_hides_fields(
         command=agent_program("print(say(task['question']) if 'answer' not in task else 'seen')"),
         score=BY_ANSWER,
         hidden=["answer"],
+        unreadable="refuse",
     )
     async with scripted(Script(["42"])) as (gateway_, agent):
         assert await lived(handler, job(sandboxes, question="6 * 7?", answer="42"), agent) == Score(
@@ -63,6 +64,7 @@ async def test_scores_a_programs_output_and_hides_fields(
         )
         (sequence,) = gateway_.close("s").sequences
     assert len(sequence.turns) == 1
+    assert agent.unreadable == "refuse"
     assert isinstance(handler, Program)
     assert handler.final_result()["rc"] == 0
     assert kept_folders(sandboxes) == []
@@ -416,6 +418,7 @@ async def test_a_missing_program_gives_no_reward(sandboxes: Sandboxes) -> None:
         ),
         ({"score": []}, r"options.score must be a function or a command, got \[\]"),
         ({"files": {"a": 1}}, "options.files: Expected `str`"),
+        ({"unreadable": "drop"}, "options.unreadable must be 'ignore' or 'refuse', got 'drop'"),
         ({"timeout_s": 0.0}, "options.timeout_s must be positive and finite"),
         (
             {"image": "relative"},

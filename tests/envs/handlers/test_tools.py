@@ -93,6 +93,7 @@ async def test_answers_calls_in_order_until_there_are_none() -> None:
         ("{", "not JSON"),
         ("", "not JSON"),
         ("[" * 200_000, "not JSON"),
+        ('{"n": ' + "[" * 900 + "]" * 900 + "}", "must be at most 100 levels deep"),
         ("[1]", "$: must be an object"),
         ("null", "$: must be an object"),
         ("{}", "'n' is a required property"),

@@ -98,6 +98,7 @@ async def test_a_bearer_is_admitted_too(address: str, session: aiohttp.ClientSes
         ("/api/run?run=../made-up", 404, "there is no run '../made-up' in "),
         ("/api/attempt?run=made-up&id=g77.0", 404, "there is no attempt g77.0 in made-up"),
         ("/api/attempts?run=made-up&least=high", 400, "least must be a number, got 'high'"),
+        ("/api/attempts?run=made-up&limit=%EF%BC%91", 400, "limit must be a number from 1 to 200"),
         ("/api/attempts?run=made-up&limit=9000", 400, "limit must be a number from 1 to 200"),
         ("/api/attempts?run=made-up&order=any", 400, "order must be one of newest, oldest"),
         ("/api/lanes?run=made-up&bins=nan", 400, "bins must be a number from 1 to 1000"),

@@ -105,13 +105,12 @@ def test_a_mark_within_an_argument_is_text() -> None:
     assert json.loads(call.arguments) == {"text": "</tool_call><tool_call>"}
 
 
-def test_calls_begin_with_the_call_prefix() -> None:
+def test_what_surrounds_arguments_makes_them_a_call() -> None:
     hermes = Hermes()
-    assert hermes.parse(hermes.call_prefix() + '{"name": "add", "arguments": {}}').tool_calls == (
-        ToolCall(name="add"),
-    )
-    assert hermes.parse(hermes.call_prefix("add") + ' {"a": 1}}').tool_calls == (
-        ToolCall(name="add", arguments='{"a": 1}'),
+    before, after = hermes.call_around('a"dd')
+    assert (before.startswith(hermes.call_start), after.endswith(hermes.call_end)) == (True, True)
+    assert hermes.parse(before + '{"a": 1}' + after).tool_calls == (
+        ToolCall(name='a"dd', arguments='{"a": 1}'),
     )
     assert isinstance(tool_format_of(TEMPLATES["tools"]), Hermes)
     assert tool_format_of(CHATML) is None

@@ -20,6 +20,7 @@ from tests.support.scripted_gateway import (
     encode,
     engine_result,
     gateway,
+    refusing,
 )
 
 if TYPE_CHECKING:  # seconds, and in the tests alone
@@ -178,7 +179,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
     body = {**ASK, "messages": [USER], **change}
     with pytest.raises(RequestError) as caught:
-        MessagesApi(CODEC).parse(json.dumps(body).encode())
+        refusing(MessagesApi(CODEC).parse(json.dumps(body).encode()))
     assert caught.value.status == 400
     assert (caught.value.param or "").startswith(param)
     assert ", got " in str(caught.value)
@@ -193,19 +194,22 @@ def test_fields_without_effect_have_none() -> None:
         "thinking": {"type": "disabled"},
         "cache_control": {"type": "ephemeral"},
     }
-    assert api.parse(json.dumps(plain | more).encode()) == api.parse(json.dumps(plain).encode())
+    assert refusing(api.parse(json.dumps(plain | more).encode())) == refusing(
+        api.parse(json.dumps(plain).encode())
+    )
 
 
 async def test_a_tool_must_be_called_and_errors_have_anthropics_form() -> None:
     from anthropic import AuthenticationError, BadRequestError
 
-    script = Script([engine_result(CODEC.encode_turn(' {"a": 1, "b": 2}}\n</tool_call>'))])
-    async with gateway(script) as (_, client), anthropic_client(client) as api:
+    script = Script([engine_result(CODEC.encode_turn(CALL))])
+    session = {"unreadable": "refuse"}
+    async with gateway(script, session=session) as (_, client), anthropic_client(client) as api:
         choice: Any = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
         called = await api.messages.create(**ASK, messages=[USER], tools=[TOOL], tool_choice=choice)
-        assert called.content[0].input == {"a": 1, "b": 2}  # type: ignore[union-attr]
+        assert called.content[0].input == {"a": 2, "b": 3}  # type: ignore[union-attr]
         assert "</tool_call>" in script.requests[0][2].stop
-        with pytest.raises(BadRequestError, match="reasoning_effort must be null"):
+        with pytest.raises(BadRequestError, match=r"output_config\.effort must be null"):
             await api.messages.create(**ASK, messages=[USER], output_config={"effort": "high"})
         other = api.with_options(api_key="wrong")
         with pytest.raises(AuthenticationError, match="token must be that of"):

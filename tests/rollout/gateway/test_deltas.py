@@ -4,6 +4,7 @@ stands, whatever follows.
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,9 +60,7 @@ def test_released_deltas_are_the_first_ones_of_the_complete_turn(
     stop_tokens = sampled[-1:] if cut else ()
     result = engine_result(sampled)
     hermes = Hermes() if tools else None
-    message, length = read_turn(
-        CODEC, hermes, result, number=0, forced="", stop=stop, stop_tokens=stop_tokens
-    )
+    message, length = read_turn(CODEC, hermes, result, number=0, stop=stop, stop_tokens=stop_tokens)
     reader = DeltaReader(
         CODEC,
         stop=stop,
@@ -75,8 +74,8 @@ def test_released_deltas_are_the_first_ones_of_the_complete_turn(
         arrived = min(arrived + count, len(sampled))
         released += reader.read(sampled[:arrived], result.logprobs[:arrived])
         assert message.content.startswith(text_of(released)), "what is released stands"
-    complete = text_deltas(CODEC, result, length=length, logprobs=logprobs)
-    rest = reader.finish(sampled, result.logprobs, length)
+    complete = text_deltas(CODEC, result, length=length)
+    rest = reader.finish(result, length)
     assert (*released, *rest) == complete
 
 
@@ -97,7 +96,7 @@ def test_a_turn_that_begins_anew_goes_on_or_is_broken_off(
     try:
         for arrived in arriving:
             released += reader.read(arrived, result.logprobs[: len(arrived)])
-        released += reader.finish(anew, result.logprobs, length)
+        released += reader.finish(result, length)
     except ContradictionError:
         assert not agrees
     else:
@@ -116,7 +115,7 @@ def test_a_token_that_may_end_the_turn_is_held_back() -> None:
     reader = DeltaReader(CODEC)
     sampled = (*encode("so"), END)
     assert text_of(reader.read(sampled, logprobs_of(sampled))) == "so"
-    assert reader.finish(sampled, logprobs_of(sampled), 2) == []
+    assert reader.finish(engine_result(sampled), 2) == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,8 @@ def test_log_probs_that_were_sent_must_stand(change: float, goes_on: bool) -> No
             released = reader.read(sampled[:1], anew[:1]) + reader.read(sampled, anew)
             assert released, "log-probs are compared with the newest ones from then on"
             rest = (*sampled, END)
-            assert reader.finish(rest, (*anew, -1.0), len("one two")) == []
+            result = msgspec.structs.replace(engine_result(rest), logprobs=(*anew, -1.0))
+            assert reader.finish(result, len("one two")) == []
         else:
             with pytest.raises(ContradictionError, match="log-probs"):
                 reader.read(sampled, anew)
@@ -162,7 +162,7 @@ def test_a_turn_that_ends_before_what_was_released_is_a_contradiction() -> None:
     reader = DeltaReader(CODEC)
     assert text_of(reader.read(sampled, logprobs_of(sampled))) == "one two three"
     with pytest.raises(ContradictionError, match="ended before"):
-        reader.finish(sampled[:2], logprobs_of(sampled[:2]), 3)
+        reader.finish(engine_result(sampled[:2]), 3)
 
 
 def test_a_call_is_held_back_from_its_first_character() -> None:

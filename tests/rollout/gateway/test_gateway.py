@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import yarl
 from hypothesis import given, settings
@@ -29,7 +28,7 @@ from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, shown
 from rollweave.rollout.gateway import answering
 from rollweave.rollout.gateway.answering import MAX_BODY
 from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.requests import _Chat, parse_chat
+from rollweave.rollout.gateway.requests import Chat, parse_chat
 from rollweave.rollout.gateway.server import Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
@@ -55,6 +54,7 @@ from tests.support.scripted_gateway import (
     encode,
     engine_result,
     gateway,
+    refusing,
 )
 
 USER = {"role": "user", "content": "hi"}
@@ -143,15 +143,7 @@ async def test_editing_the_history_opens_another_sequence() -> None:
 
 
 async def test_tool_choice() -> None:
-    script = Script(
-        [
-            '{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
-            ' {"a": 2, "b": 3}}\n</tool_call>',
-            CALL,
-            CALL,
-            CALL,
-        ]
-    )
+    script = Script([CALL])
     async with gateway(script) as (_, client):
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             _, body = await client.post(ask(tools=[TOOL], tool_choice=choice))
@@ -160,12 +152,13 @@ async def test_tool_choice() -> None:
                 "add",
                 ARGUMENTS,
             )
-        assert CODEC.decode(script.requests[0][1]).endswith("assistant\n<tool_call>\n")
-        assert CODEC.decode(script.requests[1][1]).endswith(
-            '<tool_call>\n{"name": "add", "arguments":'
-        )
+            constraint = script.requests[-1][2].constraint
+            assert constraint is not None
+            assert constraint.text.startswith("start: call ")
+            assert CODEC.decode(script.requests[-1][1]).endswith("assistant\n")
         _, body = await client.post(ask(tools=[TOOL], tool_choice="none"))
         assert body["choices"][0]["message"]["content"] == CALL
+        assert script.requests[-1][2].constraint is None
         _, body = await client.post(ask(tools=[TOOL], parallel_tool_calls=False))
         assert script.requests[-1][2].stop == ("</tool_call>",)
         assert body["choices"][0]["finish_reason"] == "tool_calls"
@@ -175,13 +168,21 @@ async def test_tool_choice() -> None:
         assert (status, body["error"]["param"]) == (400, "tool_choice.function.name")
 
 
-async def test_refuses_tools_that_the_template_does_not_show() -> None:
+async def test_leaves_out_or_refuses_tools_that_the_template_does_not_show() -> None:
     plain = codec("chatml")
-    async with gateway(Script(codec=plain), of=plain) as (_, client):
-        status, body = await client.post(ask(tools=[TOOL]))
-        assert (status, body["error"]["param"]) == (400, "tools")
-        assert "chat template shows none" in body["error"]["message"]
-        assert (await client.post(ask()))[0] == 200
+    for session, status in (({"unreadable": "refuse"}, 400), ({}, 200)):
+        async with gateway(Script(codec=plain), of=plain, session=session) as (server, client):
+            answer = await client.post(ask(tools=[TOOL]))
+            assert answer[0] == status
+            if status == 400:
+                assert answer[1]["error"]["param"] == "tools"
+                assert "chat template shows none" in answer[1]["error"]["message"]
+            else:
+                (ignored,) = server.session("s").ignored.entries()
+                assert str(ignored) == "tools = 1: left out, in 1 request"
+            forced = await client.post(ask(tools=[TOOL], tool_choice="required"))
+            assert (forced[0], forced[1]["error"]["param"]) == (400, "tools")
+            assert (await client.post(ask()))[0] == 200
 
 
 async def test_a_stream_adds_up_and_never_splits_a_character() -> None:
@@ -433,7 +434,7 @@ async def test_limits() -> None:
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         status, body = await client.post(ask("a" * 1000))  # not even read
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        assert "at most 960 characters" in body["error"]["message"]
+        assert "maximum context length is 60 tokens" in body["error"]["message"]
         assert (await client.post(ask("second")))[0] == 200
         status, body = await client.post(ask("third"))
         assert (status, body["error"]["code"]) == (429, "insufficient_quota")
@@ -593,7 +594,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "param"), WRONG)
 def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps(ask() | change).encode())
+        refusing(parse_chat(json.dumps(ask() | change).encode()))
     assert caught.value.status == 400
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
@@ -603,7 +604,7 @@ def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) 
 @pytest.mark.parametrize("name", ["two\nlines", "", "x" * 5000])
 def test_the_name_of_an_unknown_field_is_shown_in_one_short_line(name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps(ask() | {name: 1}).encode())
+        refusing(parse_chat(json.dumps(ask() | {name: 1}).encode()))
     text = str(caught.value)
     assert len(text.splitlines()) == 1
     assert len(text) < 250
@@ -657,20 +658,22 @@ async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling(
             assert (await client.post(ask(**fields, **more)))[0] == 200
             assert script.requests[-1][2].constraint == constraint
         assert (await client.post(ask(**fields, tools=[TOOL])))[0] == 200
-        if constraint is not None:
-            constraint = msgspec.structs.replace(constraint, call_start="<tool_call>")
-        assert script.requests[-1][2].constraint == constraint
+        either = script.requests[-1][2].constraint
+        if constraint is None:
+            assert either is None
+        else:
+            assert either is not None
+            assert either.text.startswith("start: calls | answer")
         body = {"model": "m", "prompt": "a", **fields}
         assert (await client.post(body, path="/completions"))[0] == 200
-        if constraint is not None:
-            constraint = msgspec.structs.replace(constraint, call_start="")
         assert script.requests[-1][2].constraint == constraint
 
 
 async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
     """A change of them in the middle of a conversation is a new context."""
     script = Script(["yes"])
-    async with gateway(script, of=codec("switched")) as (server, client):
+    session = {"unreadable": "refuse"}
+    async with gateway(script, of=codec("switched"), session=session) as (server, client):
         _, first = await client.post(ask())
         answer = first["choices"][0]["message"]
         again = [*ask()["messages"], answer, USER]
@@ -688,7 +691,7 @@ async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
             status, refusal = await client.post(ask(**unknown))
             assert status == 400
             assert re.fullmatch(
-                r"(depth|reasoning_effort) must be null: this model's chat template reads "
+                r"(chat_template_kwargs\.depth|reasoning_effort) must be null: this model's chat template reads "
                 r"enable_thinking, got (3|'low')",
                 refusal["error"]["message"],
             )
@@ -697,7 +700,7 @@ async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
 THOUGHT = encode("<think>\n\n</think>\n\n")
 
 
-HONORED = set(_Chat.model_fields)
+HONORED = set(Chat.model_fields)
 """Fields of a request that the gateway reads; the run decides `PINNED_FIELDS` of them
 where the session is pinned.
 """
@@ -733,7 +736,7 @@ def test_refuses_unsupported_fields_with_an_effect(data: st.DataObject) -> None:
         assert parse_chat(body) == parse_chat(json.dumps(ask()).encode())
     else:
         with pytest.raises(RequestError) as caught:
-            parse_chat(body)
+            refusing(parse_chat(body))
         assert (caught.value.status, caught.value.param) == (400, name)
         assert str(caught.value).startswith(f"{shown(name)} must ")
         assert str(caught.value).endswith(f", got {value!r:.80}")

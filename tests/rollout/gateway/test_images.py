@@ -68,6 +68,7 @@ class Sees:
 
 
 TAKES: dict[str, Any] = {"no_images": ""}
+STRICT = {**TAKES, "unreadable": "refuse"}
 
 
 def openai_of(client: Client) -> AsyncOpenAI:
@@ -170,16 +171,16 @@ BIG = base64.b64encode(RED.data + bytes(IMAGE_BYTES)).decode()
 @pytest.mark.parametrize(
     ("url", "rule"),
     [
-        ("https://example.com/a.png", "an image must be in a data: URL"),
-        ("file:///etc/passwd", "an image must be in a data: URL"),
-        ("data:image/png;base64,aGVsbG8=", "an image must be PNG, JPEG, WebP or GIF"),
-        (f"data:image/png;base64,{BIG}", f"an image must have at most {IMAGE_BYTES} bytes"),
+        ("https://example.com/a.png", " must be a data: URL, got "),
+        ("file:///etc/passwd", " must be a data: URL, got "),
+        ("data:image/png;base64,aGVsbG8=", ": an image must be PNG, JPEG, WebP or GIF"),
+        (f"data:image/png;base64,{BIG}", f": an image must have at most {IMAGE_BYTES} bytes"),
     ],
 )
 async def test_bad_images_are_refused_in_one_line_that_names_them(url: str, rule: str) -> None:
     sees = Sees()
     async with (
-        gateway(sees, of=vision(), session=TAKES) as (_, client),
+        gateway(sees, of=vision(), session=STRICT) as (_, client),
         openai_of(client) as openai,
     ):
         content = [{"type": "image_url", "image_url": {"url": url}}]
@@ -189,14 +190,14 @@ async def test_bad_images_are_refused_in_one_line_that_names_them(url: str, rule
                 messages=[{"role": "user", "content": content}],  # type: ignore[list-item]
             )
     message = raised.value.body["message"]  # type: ignore[index]
-    assert message.startswith(f"messages.0.content.0.image_url.url: {rule}")
+    assert message.startswith(f"messages.0.content.0.image_url.url{rule}")
     assert "\n" not in message
     assert len(message) < 300
     assert not sees.prompts
 
 
 async def test_an_image_by_url_is_refused_by_name_in_messages() -> None:
-    async with gateway(Sees(), of=vision(), session=TAKES) as (_, client):
+    async with gateway(Sees(), of=vision(), session=STRICT) as (_, client):
         source = {"type": "url", "url": "https://example.com/a.png"}
         message = {"role": "user", "content": [{"type": "image", "source": source}]}
         status, body = await client.post(
@@ -208,12 +209,14 @@ async def test_an_image_by_url_is_refused_by_name_in_messages() -> None:
 
 async def test_a_session_without_images_says_so() -> None:
     sees = Sees()
-    async with gateway(sees, of=vision()) as (_, client):
+    async with gateway(sees, of=vision(), session={"unreadable": "refuse"}) as (_, client):
         message = {"role": "user", "content": [chat_part(RED)]}
         status, body = await client.post({"model": "m", "messages": [message]})
     assert status == 400
     assert (
-        body["error"]["message"] == "messages must have no images, got 1: this session takes none"
+        body["error"]["message"]
+        == "messages.0.content.0.image_url.url must be no image: this session takes none, "
+        "got 'an image'"
     )
 
 

@@ -390,12 +390,11 @@ def test_a_dropped_request_leaves_no_trace() -> None:
     assert len(recorder.sequences()) == 1
 
 
-def test_a_forced_prefix_is_part_of_the_message_but_no_output() -> None:
+def test_calls_are_the_same_whatever_their_ids_and_spacing() -> None:
     recorder = SessionRecorder(OF)
-    call = recorder.begin("1", [user("q")], ("{}",), forced="<tool_call>\n")
-    assert OF.decode(call.prompt).endswith("assistant\n<tool_call>\n")
+    call = recorder.begin("1", [user("q")], ("{}",))
     expected = ToolCall(id="c1", name="add", arguments='{"a": 1}')
-    tokens = [*encode('{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), END]
+    tokens = [*encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), END]
     recorder.answer(
         call, result(tokens), Message(role="assistant", content="", tool_calls=(expected,))
     )

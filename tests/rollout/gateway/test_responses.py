@@ -35,19 +35,16 @@ def reply_of(
     sampled: tuple[int, ...],
     *,
     tools: bool,
-    forced: str,
     stop: tuple[str, ...],
     finish: FinishReason,
     stop_tokens: tuple[int, ...] = (),
 ) -> ChatReply:
     result = engine_result(sampled, finish=finish)
     hermes = Hermes() if tools else None
-    message, deltas = read_turn(
-        CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens
-    )
+    message, deltas = read_turn(CODEC, hermes, result, number=7, stop=stop, stop_tokens=stop_tokens)
     return ChatReply(
         message=message,
-        deltas=text_deltas(CODEC, result, length=deltas, logprobs=True),
+        deltas=text_deltas(CODEC, result, length=deltas),
         finish_reason=finish_reason(message, finish),
         prompt_tokens=1,
         result=result,
@@ -72,7 +69,6 @@ def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
     sampled=tokens,
     ended=st.booleans(),
     tools=st.booleans(),
-    forced=st.sampled_from(["", "<tool_call>\n"]),
     stop=st.lists(st.sampled_from(["stop", "ne", "🙂", "tool"]), max_size=2).map(tuple),
     finish=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
     cut=st.booleans(),
@@ -81,20 +77,17 @@ def test_a_stream_adds_up_to_the_complete_response(
     sampled: tuple[int, ...],
     ended: bool,
     tools: bool,
-    forced: str,
     stop: tuple[str, ...],
     finish: FinishReason,
     cut: bool,
 ) -> None:
     sampled = (*sampled, END) if ended or not sampled else sampled
     stop_tokens = sampled[-1:] if cut else ()
-    reply = reply_of(
-        sampled, tools=tools, forced=forced, stop=stop, finish=finish, stop_tokens=stop_tokens
-    )
+    reply = reply_of(sampled, tools=tools, stop=stop, finish=finish, stop_tokens=stop_tokens)
     ask = ChatRequest(model="m", messages=(), logprobs=True, include_usage=True)
     head = ReplyHead(id="r", created=0, model="m")
-    stream = list(Chunks(head, ask, forced=forced).rest(reply))
-    body = json.loads(json.dumps(completion(head, reply, ask)))
+    stream = list(Chunks(CODEC, head, ask).rest(reply))
+    body = json.loads(json.dumps(completion(CODEC, head, reply, ask)))
     assembled = put_together(json.loads(json.dumps(stream)))
     message = body["choices"][0]["message"]
     assert assembled["content"] == (message["content"] or "")
@@ -108,7 +101,7 @@ def test_a_stream_adds_up_to_the_complete_response(
     for each in stop:
         text = text.partition(each)[0] if each in text else text
     if not calls:
-        assert message["content"] == forced + text
+        assert message["content"] == text
     assert "".join(piece.text for piece in reply.deltas) == text
     entries = body["choices"][0]["logprobs"]["content"]
     streamed = [

@@ -22,6 +22,7 @@ from tests.support.scripted_gateway import (
     encode,
     engine_result,
     gateway,
+    refusing,
 )
 
 TOOL: Any = {
@@ -84,10 +85,11 @@ async def test_limits_and_forced_calls() -> None:
     script = Script(
         [
             engine_result(encode("cut"), finish=FinishReason.LENGTH),
-            engine_result(CODEC.encode_turn(' {"a": 1}}\n</tool_call>')),
+            engine_result(CODEC.encode_turn(CALL)),
         ]
     )
-    async with gateway(script) as (_, client), openai_client(client) as api:
+    session = {"unreadable": "refuse"}
+    async with gateway(script, session=session) as (_, client), openai_client(client) as api:
         cut = await api.responses.create(**ASK, input="go")
         assert (cut.status, cut.output_text) == ("incomplete", "cut")
         assert cut.incomplete_details is not None
@@ -100,20 +102,22 @@ async def test_limits_and_forced_calls() -> None:
         assert "</tool_call>" in script.requests[1][2].stop
         with pytest.raises(BadRequestError, match="previous_response_id must be null"):
             await api.responses.create(**ASK, input="go", previous_response_id=cut.id)
-        with pytest.raises(BadRequestError, match="reasoning_effort must be null"):
+        with pytest.raises(BadRequestError, match=r"reasoning\.effort must be null"):
             await api.responses.create(**ASK, input="go", reasoning={"effort": "low"})
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
+    ({"input": [{"type": "web_search_call", "id": "a"}]}, "input.0.type"),
+    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "a"}]}, "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     ({"input": [{"role": "user", "content": "x", "weight": 1}]}, "input.0.weight"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
     ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"tool_choice": "required"}, "tools"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -130,7 +134,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "param"), WRONG)
 def test_refusals_name_field_rule_and_value(change: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        ResponsesApi().parse(json.dumps({**ASK, "input": "go", **change}).encode())
+        refusing(ResponsesApi().parse(json.dumps({**ASK, "input": "go", **change}).encode()))
     assert caught.value.status == 400
     assert (caught.value.param or "").startswith(param)
     assert ", got " in str(caught.value)

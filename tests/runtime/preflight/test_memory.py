@@ -83,11 +83,26 @@ def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     parts = rank()
     assert parts["weights"] == parts["gradients"] == 4 * parameters(SMALL)
     assert parts["optimizer"] == 2 * parts["weights"]
-    assert parts["copy for a checkpoint"] == 3 * parts["weights"]
 
 
 def test_ranks_share_the_copy_for_a_checkpoint() -> None:
-    assert 2 * rank("trainer.ranks=2")["copy for a checkpoint"] == rank()["copy for a checkpoint"]
+    one, two = (rank("model.device=cuda", f"trainer.ranks={ranks}") for ranks in (1, 2))
+    assert one["copy for a checkpoint"] == 3 * one["weights"] == 2 * two["copy for a checkpoint"]
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 1000])
+def test_on_a_cpu_a_checkpoint_is_copied_into_the_memory_of_activations(tokens: int) -> None:
+    parts = rank(f"trainer.micro_tokens={tokens}", f"tasks.0.max_tokens={max(20, tokens)}")
+    together = parts["activations"] + parts.get("copy for a checkpoint", 0)
+    assert together == max(parts["activations"], 3 * parts["weights"])
+
+
+def test_logits_are_those_of_the_tokens_that_may_be_sampled() -> None:
+    """A turn of 10 tokens in a trajectory of 100."""
+    limits = ("tasks.0.max_tokens=100", "trainer.micro_tokens=1000", "tasks.0.max_turns=1")
+    few, all_ = (rank(*limits, f"tasks.0.max_turn_tokens={count}") for count in (10, 100))
+    logits = 900 * SMALL.vocab * 4 * HEAD_COPIES
+    assert all_["activations"] - few["activations"] == logits
 
 
 def test_what_saves_the_trainers_memory() -> None:
@@ -115,7 +130,6 @@ def test_adapters_have_gradients_and_moments_and_the_model_has_none() -> None:
     assert of_adapters == MASTER_BYTES * sum(each.numel() for each in trained)
     assert few["weights"] == whole["weights"] + of_adapters
     assert few["optimizer"] == 2 * of_adapters
-    assert few["copy for a checkpoint"] == 3 * of_adapters
     assert few["published weights"] == PUBLICATIONS * of_adapters
     assert many["gradients"] == 2 * of_adapters
     assert rank("lora.targets=q_proj")["gradients"] < of_adapters

@@ -247,6 +247,11 @@ def test_what_must_be_set() -> None:
             "tasks.nim.weight=1",
             "--set: tasks.nim must name one of several by a number below 2, got nim",
         ),
+        (
+            "tasks.１.weight=1",
+            "--set: tasks.１ must name one of several by a number below 2, got １",
+        ),
+        ("run.name=a\udcff", r"--set: run.name must be valid text, got 'a\udcff'"),
         ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
         (
             "weights.3=1",
@@ -273,6 +278,22 @@ def test_files_that_are_no_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="config must have at most 1048576 bytes, got more"):
         load("/dev/zero")
     assert problems("= 3")[0].startswith("my.toml: config must be valid TOML")
+    (tmp_path / "a.toml").write_bytes(b"[run]\nname = '\xff'")
+    with pytest.raises(ConfigError, match=r"a\.toml:2: config must be UTF-8: .*byte 0xff"):
+        load(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("1" * 30, "tasks.0.options.x.y must be an integer of 64 bits, got one of 97"),
+        ("[" * 5000 + "]" * 5000, "config must be valid TOML: maximum recursion depth exceeded"),
+        ("[" * 200 + "]" * 200, "config must be at most 100 levels deep"),
+    ],
+)
+def test_options_that_nothing_can_hold(value: str, problem: str) -> None:
+    text = f"[[tasks]]\nenv = 'nim'\n[tasks.options.x]\ny = {value}"
+    assert problems(text) == [f"my.toml: {problem}"]
 
 
 def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from rollweave.schema.serving import (
     VersionSpan,
     spans_cover,
 )
+from rollweave.schema.text import whole
 from rollweave.schema.work import Routes
 
 SEED_BITS = (1 << 63) - 1
@@ -277,7 +278,7 @@ class Sglang:
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the fields of the request."""
         sampling = request.sampling
-        _refuse_fields(sampling, "sglang", "allowed", "constraint")
+        _refuse_fields(sampling, "sglang", "allowed", "constraint", "adjustments")
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -349,7 +350,7 @@ class Prorl:
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
-        _refuse_fields(sampling, "prorl", "allowed", "constraint", "stop")
+        _refuse_fields(sampling, "prorl", "allowed", "constraint", "adjustments", "stop")
         body_fields: dict[str, Any] = {
             "prompt_ids": request.tokens,
             "temperature": sampling.temperature,
@@ -466,7 +467,7 @@ def _vllm_sampling(sampling: Sampling) -> dict[str, Any]:
     """Return the fields of vLLM's APIs. All are sent, since the defaults are the
     checkpoint's.
     """
-    _refuse_fields(sampling, "vllm", "constraint")
+    _refuse_fields(sampling, "vllm", "constraint", "adjustments")
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -508,8 +509,7 @@ def _finish(reason: str | None) -> FinishReason:
 
 def _version(label: str | int | None) -> int:
     """Convert a server's label of its weights to a version: 0 if it is not a number."""
-    text = str(label)
-    return int(text) if text.isdecimal() and len(text) < 19 else 0
+    return whole(str(label)) or 0
 
 
 def version_spans(spans: Sequence[Span]) -> tuple[VersionSpan, ...]:

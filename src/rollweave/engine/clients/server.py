@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,7 +105,7 @@ class EngineServer:
         prompts: RemotePrefill | None = None,
         prompts_only: bool = False,
     ) -> None:
-        self._engine, self._model = engine, model
+        self._engine, self.model = engine, model
         self._prompts, self._prompts_only = prompts, prompts_only
         self._read_s, self._max_requests = read_s, max_requests
         self._in_flight = 0
@@ -121,8 +122,10 @@ class EngineServer:
         app.add_routes(
             [
                 web.get("/health", self._health),
+                web.get("/ping", self._health),
+                web.get("/version", self._version),
+                web.get("/load", self._load),
                 web.get("/metrics", self._report),
-                web.get("/v1/models", self._models),
                 web.get(READY_PATH, self._ready),
                 web.get(STATS_PATH, self._stats),
                 web.post(GENERATE_PATH, self._rollweave),
@@ -139,13 +142,11 @@ class EngineServer:
             raise EngineLostError(self._engine.lost.result())
         return _json({"status": "ok"})
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return _json(
-            {
-                "object": "list",
-                "data": [{"id": self._model, "object": "model", "owned_by": "rollweave"}],
-            }
-        )
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": version("rollweave")})
+
+    async def _load(self, _: web.Request) -> web.Response:
+        return _json({"server_load": self._in_flight})
 
     async def _ready(self, _: web.Request) -> web.Response:
         return _json(await self._engine.ready())
@@ -256,10 +257,9 @@ class EngineServer:
         except RecursionError:
             raise EngineError("the body must be JSON of fewer levels") from None
 
-    @property
-    def is_full(self) -> bool:
-        """True if further requests are refused."""
-        return self._in_flight >= self._max_requests
+    def has_room(self, count: int = 1) -> bool:
+        """Return whether `count` further requests are taken."""
+        return self._in_flight + count <= self._max_requests
 
     async def stats(self) -> EngineStats:
         """Return a sample of the engine's state."""
@@ -292,7 +292,7 @@ class EngineServer:
         prompts: RemotePrefill | None = None,
     ) -> GenerateResult:
         """Generate a result, once `prompts` has brought the KV of the prompt."""
-        if self.is_full:
+        if not self.has_room():
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
         self._in_flight += 1
         started = time.monotonic()

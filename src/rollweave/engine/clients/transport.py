@@ -25,6 +25,7 @@ from aiohttp.resolver import ThreadedResolver
 from rollweave.core.policy.balancing import Hysteresis
 from rollweave.schema.address import Hosts, host_of, ip_address
 from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.text import decimal
 
 Read = Callable[[aiohttp.ClientResponse, str], Awaitable[bytes]]
 """Reads the body of an answer to a request of this path."""
@@ -428,8 +429,5 @@ def retry_after_s(retry_after: str | None) -> float | None:
     """Parse a Retry-After in seconds; None if it is absent or a date, which would need
     the server's clock.
     """
-    try:
-        seconds = float(retry_after or "")
-    except ValueError:
-        return None
-    return seconds if seconds >= 0 else None
+    seconds = decimal((retry_after or "").strip())
+    return seconds if seconds is not None and seconds >= 0 else None

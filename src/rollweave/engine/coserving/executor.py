@@ -41,6 +41,7 @@ from rollweave.engine.loop import EngineLoop
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.planner.batching import StepWork
+from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
 from rollweave.io.threads import yield_to_others
 from rollweave.schema.errors import ConfigError
@@ -357,6 +358,7 @@ class CoServing:
         spec = msgspec.structs.replace(
             spec,
             device=self.spec.device,
+            dtype=computed_dtype(spec.dtype, device_named(self.spec.device).type),
             profile=False,  # it would use all blocks
             paged_attention=False,
         )

@@ -145,7 +145,7 @@ def _step_s(runner: Runner, batcher: Batcher) -> float:
         vocab=runner.shape.vocab,
         device=runner.model.device,
     )
-    tokens, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
+    tokens, _, _ = sample(logits, [len(entry.tokens) for entry in entries], params)
     for entry, count in [*((entry, 1) for entry in plan.decode), *plan.prefill]:
         batcher.advance(entry, count)
     for entry, token in zip(entries, tokens, strict=True):

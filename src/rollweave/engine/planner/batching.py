@@ -53,6 +53,8 @@ class Entry:
     """
     scored: int = 0
     """Number of first tokens whose log-probs are wanted: none comes from the cache."""
+    scored_top: int = 0
+    """Number of likeliest tokens that are wanted beside each of them."""
 
     @property
     def missing(self) -> int:

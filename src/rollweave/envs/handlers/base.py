@@ -33,7 +33,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.media import Image
-from rollweave.schema.work import StopReason, Task
+from rollweave.schema.work import StopReason, Task, Unreadable
 
 
 class LimitError(RollweaveError):
@@ -108,9 +108,11 @@ class Agent(Protocol):
         messages, or shows no tools; EngineError after `run`.
         """
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
         """Return OpenAI's chat API for a program that converses with the agent itself,
-        until `run` ends (`docs/GATEWAY.md`).
+        until `run` ends (`docs/GATEWAY.md`). Fields of its requests that neither the
+        model nor its chat template can read are ignored and recorded, or with
+        `unreadable` "refuse" refused.
         """
 
 

@@ -10,7 +10,8 @@ import difflib
 import json
 import posixpath
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +30,12 @@ UNLISTED = (
     "the files of the project could not be listed: they are too large, or the listing was "
     "tampered with"
 )
+
+STEPS = 100_000_000
+"""Maximum steps of a comparison, about a second; beyond it a patch has one hunk."""
+
+CONTEXT = 3
+"""Number of lines around a hunk."""
 
 PATH_CHARS = 200
 """Maximum length of a changed file's path."""
@@ -182,12 +189,56 @@ def patch(before: Mapping[str, str], changed: Changes) -> str:
         old, new = before.get(path), text
         source = "/dev/null" if old is None else f"a/{path}"
         target = "/dev/null" if new is None else f"b/{path}"
-        lines = difflib.unified_diff(_lines(old or ""), _lines(new or ""), source, target)
+        lines, others = _lines(old or ""), _lines(new or "")
+        if _steps(lines, others) <= STEPS:
+            found = difflib.unified_diff(lines, others, source, target)
+        else:
+            found = _one_hunk(lines, others, source, target)
         parts += [
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-            for line in lines
+            for line in found
         ]
     return "".join(parts)
+
+
+def _common(lines: Sequence[str], others: Sequence[str]) -> int:
+    """Return the number of equal lines at the beginning of both."""
+    pairs = enumerate(zip(lines, others, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(lines), len(others)))
+
+
+def _changed_part(lines: Sequence[str], others: Sequence[str]) -> tuple[int, int, int]:
+    """Return where the differences begin in both, and where they end in each."""
+    start = _common(lines, others)
+    end = _common(lines[start:][::-1], others[start:][::-1])
+    return start, len(lines) - end, len(others) - end
+
+
+def _steps(lines: Sequence[str], others: Sequence[str]) -> int:
+    """Return about how many steps difflib may take in the part that differs: for each
+    line that it can match, all pairs of equal lines.
+    """
+    start, end, other_end = _changed_part(lines, others)
+    counts = Counter(others[start:other_end])
+    matched = [counts[line] for line in lines[start:end] if line in counts]
+    return sum(matched) * len(matched)
+
+
+def _one_hunk(
+    lines: Sequence[str], others: Sequence[str], source: str, target: str
+) -> Iterator[str]:
+    """Yield a patch that replaces all lines from the first to the last difference."""
+    start, end, other_end = _changed_part(lines, others)
+    first, after = max(0, start - CONTEXT), lines[end : end + CONTEXT]
+    yield f"--- {source}\n"
+    yield f"+++ {target}\n"
+    sizes = [to - first + len(after) for to in (end, other_end)]
+    ranges = [f"{first + 1 if size else first},{size}" for size in sizes]
+    yield f"@@ -{ranges[0]} +{ranges[1]} @@\n"
+    yield from (f" {line}" for line in lines[first:start])
+    yield from (f"-{line}" for line in lines[start:end])
+    yield from (f"+{line}" for line in others[start:other_end])
+    yield from (f" {line}" for line in after)
 
 
 def _lines(text: str) -> list[str]:

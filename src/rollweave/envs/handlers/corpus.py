@@ -5,15 +5,16 @@ Invariant: equal queries on equal documents return the same passages, in the sam
 """
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rollweave.envs.records import must_have_field
 from rollweave.io.extras import from_extra
+from rollweave.io.json_lines import json_lines, utf8_text
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
@@ -92,9 +93,6 @@ def documents(path: str) -> tuple[Document, ...]:
     )
     try:
         size = sum(file.stat().st_size for file in files)
-        read = (
-            [file.read_text(encoding="utf-8-sig") for file in files] if size <= MOST_BYTES else []
-        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"options.corpus must be a folder of UTF-8 texts or a JSONL file, got {path!r}: {error}"
@@ -105,14 +103,15 @@ def documents(path: str) -> tuple[Document, ...]:
         )
     if folder:
         collected = [
-            Document(title=str(file.relative_to(place)), text=text)
-            for file, text in zip(files, read, strict=True)
+            Document(
+                title=str(file.relative_to(place)), text=utf8_text(str(file), "options.corpus")
+            )
+            for file in files
         ]
     else:
         collected = [
-            _record(path, number, line)
-            for number, line in enumerate(read[0].split("\n"), 1)
-            if line.strip()
+            _document(f"{path}:{number}", number, record)
+            for number, record in json_lines(path, "options.corpus", form=" with 'text'")
         ]
     if not any(document.text.strip() for document in collected):
         raise ConfigError(
@@ -121,24 +120,11 @@ def documents(path: str) -> tuple[Document, ...]:
     return tuple(collected)
 
 
-def _record(path: str, number: int, line: str) -> Document:
-    try:
-        record = json.loads(line)
-        title = str(record.get("title", f"line {number}"))
-        must_have_field(record, "text", f"{path}:{number}")
-        return Document(title=title, text=_text(record["text"]))
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}:{number}: must be a JSON object with 'text': {type(error).__name__}: {error}"
-        ) from error
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"text must be a string, got {type(value).__name__}")
-    return value
+def _document(place: str, number: int, record: dict[str, Any]) -> Document:
+    must_have_field(record, "text", place)
+    if not isinstance(text := record["text"], str):
+        raise ConfigError(f"{place}: text must be a string, got {type(text).__name__}")
+    return Document(title=str(record.get("title", f"line {number}")), text=text)
 
 
 def _words(texts: list[str]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 Invariants: a problem is a function of its family, its level and the generator; its
 answer is an integer, a fraction or a tuple of those, in the form that the problem
-requests, so that `answers.equivalent` decides. At levels 2 and 3 the problems exceed
+requests, so that `answers.parse_numbers` decides. At levels 2 and 3 the problems exceed
 mental arithmetic, and a few lines of Python solve them.
 """
 

@@ -9,10 +9,15 @@ import random
 from collections.abc import Sequence
 
 from rollweave.envs.base import Options, Score, Split, new_task, split_of
-from rollweave.envs.handlers.answers import equivalent
+from rollweave.envs.handlers.answers import judged, parse_numbers
 from rollweave.envs.handlers.base import Agent
 from rollweave.envs.handlers.math_problems import FAMILIES, LEVELS
-from rollweave.envs.handlers.questions import TOOL_S, QuestionHandler, own_question
+from rollweave.envs.handlers.questions import (
+    TOOL_S,
+    QuestionHandler,
+    check_own_questions,
+    own_question,
+)
 from rollweave.envs.handlers.tools import CallStyle
 from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError
@@ -26,9 +31,11 @@ class MathTool(QuestionHandler):
     """Problems of `families` (all by default) at `level` 1 to 3, or the user's own:
     records of the JSONL file `path`.
 
-    A record has its `question`, a text, and its `answer`: a number, a fraction, a
-    tuple, or words (`answers.equivalent`). `held_out` is a file of held-out records;
+    A record has its `question`, a text, and its `answer`: words, or any mathematics
+    that `answers.equivalent` can judge. `held_out` is a file of held-out records;
     without it two eighths of `path` are held out. The reward is 1 for a correct answer.
+    One to a problem of the families must have the form that the problem requests: a
+    number, or a tuple of numbers, and no expression that has yet to be computed.
     """
 
     def __init__(
@@ -43,15 +50,24 @@ class MathTool(QuestionHandler):
         calls: CallStyle = "native",
         tool_s: float = TOOL_S,
     ) -> None:
-        _check({"families": families, "level": level, "path": path, "held_out": held_out})
+        names = {"question": question, "answer": answer}
+        files = {"path": path, "held_out": held_out}
+        _check({"families": families, "level": level, **files, **names})
         super().__init__(calls=calls, tool_s=tool_s)
+        self._own = bool(path)
 
     async def run(self, agent: Agent) -> None:
         await self.solve(agent, about=ABOUT, names=TOOLS)
 
     async def eval(self) -> Score:
-        right = self._answer is not None and equivalent(self._answer, self._question.answer)
-        return Score(reward=float(right), success=right)
+        given, expected = self._answer, self._question.answer
+        if given is None:
+            return Score(reward=0.0, success=False)
+        numbers = None if self._own else parse_numbers(expected)
+        if numbers is not None:
+            right = parse_numbers(given) == numbers
+            return Score(reward=float(right), success=right)
+        return (await judged(given, expected)).score
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
@@ -88,3 +104,4 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"options.held_out must come with options.path, got {options['held_out']!r} alone"
         )
+    check_own_questions(options)

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -32,7 +32,7 @@ from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, forget
 from rollweave.envs.handlers.toolbox import check_positive
-from rollweave.envs.records import draw_record, records
+from rollweave.envs.records import draw_record, numbered_records, record_at
 from rollweave.envs.registry import load
 from rollweave.sandbox.base import (
     HOST,
@@ -48,7 +48,7 @@ from rollweave.sandbox.tunnel import tunnel
 from rollweave.schema.base import mix
 from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
 from rollweave.schema.text import decimal
-from rollweave.schema.work import Task
+from rollweave.schema.work import Task, Unreadable
 
 TASK = "task.json"
 
@@ -115,6 +115,8 @@ class Program(SandboxHandler):
     - `env` holds further variables. `image`, `limits` and `network` configure the
       sandbox (`docs/SANDBOX.md`). `image_field` names a field of a task; where a task
       has it, it is its image, in place of `image`.
+    - `unreadable` says whether fields of its requests that neither the model nor its
+      chat template can read are ignored and recorded ("ignore"), or refused ("refuse").
     - `timeout_s` limits the program in seconds, including its waits; beyond it the
       attempt fails.
     """
@@ -137,6 +139,7 @@ class Program(SandboxHandler):
         image_field: str = "",
         limits: Mapping[str, Any] | None = None,
         network: bool = False,
+        unreadable: Unreadable = "ignore",
         timeout_s: float = 3600.0,
     ) -> None:
         """Validate the options. Raises ConfigError that names the option."""
@@ -161,6 +164,10 @@ class Program(SandboxHandler):
         self._folder = folder
         self._outputs = _typed("outputs", outputs, list[str])
         self._env = _typed("env", env or {}, dict[str, str])
+        if unreadable not in get_args(Unreadable):
+            rule = "must be 'ignore' or 'refuse'"
+            raise ConfigError(f"options.unreadable {rule}, got {unreadable!r:.100}")
+        self._unreadable: Unreadable = unreadable
         self._timeout_s = _typed("timeout_s", timeout_s, float)
         check_positive(timeout_s=self._timeout_s)
         try:
@@ -193,7 +200,7 @@ class Program(SandboxHandler):
             split=split,
         )
         return msgspec.structs.replace(
-            new_task(seed=own), payload=json.dumps(records(file, "", "tasks")[row])
+            new_task(seed=own), payload=json.dumps(record_at(file, "", row, "tasks"))
         )
 
     @classmethod
@@ -205,7 +212,7 @@ class Program(SandboxHandler):
                 if path := options.get(option, ""):
                     named |= {
                         _image_of(task, field): None
-                        for task in records(path, "", option)
+                        for _, task in numbered_records(path, "", option)
                         if field in task
                     }
         return list(named)
@@ -231,7 +238,7 @@ class Program(SandboxHandler):
         Raises SandboxError if it cannot be started, or does not end in time.
         """
         assert self._sandbox is not None, "init comes first"
-        sandbox, endpoint = self._sandbox, await agent.endpoint()
+        sandbox, endpoint = self._sandbox, await agent.endpoint(unreadable=self._unreadable)
         async with tunnel(sandbox, endpoint.url) as url:
             access = {
                 "OPENAI_BASE_URL": url,
@@ -239,6 +246,7 @@ class Program(SandboxHandler):
                 "OPENAI_API_KEY": endpoint.token,
                 "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
                 "ANTHROPIC_API_KEY": endpoint.token,
+                "CODEX_API_KEY": endpoint.token,
             }
             env = {**self._path(), **access, **self._env}
             result = await sandbox.exec(self._command, env=env, timeout_s=self._timeout_s)

@@ -5,17 +5,18 @@ Invariants: only the agent's last message counts, and only if it calls no tool: 
 output is no answer; a run that a limit cuts off has none.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from rollweave.envs.base import Options, Split, payload_of
-from rollweave.envs.handlers.answers import MAX_CHARS, boxed_answer
+from rollweave.envs.handlers.answers import boxed_answer, check_expected
 from rollweave.envs.handlers.base import Agent, Job, Tool
 from rollweave.envs.handlers.sandboxes import SandboxHandler
 from rollweave.envs.handlers.toolbox import check_positive, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
-from rollweave.envs.records import draw_record, records
+from rollweave.envs.records import draw_record, numbered_records
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
@@ -107,31 +108,47 @@ def own_question(options: Options, *, index: int, seed: int, split: Split) -> Qu
 
     Raises ConfigError.
     """
-    question_key, answer_key = (
-        options.get("question", "question"),
-        options.get("answer", "answer"),
-    )
+    keys = _keys(options)
     file, row = draw_record(
         options["path"],
         options.get("held_out", ""),
-        question_key,
+        keys[0],
         index=index,
         seed=seed,
         split=split,
     )
-    record = records(file, question_key)[row]
-    question, answer = record[question_key], record.get(answer_key)
-    number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    if not isinstance(question, str) or not (
-        number or (isinstance(answer, str) and answer.strip())
-    ):
-        raise ConfigError(
-            f"{file}: every record must have {question_key!r} as text and {answer_key!r} as text "
-            f"or number, got {record!r:.200}"
-        )
-    answer = str(answer)
-    if len(answer) > MAX_CHARS:
-        raise ConfigError(
-            f"{file}: {answer_key!r} must have at most {MAX_CHARS} characters, got {len(answer)}"
-        )
-    return Question(question=question, answer=boxed_answer(answer) or answer)
+    return _questions(file, *keys)[row]
+
+
+def check_own_questions(options: Options) -> None:
+    """Check all records of the user's files, if there are any. Raises ConfigError that
+    names file and line.
+    """
+    for file in (options.get("path"), options.get("held_out")):
+        if file:
+            _questions(file, *_keys(options))
+
+
+def _keys(options: Options) -> tuple[str, str]:
+    return options.get("question", "question"), options.get("answer", "answer")
+
+
+@functools.lru_cache(16)
+def _questions(file: str, question_key: str, answer_key: str) -> tuple[Question, ...]:
+    questions = []
+    for number, record in numbered_records(file, question_key):
+        question, answer = record[question_key], record.get(answer_key)
+        is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+        if not isinstance(question, str) or not (is_number or isinstance(answer, str)):
+            raise ConfigError(
+                f"{file}:{number}: a record must have {question_key!r} as text and "
+                f"{answer_key!r} as text or a number, got {record!r:.200}"
+            )
+        answer = str(answer)
+        try:
+            expected = boxed_answer(answer) or answer
+            check_expected(expected)
+        except ValueError as error:
+            raise ConfigError(f"{file}:{number}: {answer_key}: {error}") from error
+        questions.append(Question(question=question, answer=expected))
+    return tuple(questions)

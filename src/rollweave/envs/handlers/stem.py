@@ -15,12 +15,17 @@ import random
 import threading
 
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of, split_of
-from rollweave.envs.handlers.answers import within_tolerance
+from rollweave.envs.handlers.answers import judged, within_tolerance
 from rollweave.envs.handlers.base import Agent, Job
 from rollweave.envs.handlers.corpus import Bm25, documents
 from rollweave.envs.handlers.invented import question as invented_question
 from rollweave.envs.handlers.invented import world
-from rollweave.envs.handlers.questions import TOOL_S, QuestionHandler, own_question
+from rollweave.envs.handlers.questions import (
+    TOOL_S,
+    QuestionHandler,
+    check_own_questions,
+    own_question,
+)
 from rollweave.envs.handlers.search import Search, search_tool, web_search
 from rollweave.envs.handlers.tools import CallStyle
 from rollweave.schema.base import mix
@@ -66,7 +71,8 @@ class Stem(QuestionHandler):
         calls: CallStyle = "native",
         tool_s: float = TOOL_S,
     ) -> None:
-        _check({"corpus": corpus, "web": web, "path": path, "held_out": held_out})
+        names = {"question": question, "answer": answer}
+        _check({"corpus": corpus, "web": web, "path": path, "held_out": held_out, **names})
         if not 0 <= tolerance < 1:
             raise ConfigError(f"options.tolerance must be from 0 to below 1, got {tolerance}")
         self._corpus, self._tolerance = corpus, tolerance
@@ -90,10 +96,11 @@ class Stem(QuestionHandler):
         await self.solve(agent, about=ABOUT, names=TOOLS, tools=tools)
 
     async def eval(self) -> Score:
-        right = self._answer is not None and within_tolerance(
-            self._answer, self._question.answer, tolerance=self._tolerance
-        )
-        return Score(reward=float(right), success=right)
+        given, expected = self._answer, self._question.answer
+        if given is None:
+            return Score(reward=0.0, success=False)
+        verdict = within_tolerance(given, expected, tolerance=self._tolerance)
+        return (verdict or await judged(given, expected)).score
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
@@ -137,6 +144,7 @@ def _check(options: Options) -> None:
         documents(sources["corpus"])
     if sources["web"]:
         web_search(sources["web"])
+    check_own_questions(options)
 
 
 def _index(corpus: str, seed: int | None) -> Bm25:

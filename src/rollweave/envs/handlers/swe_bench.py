@@ -313,7 +313,7 @@ class SweBench(SandboxHandler):
             if changed:
                 before = await _read_files(sandbox, self._root, changed)
                 texts = {path: data.decode(errors="replace") for path, data in before.items()}
-                self._patch = patch(texts, changed)
+                self._patch = await asyncio.to_thread(patch, texts, changed)
             try:
                 await self._write(sandbox, changed)
             except (SandboxLostError, SandboxTimeoutError):

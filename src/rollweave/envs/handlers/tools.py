@@ -18,6 +18,7 @@ from rollweave.io.extras import from_extra
 from rollweave.schema.chat import Message, ToolCall, message_of
 from rollweave.schema.errors import SandboxRefusedError
 from rollweave.schema.media import Image
+from rollweave.schema.packing import DEPTH, is_deep
 
 with from_extra("tools"):
     from jsonschema import Draft202012Validator
@@ -179,6 +180,8 @@ async def _answer(
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError) as error:
         return f"The arguments of {tool.name} are not JSON: {error!s:.{FAULT_CHARS}}"
+    if is_deep(arguments):
+        return f"The arguments of {tool.name} must be at most {DEPTH} levels deep."
     errors = itertools.islice(checker.iter_errors(arguments), MAX_FAULTS + 1)
     faults = [f"{error.json_path}: {error.message:.{FAULT_CHARS}}" for error in errors]
     if not isinstance(arguments, dict):

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Middleware
 from rollweave.schema.address import ip_address, split_host
 from rollweave.schema.errors import ConfigError
 
-OPEN = frozenset({"/health", "/ready"})
+OPEN = frozenset({"/health", "/ping", "/ready"})
 """Paths that require no token, for programs that start and monitor servers: it is no
 secret that a server runs.
 """
@@ -128,7 +128,7 @@ class Guard:
         if (
             self._token is not None
             and path not in OPEN
-            and not self._is_known(headers["Authorization"])
+            and not self._is_known(headers["Authorization"], headers.get("X-Api-Key", ()))
         ):
             return 401, "the request must carry this server's token (Authorization: Bearer TOKEN)"
         kinds = headers["Content-Type"]
@@ -163,16 +163,25 @@ class Guard:
             name == self._machine or ip_address(name) is not None
         )
 
-    def _is_known(self, headers: Sequence[str]) -> bool:
-        scheme, _, token = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
+    def _is_known(self, headers: Sequence[str], keys: Sequence[str]) -> bool:
         expected = (self._token or "").encode()
-        return (
-            hmac.compare_digest(token.strip().encode(errors="surrogateescape"), expected)
-            and scheme.lower() == "bearer"
-        )
+        token = sent_token(headers, keys).encode(errors="surrogateescape")
+        return bool(token) and hmac.compare_digest(token, expected)
 
 
-_READ = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "Content-Type")
+def sent_token(headers: Sequence[str], keys: Sequence[str]) -> str:
+    """Return the token that a client sends, given the values of its headers
+    `Authorization` and `X-Api-Key`: as a bearer token, or without one as Anthropic's
+    clients do. "" for none, for several, and for another scheme.
+    """
+    scheme, _, token = headers[0].partition(" ") if headers else ("bearer", "", "")
+    values = headers if token else keys
+    if len(values) != 1 or scheme.lower() != "bearer":
+        return ""
+    return (token or keys[0]).strip()
+
+
+_READ = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "X-Api-Key", "Content-Type")
 
 
 def _authority(target: str) -> str:

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from rollweave.io.http.fields import UNKNOWN_FIELD, shown
+from rollweave.schema.text import whole
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -57,8 +58,8 @@ def _got(value: object, path: str) -> str:
     for name in path.split(".") if path else ():
         if isinstance(value, dict) and name in value:
             value = value[name]
-        elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
-            value = value[int(name)]
+        elif isinstance(value, list) and (place := whole(name)) is not None and place < len(value):
+            value = value[place]
         else:
             return ""
     return f", got {value!r:.80}"

@@ -23,6 +23,7 @@ from rollweave.record.ui.attempts import ORDERS, PAGE, Query
 from rollweave.record.ui.prometheus import metrics
 from rollweave.record.ui.runs import Runs, UnknownRunError
 from rollweave.schema.packing import as_json
+from rollweave.schema.text import decimal
 
 T = TypeVar("T")
 
@@ -269,11 +270,8 @@ def _number(
     text = query.get(name, "")
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and least <= value <= most):
+    value = decimal(text)
+    if value is None or not least <= value <= most:
         bounds = f" from {least:g} to {most:g}" if math.isfinite(least) else ""
         raise _WrongInputError(f"{name} must be a number{bounds}, got {text!r:.40}")
     return value

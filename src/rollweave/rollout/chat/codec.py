@@ -2,77 +2,82 @@
 is never tokenized again.
 
 A conversation grows by appending only. The agent's turn is followed by what the chat
-template puts after an assistant message: the rest of the end of turn, the new messages,
-and the opening of the next turn. That text is taken from a rendering in which a
-placeholder represents the agent's message, so neither the tokenization of the message
-nor what the template does to earlier turns (drop the reasoning, trim) can change an
-earlier token.
+template puts after an assistant message (`following`): the rest of the end of turn, the
+new messages, and the opening of the next turn. So neither the tokenization of the
+agent's message nor what the template does to earlier turns (drop the reasoning, trim)
+can change an earlier token.
 
-What an environment or a user writes is text: where it spells a special token
-(`<|im_end|>`), the spelling is tokenized as ordinary text, so that no message can close
-its own turn and pose as another role. Special tokens come from the template alone, and
-so does the placeholder of an image, of which a rendering has exactly one for each
-image. (A template whose turns are marked by ordinary text has no such guard.)
+What an environment or a user writes is text: where it spells a marker (`<|im_end|>`),
+the spelling is tokenized as ordinary text (`guard`), so that no message can close its
+own turn and pose as another role. Markers come from the template alone, and so does the
+placeholder of an image, of which a rendering has exactly one for each image. (A
+template whose turns are marked by ordinary text has no such guard.)
 """
 
+import contextlib
 import copy
-import itertools
 import json
-import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
 from tokenizers import Tokenizer
 
+from rollweave.io.tokenizer import missing_tokenizer, read_tokenizer
+from rollweave.rollout.chat.ending import LETTER, Ending
+from rollweave.rollout.chat.following import (
+    ANSWER,
+    CONTEXT,
+    EARLIER,
+    PLACEHOLDER,
+    QUESTION,
+    Following,
+    calling,
+)
+from rollweave.rollout.chat.guard import Guard, encode, encode_after
 from rollweave.rollout.chat.template import (
+    DEFAULT,
+    HOLE,
+    WITH_TOOLS,
     ChatError,
     ChatTemplate,
     configured,
-    read_template,
+    read_templates,
 )
-from rollweave.rollout.chat.text import TextCodec, eos_tokens, image_tokens, read_tokenizer
+from rollweave.rollout.chat.text import TextCodec, eos_tokens, image_tokens
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
-from rollweave.schema.chat import Message, ToolCall, message_of
+from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.media import DIGEST_CHARS, Image
 from rollweave.schema.text import valid
 
-__all__ = ["ChatCodec", "ChatError"]
-
-PLACEHOLDER: Final = "\u2042mark\u2042"
-"""Represents the agent's message in a rendering.
-
-No template contains it, and it has no white space that a template could trim.
-"""
-
-CONTEXT: Final = (Message(role="user", content="a"), Message(role="assistant", content=PLACEHOLDER))
-"""The shortest conversation that every template accepts before a new message."""
-
-QUESTION: Final = Message(role="user", content="\u2042new\u2042")
-"""A message that is recognizable in a rendering."""
+__all__ = ["PLACEHOLDER", "ChatCodec", "ChatError"]
 
 BLANK: Final = Image(digest="0" * DIGEST_CHARS, media_type="image/png")
 """Stands for any image in a rendering."""
 
-OPEN, CLOSE = "\ue000", "\ue001"
-"""Delimiters of text in a rendering that is tokenized without special tokens.
-
-They are private-use characters: no template contains them.
-"""
+SYSTEM: Final = Message(role="system", content="s")
+TOOL: Final = json.dumps(
+    {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+)
+THOUGHT: Final = "<think>\nt\n</think>\n\n"
 
 CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
 
 
 VARIANTS = 64
-"""Number of cached variants of a codec: one for each set of template arguments."""
+"""Number of cached variants of a codec: one for each set of template arguments, or of
+tools.
+"""
 
 
 class ChatCodec(TextCodec):
-    """A tokenizer and a chat template.
+    """A tokenizer and a chat template, perhaps another one for conversations with
+    tools.
 
     Raises ConfigError for a template whose conversations cannot grow by appending.
     """
@@ -85,45 +90,80 @@ class ChatCodec(TextCodec):
         name: str = "chat template",
         eos: Sequence[int] = (),
         images: Sequence[int] = (),
+        with_tools: ChatTemplate | None = None,
     ) -> None:
         """`images` are the tokens that may be the placeholder of an image."""
         super().__init__(tokenizer)
         self._tokenizer = tokenizer
-        self._literal = _Literal(tokenizer, images)
         self.plain = TextCodec(tokenizer, eos=eos)
         self._name, self._eos = name, tuple(eos)
-        special = [
-            token.content
-            for id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special or id in images
-        ]
-        spellings = [
-            *sorted(map(re.escape, special), key=len, reverse=True),
-            f"[{OPEN}{CLOSE}{PLACEHOLDER[0]}]",
-        ]
-        self._guarded = re.compile("|".join(spellings))
         self._image_tokens = tuple(images)
-        self._use(template)
+        self._use(template, with_tools or template)
 
-    def _use(self, template: ChatTemplate) -> None:
-        """Render with this template. Raises ConfigError if it cannot be extended."""
-        self._template = template
-        self._check_extendable()
-        closing = self._after_placeholder(CONTEXT, prompt=False)
-        following = self._encode(self._after_placeholder((*CONTEXT, QUESTION), prompt=True))
-        self._end = _common_prefix(self._encode(closing), following)
-        by_token = self._ends_with_token = bool(self._end) and self._is_special(self._end[0])
-        ends = self._end[:1] if by_token else ()
-        self.stop_token_ids = tuple(dict.fromkeys([*ends, *self._eos]))
+    def _use(self, template: ChatTemplate, with_tools: ChatTemplate) -> None:
+        """Render with these templates. Raises ConfigError if the first cannot be
+        extended.
+        """
+        self._template, self._with_tools = template, with_tools
+        results = ((CONTEXT[0], calling((ANSWER,)), ANSWER), (*CONTEXT, ANSWER))
+        self._guard = Guard(
+            self._tokenizer,
+            f"{template.literals}\0{with_tools.literals}",
+            images=self._image_tokens,
+            turns=self._written(template, ((SYSTEM, CONTEXT[0]), (*CONTEXT, QUESTION), results[1])),
+            written=self._written(with_tools, (*results, (SYSTEM, CONTEXT[0])), (TOOL,)),
+        )
+        self._following = lru_cache(VARIANTS)(self._make_following)
+        self._ending = lru_cache(VARIANTS)(self._make_ending)
+        try:
+            self._endings = [self._ending(())]
+        except ChatError as error:
+            raise ConfigError(str(error)) from error
+        if with_tools is not template:
+            with contextlib.suppress(ChatError):  # it is refused when there are tools
+                self._endings.append(self._ending((TOOL,)))
+        tokens = [token for ending in self._endings for token in ending.tokens]
+        self.stop_token_ids = tuple(dict.fromkeys([*tokens, *self._eos]))
         """Tokens that end the agent's turn: the template's and the checkpoint's."""
-        self.stop = () if by_token or not closing else (closing,)
+        self.stop = tuple(dict.fromkeys(ending.stop for ending in self._endings if ending.stop))
         """Text that ends the agent's turn if the template closes it with ordinary
         text.
         """
-        self._extend = lru_cache(CACHED)(self._render_extension)
+        self._guarded = lru_cache(VARIANTS)(self._guard_tools)
+        self._after = lru_cache(CACHED)(self._text_after)
+        self._rest = lru_cache(CACHED)(self._encode_rest)
         self._start = lru_cache(CACHED)(self._render_start)
         self._variants = lru_cache(VARIANTS)(self._with_arguments)
         self.image_token = self._find_image_token()
+
+    def _written(
+        self,
+        template: ChatTemplate,
+        conversations: Iterable[Sequence[Message]],
+        tools: Sequence[str] = (),
+    ) -> set[int]:
+        """Return the tokens of those conversations that the template renders."""
+        tokens = set[int]()
+        for messages in conversations:
+            with contextlib.suppress(ChatError):
+                text = template.render(messages, prompt=True, tools=tools)
+                tokens.update(encode(self._tokenizer, text))
+        return tokens
+
+    def _make_following(self, tools: tuple[str, ...]) -> Following:
+        """Raises ChatError for a template that cannot be extended."""
+        template = self._with_tools if tools else self._template
+        try:
+            return Following(template, self._guard.pattern, name=self._name, tools=tools)
+        except ChatError as error:
+            raise ChatError(
+                f"{self._name}: chat template cannot be extended turn by turn: {error}"
+            ) from error
+
+    def _make_ending(self, tools: tuple[str, ...]) -> Ending:
+        return Ending(
+            self._following(tools), self._tokenizer, self._guard.pattern, self._guard.markers
+        )
 
     def _find_image_token(self) -> int | None:
         """Return the candidate of which a rendering of one image has one, and one of no
@@ -135,7 +175,7 @@ class ChatCodec(TextCodec):
         )
         try:
             before, after = (
-                self._encode(self._template.render(messages, prompt=True))
+                self._guard.encode(self._template.render(messages, prompt=True))
                 for messages in (without, shown)
             )
         except ChatError:
@@ -151,24 +191,31 @@ class ChatCodec(TextCodec):
 
     @classmethod
     def from_directory(
-        cls, model_dir: str | Path, arguments: Mapping[str, Any] | None = None
+        cls,
+        model_dir: str | Path,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        template: Path | None = None,
     ) -> Self:
         """Return the codec of a checkpoint directory with tokenizer.json and a chat
-        template, which gets the `arguments` of `model.template_arguments`.
+        template, which gets the `arguments` of `model.template_arguments`. The file
+        `template` takes the place of the checkpoint's.
 
         Raises ConfigError if one of them is missing, or for an argument that the
         template cannot have.
         """
         directory = Path(model_dir)
-        tokenizer = read_tokenizer(directory)
-        if tokenizer is None:
-            raise ConfigError(f"{directory} must have a tokenizer.json, got none")
+        read = read_tokenizer(directory)
+        if read is None:
+            raise ConfigError(missing_tokenizer(directory))
+        templates = configured(read_templates(directory, read.special, template), arguments or {})
         return cls(
-            tokenizer,
-            configured(read_template(directory), arguments or {}),
+            read.tokenizer,
+            templates[DEFAULT],
             name=str(directory),
-            eos=eos_tokens(directory, tokenizer),
-            images=image_tokens(directory, tokenizer),
+            eos=eos_tokens(directory, read),
+            images=image_tokens(directory, read.tokenizer),
+            with_tools=templates.get(WITH_TOOLS),
         )
 
     @property
@@ -181,7 +228,7 @@ class ChatCodec(TextCodec):
     @property
     def template_variables(self) -> frozenset[str]:
         """Names of the arguments that the chat template reads."""
-        return self._template.variables
+        return self._template.variables | self._with_tools.variables
 
     def with_arguments(self, arguments: str) -> TextCodec:
         """Return this codec with arguments of its chat template: a JSON object, or ""
@@ -191,9 +238,15 @@ class ChatCodec(TextCodec):
         return self._variants(arguments) if arguments else self
 
     def _with_arguments(self, arguments: str) -> TextCodec:
-        other = copy.copy(self)
+        other, values = copy.copy(self), json.loads(arguments)
+        template, with_tools = self._template.with_those_of(values), self._with_tools
+        unknown = {
+            name: value for name, value in values.items() if name not in self.template_variables
+        }
+        template = template.with_arguments(unknown)  # refuses them
+        is_other = with_tools is not self._template
         try:
-            other._use(self._template.with_arguments(json.loads(arguments)))
+            other._use(template, with_tools.with_those_of(values) if is_other else template)
         except ConfigError as error:
             raise ChatError(str(error)) from error
         return other
@@ -203,28 +256,71 @@ class ChatCodec(TextCodec):
         """The tokenizer of the checkpoint."""
         return self._tokenizer
 
-    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the tokens of a conversation's first messages and of the opening of
-        the agent's turn. Raises ChatError.
+    @property
+    def unwritten(self) -> frozenset[int]:
+        """Special tokens that no prompt has, as far as is known: the chat template does
+        not write them, and in messages their spellings are text.
+        """
+        return self._guard.unwritten - set(self.stop_token_ids)
+
+    @property
+    def rewritten(self) -> list[str]:
+        """The parts of a conversation that the chat template renders otherwise, or
+        elsewhere, once more messages follow. In a conversation that grows they stay as
+        they were.
+        """
+        opening = (EARLIER[0],)
+        if self._following(()).rewrites(opening, "d"):
+            return ["the openings of turns"]
+        kinds = {
+            "system messages": ((), (SYSTEM, *opening), "d"),
+            "tools": ((TOOL,), opening, "d"),
+            "thoughts": ((), opening, f"{THOUGHT}d"),
+        }
+        found = list[str]()
+        for kind, (tools, first, said) in kinds.items():
+            with contextlib.suppress(ChatError):
+                found += [kind] if self._following(tools).rewrites(first, said) else []
+        return found
+
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: bool = True,
+        continues: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation's first messages, and with `prompt` of
+        the opening of the agent's turn. If it `continues`, the last message is left
+        open. Raises ChatError.
 
         `tools` are the declarations that the agent is shown, as in
         `ChatTemplate.render`.
         """
         count = self._count_images(messages)
-        return self._checked(self._start(_blanked(messages), tuple(tools)), count)
+        tokens = self._start(_blanked(messages), tuple(tools), prompt, continues)
+        return self._checked(tokens, count)
 
     def extend(
-        self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        prompt: bool = True,
+        tools: Sequence[str] = (),
     ) -> tuple[int, ...]:
         """Return the tokens to append after a turn whose last tokens are `sampled` (the
-        complete turn, or its end).
+        complete turn, or its end). `tools` are those with which the conversation
+        started.
 
         They are the rest of the end of turn, `messages`, and with `prompt` the opening
         of the next turn. Raises ChatError.
         """
-        count = self._count_images(messages)
-        tokens = self._checked(self._extend(_blanked(messages), prompt), count)
-        return tokens[self.end_overlap(sampled) :]
+        count, guarded = self._count_images(messages), self._guarded(tuple(tools))
+        after = self._after(_blanked(messages), prompt, guarded)
+        written = self._ending(guarded).written(sampled, after, self.decode)
+        return self._checked(self._rest(after, written), count)
 
     def _count_images(self, messages: Sequence[Message]) -> int:
         """Return the number of images. Raises ChatError if there is no place for
@@ -248,41 +344,70 @@ class ChatCodec(TextCodec):
         return tokens
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a scripted turn: its text, and the token that ends the
-        agent's turn.
+        """Return the tokens of a scripted turn: its text, and what ends the agent's
+        turn.
         """
-        return (*self._encode(text), *self._end[: 1 if self._ends_with_token else len(self._end)])
+        following = self._following(())
+        turn = f"{following.lead}{valid(text)}{self._endings[0].text}"
+        return tuple(encode_after(self._tokenizer, following.opening, turn))
 
     def end_overlap(self, sampled: Sequence[int]) -> int:
         """Return how many of the last sampled tokens already belong to the template's
         end of turn.
         """
-        for count in range(min(len(self._end), len(sampled)), 0, -1):
-            if tuple(sampled[len(sampled) - count :]) == self._end[:count]:
-                return count
-        return 0
+        return max(ending.overlap(sampled) for ending in self._endings)
+
+    def text(self, sampled: Sequence[int]) -> str:
+        """Return the agent's message: the text of the turn's tokens without its end."""
+        text = super().text(sampled)
+        for ending in self._endings:  # a token may have the end of the message and this text
+            text = ending.without(text)
+        return text
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """The format in which the chat template tells the agent to call tools, None if
         it is unknown.
         """
-        return tool_format_of(self._template.source)
+        return tool_format_of(self._with_tools.source)
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The marks of the model's thoughts, None if its template has none."""
+        return self._template.thinking
+
+    def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the numbers of the messages whose thoughts the chat template shows in
+        this conversation, at the opening of the next turn.
+        """
+        marks = {
+            place: f"{HOLE}{place}{HOLE}"
+            for place, message in enumerate(messages)
+            if message.thoughts
+        }
+        if not marks:
+            return frozenset()
+        marked = [
+            msgspec.structs.replace(message, thoughts=marks[place]) if place in marks else message
+            for place, message in enumerate(messages)
+        ]
+        try:
+            text = self._template.render(marked, prompt=True)
+        except ChatError:  # it takes these messages in parts only
+            return frozenset(marks)
+        return frozenset(place for place, mark in marks.items() if mark in text)
 
     @property
     def shows_tools(self) -> bool:
         """True if the chat template shows the agent its tools."""
-        tool = json.dumps(
-            {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
-        )
-        return self.start((CONTEXT[0],), (tool,)) != self.start((CONTEXT[0],))
+        return self.start((CONTEXT[0],), (TOOL,)) != self.start((CONTEXT[0],))
 
     def single_token_ids(self, words: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of an action grammar's words.
 
         Raises ConfigError for a word that is not one token.
         """
-        encoded = [self._encode(word) for word in words]
+        encoded = [encode(self._tokenizer, word) for word in words]
         for word, ids in zip(words, encoded, strict=True):
             if len(ids) != 1:
                 raise ConfigError(
@@ -291,138 +416,38 @@ class ChatCodec(TextCodec):
                 )
         return tuple(ids[0] for ids in encoded)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """Tokenize a rendering: special tokens where it spells them, except between
-        OPEN and CLOSE.
-        """
-        text = valid(text)
-        if OPEN not in text:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        ids: list[int] = []
-        for index, piece in enumerate(re.split(f"{OPEN}(.+?){CLOSE}", text, flags=re.DOTALL)):
-            tokenizer = self._literal.tokenizer if index % 2 else self._tokenizer
-            ids += tokenizer.encode(piece, add_special_tokens=False).ids
-        return tuple(ids)
-
-    def _guard(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with special tokens and our own delimiters, which must
-        stay text, between OPEN and CLOSE.
-        """
-        text = self._guard_text
-        return [
-            msgspec.structs.replace(
-                message,
-                **self._guard_content(message),
-                tool_calls=tuple(
-                    ToolCall(
-                        id=text(call.id),
-                        name=text(call.name),
-                        arguments=self._guard_json(call.arguments),
-                    )
-                    for call in message.tool_calls
-                ),
-                tool_call_id=text(message.tool_call_id),
-                name=text(message.name),
-            )
-            for message in messages
-        ]
-
-    def _guard_content(self, message: Message) -> dict[str, Any]:
-        """Return the guarded content, and where images stand in it."""
-        if not message.images:
-            return {"content": self._guard_text(message.content)}
-        parts = [
-            self._guard_text(part) if isinstance(part, str) else part for part in message.parts()
-        ]
-        guarded = message_of(parts, role=message.role)
-        return {"content": guarded.content, "image_places": guarded.image_places}
-
-    def _guard_text(self, text: str) -> str:
-        return self._guarded.sub(rf"{OPEN}\g<0>{CLOSE}", text)
-
-    def _guard_json(self, source: str) -> str:
-        """Guard JSON's strings, also if they are spelled with escapes; guard other text
-        as it is.
-        """
-        try:
-            plain = json.dumps(json.loads(source), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            plain = source
-        return self._guard_text(plain)
-
-    def _is_special(self, token: int) -> bool:
-        return self._tokenizer.decode([token], skip_special_tokens=True) == ""
-
     def _render_start(
-        self, messages: tuple[Message, ...], tools: tuple[str, ...]
+        self, messages: tuple[Message, ...], tools: tuple[str, ...], prompt: bool, continues: bool
     ) -> tuple[int, ...]:
-        guarded = [self._guard_json(tool) for tool in tools]
-        return self._encode(
-            self._template.render(self._guard(messages), prompt=True, tools=guarded)
-        )
+        template = self._with_tools if tools else self._template
+        guarded = self._guard.messages(messages)
+        text = template.render(guarded, prompt=prompt, tools=self._guarded(tools))
+        if continues:
+            last = guarded[-1].content
+            place = text.rfind(last.strip())
+            if place < 0 or not last.strip():
+                raise ChatError(f"{self._name}: chat template must show the last message as it is")
+            whole = text.startswith(last.lstrip(), place)
+            text = text[: place + len(last.lstrip() if whole else last.strip())]
+        return tuple(self._guard.encode(text))
 
-    def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
-        return self._encode(
-            self._after_placeholder((*CONTEXT, *self._guard(messages)), prompt=prompt)
-        )
+    def _guard_tools(self, tools: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(self._guard.json, tools))
 
-    def _after_placeholder(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        pieces = self._template.render(messages, prompt=prompt).split(PLACEHOLDER)
-        if len(pieces) != 2:
-            raise ChatError(
-                f"{self._name}: chat template must show an assistant message once, "
-                f"got {len(pieces) - 1} times"
-            )
-        return pieces[1]
+    def _text_after(
+        self, messages: tuple[Message, ...], prompt: bool, tools: tuple[str, ...]
+    ) -> str:
+        """Return the guarded text after the agent's message; `tools` are guarded."""
+        return self._following(tools).after(self._guard.messages(messages), prompt=prompt)
 
-    def _check_extendable(self) -> None:
-        """Raise ConfigError for a template where what follows the agent's turn is not
-        simply appended, or depends on earlier turns.
+    def _encode_rest(self, after: str, written: int) -> tuple[int, ...]:
+        """Return the tokens of `after` without its first `written` characters, which
+        the agent has written.
         """
-        earlier = (Message(role="user", content="c"), Message(role="assistant", content="d"))
-        problem = ""
-        try:
-            after = self._after_placeholder((*CONTEXT, QUESTION), prompt=True)
-            later = self._after_placeholder((*earlier, *CONTEXT, QUESTION), prompt=True)
-            closed = self._after_placeholder(CONTEXT, prompt=False)
-        except ChatError as error:
-            problem = str(error)
-        else:
-            if after.count(QUESTION.content) != 1:
-                problem = "a new message must appear once, after the turn before it"
-            elif after != later:
-                problem = "what follows a turn must not depend on earlier turns"
-            elif not after.startswith(closed):
-                problem = (
-                    f"a turn must end with {closed!r} also where another follows, got {after!r}"
-                )
-        if problem:
-            raise ConfigError(
-                f"{self._name}: chat template cannot be extended turn by turn: {problem}"
-            )
-
-
-class _Literal:
-    """The same tokenizer, except that the spelling of a special token is text.
-
-    It is created on demand, since a large vocabulary takes time. The tokens `images`
-    count as special ones.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, images: Sequence[int]) -> None:
-        self._original, self._images = tokenizer, images
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        source = self._original.to_str()
-        if self._images:
-            parsed = json.loads(source)
-            for token in parsed["added_tokens"]:
-                token["special"] |= token["id"] in self._images
-            source = json.dumps(parsed)
-        tokenizer = Tokenizer.from_str(source)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        before = after[:written]
+        if not before and not self._guard.pattern.match(after):
+            before = LETTER
+        return tuple(self._guard.encode(after[written:], before=before))
 
 
 def _blanked(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -434,13 +459,4 @@ def _blanked(messages: Sequence[Message]) -> tuple[Message, ...]:
         if message.images
         else message
         for message in messages
-    )
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
-    return tuple(
-        a
-        for a, _ in itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(left, right, strict=False)
-        )
     )

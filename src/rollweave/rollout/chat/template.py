@@ -5,37 +5,57 @@ Invariant: rendering is a function of the messages alone: a template that reads 
 gets the moment at which it was loaded.
 """
 
+import contextlib
 import copy
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
+from rollweave.io.tokenizer import (
+    NAMED_TEMPLATES,
+    NAMES,
+    OLD_TEMPLATE,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    read_json,
+)
+from rollweave.rollout.chat.thoughts import Thinking, thinking_of
 from rollweave.rollout.chat.tools import openai_message
-from rollweave.schema.chat import Message
+from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.media import Image
 
-SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-
-
-RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents", *SPECIAL_NAMES))
+RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents", *NAMES))
 """Names that a rendering gives a template, and that no client can set."""
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of the templates of conversations without and with tools."""
+
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Delimiters of text in a rendering that is tokenized without special tokens.
+
+They are private-use characters: no template contains them.
+"""
+
+HOLE = "\ue002"
+"""Delimiter of our own placeholders in a rendering, also of private use."""
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names by which templates read the thoughts of a message."""
 
 
 class ChatError(RollweaveError):
@@ -44,14 +64,37 @@ class ChatError(RollweaveError):
 
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's text for trainers
-    that need a mask; its body is rendered.
+    that need a mask; its body is rendered, with a scope of its own.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's declaration)
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace, without the names of Python's own attributes."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"an attribute of a namespace must not begin with _, got {name!r:.80}")
 
 
 class ChatTemplate:
@@ -78,34 +121,66 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
+        environment.globals["namespace"] = _Namespace
         self._arguments: dict[str, Any] = {}
-        self.takes_text = True
-        """False if messages must be lists of parts, even without images."""
+        self.thinking: Thinking | None = None
+        """The marks of thoughts, None if the template has none."""
+        self._thoughts = tuple(
+            name for name in THOUGHTS if re.search(rf"(?:\.|\[?['\"]){name}\b", source)
+        )
         try:
+            tree = environment.parse(source)
             self.variables = frozenset(
-                meta.find_undeclared_variables(environment.parse(source)) - RENDERED
+                meta.find_undeclared_variables(tree) - RENDERED - self._special.keys()
             )
             """Names of the arguments that the template reads."""
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: chat template must be valid Jinja: {error}") from error
-        self.takes_text = not self._needs_parts()
+        strings = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        self.literals = "\0".join((*texts, *strings))
+        """The text that the template may write by itself, in pieces."""
+        self.takes_text = True
+        """False if messages must be lists of parts, even without images."""
+        self._arguments_of: Callable[[str], Any] = _parsed
+        self._id_of: Callable[[str], str] = str
+        self._find_form()
+        self.thinking = self._find_thinking()
 
-    def _needs_parts(self) -> bool:
-        """Return whether the template shows a text only in a list of parts, as those of
-        some models that take images.
+    def _find_form(self) -> None:
+        """Find out how the template takes what there are several ways to give: a text
+        (perhaps only in a list of parts, in templates for images), and a tool call.
         """
-        messages = [Message(role="user", content="\u2042text\u2042")]
+        text = Message(role="user", content="\u2042text\u2042")
+        shown = (self._renders([text], text.content, parts) for parts in (False, True))
+        self.takes_text = next(shown) or not next(shown)
+        call = ToolCall(id="call_000000001", name="f", arguments='{"x": 1}')
+        messages = [
+            text,
+            Message(role="assistant", content="", tool_calls=(call,)),
+            Message(role="tool", content="y", tool_call_id=call.id, name=call.name),
+        ]
+        ids: tuple[Callable[[str], str], ...] = (str, _short_id)
+        arguments: tuple[Callable[[str], Any], ...] = (_parsed, str)
+        forms = [(id, argument) for id in ids for argument in arguments]
+        for self._id_of, self._arguments_of in (*forms, forms[0]):
+            if self._renders(messages, "", not self.takes_text):
+                break
+
+    def _renders(self, messages: Sequence[Message], text: str, parts: bool) -> bool:
+        """Return whether a rendering of the messages has this text."""
+        self.takes_text = not parts
         try:
-            if messages[0].content in self.render(messages, prompt=False):
-                return False
-        except ChatError:
-            pass
-        self.takes_text = False
-        try:
-            return messages[0].content in self.render(messages, prompt=False)
+            return text in self.render(messages, prompt=False)
         except ChatError:
             return False
+
+    def _find_thinking(self) -> Thinking | None:
+        opening = ""
+        with contextlib.suppress(ChatError):
+            opening = self.render([Message(role="user", content="a")], prompt=True)
+        return thinking_of(self.source, opening)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
         """Return this template with values for some of its `variables`, in the form of
@@ -116,7 +191,13 @@ class ChatTemplate:
                 raise ChatError(f"{self._name}: chat template reads no argument {name!r:.80}")
         other = copy.copy(self)
         other._arguments = {**self._arguments, **arguments}
+        other.thinking = other._find_thinking()
         return other
+
+    def with_those_of(self, arguments: Mapping[str, Any]) -> Self:
+        """Return this template with values for those of the arguments that it reads."""
+        read = {name: value for name, value in arguments.items() if name in self.variables}
+        return self.with_arguments(read)
 
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[str] = ()
@@ -127,13 +208,7 @@ class ChatTemplate:
         `tools` are JSON objects, each a tool's declaration in the form of OpenAI's
         `tools`.
         """
-        # Templates take the arguments of a tool call as an object if they parse as one.
-        plain = [
-            openai_message(
-                message, arguments=_parsed, image=_image_part, as_parts=not self.takes_text
-            )
-            for message in messages
-        ]
+        plain = [self._plain(message) for message in messages]
         declarations = [json.loads(tool) for tool in tools] or None
         try:
             return self._template.render(
@@ -141,16 +216,48 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 tools=declarations,
                 documents=None,
-                **self._special,
-                **self._arguments,
+                **{**self._special, **self._arguments},
             )
         except ChatError:
             raise
         except Exception as error:  # the template is user code: any exception is a refusal
             roles = ", ".join(message.role for message in messages)
             raise ChatError(
-                f"{self._name}: chat template cannot render roles {roles}: {error}"
+                f"{self._name}: chat template cannot render roles {roles}: {_reason(error)}"
             ) from error
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """Return a message as templates take it: with its thoughts in fields of their
+        own if the template reads one, otherwise in its content.
+        """
+        if message.thoughts and not self._thoughts and self.thinking is not None:
+            joined = self.thinking.joined(message.thoughts, message.content)
+            message = msgspec.structs.replace(message, content=joined)
+        plain = openai_message(
+            self._with_ids(message),
+            arguments=self._arguments_of,
+            image=_image_part,
+            as_parts=not self.takes_text,
+        )
+        return {
+            **plain,
+            **dict.fromkeys(self._thoughts if message.thoughts else (), message.thoughts),
+        }
+
+    def _with_ids(self, message: Message) -> Message:
+        """Return the message with the ids of tool calls in the template's form."""
+        if self._id_of is str or not (message.tool_calls or message.tool_call_id):
+            return message
+        calls = (
+            msgspec.structs.replace(call, id=self._id_of(call.id)) for call in message.tool_calls
+        )
+        answered = message.tool_call_id and self._id_of(message.tool_call_id)
+        return msgspec.structs.replace(message, tool_calls=tuple(calls), tool_call_id=answered)
+
+
+def _short_id(id: str) -> str:
+    """Return an id of nine letters and digits, as some templates require it."""
+    return "".join(filter(str.isalnum, id))[-9:].rjust(9, "0")
 
 
 def _image_part(image: Image) -> dict[str, Any]:
@@ -165,82 +272,85 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def configured(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemplate:
-    """Return the template with the arguments of `model.template_arguments`. Raises
-    ConfigError for one that it does not read: it would change nothing.
+def configured(
+    templates: Mapping[str, ChatTemplate], arguments: Mapping[str, Any]
+) -> dict[str, ChatTemplate]:
+    """Return the templates with the arguments of `model.template_arguments`. Raises
+    ConfigError for one that none of them reads: it would change nothing.
     """
+    variables = {name for template in templates.values() for name in template.variables}
     for name in arguments:
-        if name not in template.variables:
-            reads = ", ".join(sorted(template.variables)) or "no arguments"
+        if name not in variables:
+            reads = ", ".join(sorted(variables)) or "no arguments"
             raise ConfigError(
                 f"model.template_arguments must be arguments of the chat template, which reads "
                 f"{reads}, got {name!r:.80}"
             )
-    return template.with_arguments(arguments)
+    return {name: template.with_those_of(arguments) for name, template in templates.items()}
 
 
-def read_template(directory: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
-    """Return the template of checkpoint `directory`: chat_template.jinja, otherwise
-    that of tokenizer_config.json. Raises ConfigError if it has none.
+def read_templates(
+    directory: Path,
+    special: Mapping[str, str],
+    file: Path | None = None,
+    *,
+    now: datetime.datetime | None = None,
+) -> dict[str, ChatTemplate]:
+    """Return the templates of checkpoint `directory` by name, `default` among them:
+    those of files, otherwise those of tokenizer_config.json, otherwise that of
+    chat_template.json. The template in `file` takes the place of all of them. Raises
+    ConfigError if there is none, and OSError for a `file` that cannot be read.
     """
-    config = read_json(directory / "tokenizer_config.json")
-    special = special_tokens(directory)
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return ChatTemplate(
-            file.read_text(encoding="utf-8"), special=special, name=str(file), now=now
-        )
-    source = config.get("chat_template")
-    if source is None:  # that of a processor of images
-        source = read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {
-            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
-        }
-        source = named.get("default")
-    if not isinstance(source, str):
-        raise ConfigError(
-            f"{directory} must have a chat template (chat_template.jinja, or in "
-            "tokenizer_config.json), got none"
-        )
-    return ChatTemplate(
-        source, special=special, name=str(directory / "tokenizer_config.json"), now=now
-    )
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """Return the text of the special tokens that the checkpoint names."""
-    tokens: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = read_json(directory / file)
-        for name in SPECIAL_NAMES:
-            value = config.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens[name] = text
-    return tokens
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is no such file.
-
-    Raises ConfigError for anything else.
-    """
-    if not path.exists():
-        return {}
+    if file is not None:
+        source = file.read_text(encoding="utf-8")
+        return {DEFAULT: ChatTemplate(source, special=special, name=str(file), now=now)}
+    files = {path.stem: path for path in sorted(directory.glob(f"{NAMED_TEMPLATES}/*.jinja"))}
+    if (directory / TEMPLATE).exists():
+        files = {DEFAULT: directory / TEMPLATE} | files
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        named: Any = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} must be readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+        raise ConfigError(f"{directory}: chat templates must be readable: {error}") from error
+    for config in (TOKENIZER_CONFIG, OLD_TEMPLATE):
+        if not named:
+            files, named = {}, read_json(directory / config).get("chat_template")
+            files[DEFAULT] = directory / config
+    if isinstance(named, list):  # several named templates
+        entries = [entry for entry in named if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+    elif isinstance(named, str):
+        named = {DEFAULT: named}
+    if not named or not isinstance(named, dict):
+        raise ConfigError(
+            f"{directory} must have a chat template ({TEMPLATE}, or in {TOKENIZER_CONFIG}), got "
+            "none"
+        )
+    if not all(isinstance(source, str) for source in named.values()) or DEFAULT not in named:
+        raise ConfigError(
+            f"{directory}: one of several chat templates must be named default, got "
+            f"{', '.join(map(str, named))}"
+        )
+    return {
+        name: ChatTemplate(
+            source, special=special, name=str(files.get(name, files[DEFAULT])), now=now
+        )
+        for name, source in named.items()
+        if name in (DEFAULT, WITH_TOOLS)
+    }
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
     """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
+    for mark in (OPEN, CLOSE, HOLE) if ensure_ascii else ():
+        text = text.replace(f"\\u{ord(mark):04x}", mark)
+    return text
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ChatError(f"chat template: {message}")
+def _refuse(message: Any) -> NoReturn:
+    raise ChatError(f"chat template: {' '.join(str(message).split())}")
+
+
+def _reason(error: Exception) -> str:
+    """Return the error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

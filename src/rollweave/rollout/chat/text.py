@@ -1,12 +1,18 @@
 """Text and tokens without a chat template: what completions of plain text need."""
 
+import copy
+import functools
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from tokenizers import Tokenizer
 
-from rollweave.rollout.chat.template import ChatError, read_json, special_tokens
+from rollweave.io.tokenizer import CheckpointTokenizer, read_json, read_tokenizer
+from rollweave.rollout.chat.guard import encode_after
+from rollweave.rollout.chat.template import ChatError
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -20,7 +26,7 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, eos: Iterable[int] = ()) -> None:
-        self._reader = tokenizer
+        self._reader, self._hides_special = tokenizer, False
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
         """Tokens that end the agent's turn."""
         self.stop: tuple[str, ...] = ()
@@ -38,9 +44,10 @@ class TextCodec:
 
         Raises ConfigError for a tokenizer that cannot be read.
         """
-        tokenizer = read_tokenizer(directory)
-        eos = () if tokenizer is None else eos_tokens(directory, tokenizer)
-        return TextCodec(tokenizer, eos=eos)
+        read = read_tokenizer(directory)
+        if read is None:
+            return TextCodec(None)
+        return TextCodec(read.tokenizer, eos=eos_tokens(directory, read))
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -48,6 +55,18 @@ class TextCodec:
         it is unknown.
         """
         return None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The marks of the model's thoughts, None if its template has none."""
+        return None
+
+    def shown_thoughts(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the numbers of the messages whose thoughts the chat template shows in
+        this conversation, at the opening of the next turn.
+        """
+        del messages
+        return frozenset()
 
     @property
     def shows_tools(self) -> bool:
@@ -70,19 +89,31 @@ class TextCodec:
         """
         return self if not arguments else self._without_template()
 
-    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: bool = True,
+        continues: bool = False,
+    ) -> tuple[int, ...]:
         """Return the tokens of a conversation's first messages. Raises ChatError, as
         there is no chat template.
         """
-        del messages, tools
+        del messages, tools, prompt, continues
         return self._without_template()
 
     def extend(
-        self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        prompt: bool = True,
+        tools: Sequence[str] = (),
     ) -> tuple[int, ...]:
         """Return the tokens to append after a turn. Raises ChatError, as `start`."""
         del sampled, prompt
-        return self.start(messages)
+        return self.start(messages, tools)
 
     def _without_template(self) -> NoReturn:
         raise ChatError("the checkpoint has no chat template: only completions of text are served")
@@ -91,17 +122,59 @@ class TextCodec:
         """Return the text of any tokens, special ones included."""
         if self._reader is None:
             return ""
-        text: str = self._reader.decode(list(tokens), skip_special_tokens=False)
+        text: str = self._reader.decode(list(tokens), skip_special_tokens=self._hides_special)
         return text
 
-    def encode_literal(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, with special tokens where it spells them.
+    def without_special(self) -> Self:
+        """Return this codec, except that special tokens have no text."""
+        other = copy.copy(self)
+        other._hides_special = True
+        return other
+
+    def encode_literal(
+        self, text: str, *, after: str = "", adds_special: bool = False
+    ) -> tuple[int, ...]:
+        """Return the tokens of a text that follows the text `after`, with special
+        tokens where it spells them, and with `adds_special` those that the tokenizer
+        adds.
 
         Raises ChatError without a tokenizer.
         """
         if self._reader is None:
             raise ChatError("a prompt must be token ids: the checkpoint has no tokenizer")
-        return tuple(self._reader.encode(valid(text), add_special_tokens=False).ids)
+        if adds_special:
+            return tuple(self._reader.encode(valid(text)).ids)
+        return tuple(encode_after(self._reader, after, valid(text)))
+
+    def added_before(self) -> tuple[int, ...]:
+        """Return the special tokens that the tokenizer adds before a text."""
+        reader = self._reader
+        if reader is None:
+            return ()
+        plain = reader.encode("a", add_special_tokens=False).ids
+        whole = reader.encode("a", add_special_tokens=True).ids
+        place = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return tuple(whole[:place])
+
+    def names(self, tokens: Sequence[int]) -> list[str | None]:
+        """Return the tokens as the vocabulary spells them; None for an unknown one."""
+        reader = self._reader
+        return [None if reader is None else reader.id_to_token(token) for token in tokens]
+
+    def pieces(self, text: str) -> list[str | int]:
+        """Return a text in pieces: the added tokens that it spells, by their ids, and
+        what stands between them.
+        """
+        added = self._added
+        parts = re.split(f"({'|'.join(map(re.escape, added))})", text) if added else [text]
+        return [added.get(part, part) for part in parts if part]
+
+    @functools.cached_property
+    def _added(self) -> dict[str, int]:
+        """The added tokens, the longest ones first."""
+        tokens = {} if self._reader is None else self._reader.get_added_tokens_decoder()
+        texts = {token.content: id for id, token in tokens.items()}
+        return {text: texts[text] for text in sorted(texts, key=len, reverse=True)}
 
     def placed(
         self, tokens: Sequence[int], messages: Iterable[Message], *, start: int = 0
@@ -164,31 +237,27 @@ class TokenTexts:
         return self._codec.decode(self._tokens)[len(before) :]
 
 
-def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer in a checkpoint's tokenizer.json, None if it has none.
-
-    Raises ConfigError if it cannot be read.
-    """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} must be a tokenizer: {error}") from error
-
-
-def eos_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:
+def eos_tokens(directory: Path, read: CheckpointTokenizer) -> list[int]:
     """Return the end-of-sequence ids that the checkpoint names: in
-    generation_config.json, config.json and the tokenizer's eos_token.
+    generation_config.json, config.json and the tokenizer's eos_token. An id beyond the
+    model's vocabulary is none, since no engine can sample it.
+
+    Raises ConfigError for what is no id.
     """
+    config = read_json(directory / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
     ids: list[int] = []
-    for file in ("generation_config.json", "config.json"):
-        value = read_json(directory / file).get("eos_token_id")
+    for values in (read_json(directory / "generation_config.json"), config, inner):
+        value = values.get("eos_token_id")
         ids += value if isinstance(value, list) else [] if value is None else [value]
-    text = special_tokens(directory).get("eos_token")
-    token = None if text is None else tokenizer.token_to_id(text)
-    return [*ids, *([] if token is None else [token])]
+    if any(type(id) is not int for id in ids):
+        raise ConfigError(f"{directory}: eos_token_id must be an id or a list of ids, got {ids}")
+    end = read.special.get("eos_token")
+    token = None if end is None else read.tokenizer.token_to_id(end)
+    size = config.get("vocab_size") or inner.get("vocab_size")
+    found = [*ids, *([] if token is None else [token])]
+    return [id for id in found if not isinstance(size, int) or 0 <= id < size]
 
 
 def image_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:

@@ -7,6 +7,7 @@ Sampled tokens are unaffected: a call is a view of the tokens.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, Protocol
 
@@ -40,10 +41,11 @@ class ToolFormat(Protocol):
         before the turn is complete; if it is "", nothing at all.
         """
 
-    def call_prefix(self, name: str = "") -> str:
-        """Return the text with which a call begins, of tool `name` if given.
+    def call_around(self, name: str) -> tuple[str, str]:
+        """Return the text before and after the JSON object of arguments in a call of
+        tool `name`: from `call_start` to `call_end`.
 
-        As a forced prefix of the agent's message it makes the agent call.
+        A turn whose calls are constrained must write them in this way.
         """
 
     @property
@@ -63,26 +65,30 @@ class Hermes:
 
     def parse(self, text: str) -> ParsedReply:
         calls: list[ToolCall] = []
-        content, mark, rest = text.partition(self.call_start)
-        while mark:
+        before, mark, _ = text.partition(self.call_start)
+        content, place = [before], len(before) if mark else -1
+        while place >= 0:
             try:
-                value, end = _JSON.raw_decode(rest, len(rest) - len(rest.lstrip()))
+                value, end = _JSON.raw_decode(
+                    text, _after_space(text, place + len(self.call_start))
+                )
                 calls.append(_call(value))
             except (ValueError, RecursionError):
                 return ParsedReply(content=text)
-            tail = rest[end:].lstrip()
-            if tail and not tail.startswith(self.call_end):
+            end = _after_space(text, end)
+            if text.startswith(self.call_end, end):
+                end += len(self.call_end)
+            elif end < len(text):
                 return ParsedReply(content=text)
-            between, mark, rest = tail.removeprefix(self.call_end).partition(self.call_start)
-            content += between
-        return ParsedReply(content=content.rstrip() if calls else text, tool_calls=tuple(calls))
+            place = text.find(self.call_start, end)
+            content.append(text[end : place if place >= 0 else len(text)])
+        shown = "".join(content).rstrip() if calls else text
+        return ParsedReply(content=shown, tool_calls=tuple(calls))
 
-    def call_prefix(self, name: str = "") -> str:
-        return (
-            f'{self.call_start}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":'
-            if name
-            else f"{self.call_start}\n"
-        )
+    def call_around(self, name: str) -> tuple[str, str]:
+        spelled = json.dumps(name, ensure_ascii=False)
+        before = f'{self.call_start}\n{{"name": {spelled}, "arguments": '
+        return before, f"}}\n{self.call_end}"
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
@@ -120,6 +126,8 @@ def openai_message(
         fields["tool_call_id"] = message.tool_call_id
     if message.name:
         fields["name"] = message.name
+    if message.thoughts:
+        fields["reasoning_content"] = message.thoughts
     return fields
 
 
@@ -142,6 +150,16 @@ def call_key(calls: Sequence[ToolCall]) -> tuple[tuple[str, str], ...]:
     spacing and key order of their JSON.
     """
     return tuple((call.name, _canonical(call.arguments)) for call in calls)
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _after_space(text: str, start: int) -> int:
+    """Return where the white space from `start` on ends."""
+    space = _SPACE.match(text, start)
+    assert space is not None, "it matches nothing, too"
+    return space.end()
 
 
 def _canonical(arguments: str) -> str:

@@ -6,33 +6,35 @@ reads slowly. This requires `handler_cancellation`.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollweave.io.http.bodies import BodyError
+from rollweave.io.http.fields import shown
 from rollweave.io.http.guard import Refused
 from rollweave.rollout.gateway.deltas import (
     ContradictionError,
-    DeltaReader,
     TextDelta,
     text_deltas,
 )
-from rollweave.rollout.gateway.refusals import RequestError
+from rollweave.rollout.gateway.fields import Unread
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import (
     Api,
-    ChatApi,
     ChatReply,
     Json,
     ReplyHead,
-    TurnStream,
+    details_of,
     finish_reason,
+    usage_of,
 )
 from rollweave.rollout.gateway.sessions import Session, Turn
 from rollweave.schema.chat import Message
@@ -49,62 +51,147 @@ KEEP_ALIVE_S: Final = 15.0
 30.
 """
 
+IGNORED: Final = "X-Rollweave-Ignored"
+"""Header of a response that names the fields of its request that were ignored."""
+
+MOST_IGNORED: Final = 2000
+"""Maximum number of characters of that header."""
+
 WRITE_S: Final = 60.0
 """Seconds that a client has to read what is sent, before it is disconnected."""
 
 
+class _Choice(NamedTuple):
+    """One choice of an answer."""
+
+    session: Session
+    turn: Turn
+    chat: ChatRequest
+
+    def head(self, api: Api) -> ReplyHead:
+        call = self.turn.call
+        return ReplyHead(
+            id=f"{api.prefix}-{self.session.id}-{call.number}",
+            created=int(time.time()),
+            model=self.chat.model,
+            prompt=call.prompt,
+            prompt_tokens=call.prompt_tokens,
+        )
+
+    def reply(self, deltas: Sequence[TextDelta]) -> ChatReply:
+        """Return the reply of a turn that has ended. Raises its RequestError."""
+        result, message = _outcome(self.turn)
+        thoughts = self.session.thought_tokens(self.chat, result) if message.thoughts else 0
+        return ChatReply(
+            message=message,
+            deltas=tuple(deltas),
+            finish_reason=finish_reason(message, result.finish),
+            prompt_tokens=self.turn.call.prompt_tokens,
+            result=result,
+            thought_tokens=thoughts,
+        )
+
+
 async def answer(
     request: web.Request,
-    session: Session,
+    asked: Sequence[tuple[Session, ChatRequest]],
     api: Api,
-    chat: ChatRequest,
     *,
+    unread: Iterable[Unread],
     key: Hashable,
     repeated: bool,
     keep_alive_s: float,
 ) -> web.StreamResponse:
-    """Generate the turn that a client requests, and answer. Raises RequestError."""
-    async with session.turn(chat, key, repeated=repeated) as turn:
-        if chat.stream:
-            return await _stream(request, session, turn, chat, api, keep_alive_s)
-        return await _complete(request, session, turn, chat, api)
+    """Generate the turns that a client requests, one for each choice, and answer; the
+    answer names the `unread` fields. Raises RequestError.
+    """
+    headers = ignored(unread)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            choices = [
+                _Choice(
+                    session,
+                    await stack.enter_async_context(session.turn(chat, key, repeated=repeated)),
+                    chat,
+                )
+                for session, chat in asked
+            ]
+            if asked[0][1].stream:
+                return await _stream(request, choices, api, keep_alive_s, headers)
+            return await _complete(request, choices, api, headers)
+    except TooLongError as error:
+        if not asked[0][1].stream:
+            raise
+        return await _failed(request, api, asked[0][1], error)
+
+
+def ignored(unread: Iterable[Unread]) -> dict[str, str]:
+    """Return the header that tells a client which fields were ignored."""
+    names = ", ".join(dict.fromkeys(shown(one.recorded().field) for one in unread))
+    return {IGNORED: names.encode("ascii", "replace").decode()[:MOST_IGNORED]} if names else {}
+
+
+async def _failed(
+    request: web.Request, api: Api, chat: ChatRequest, error: TooLongError
+) -> web.StreamResponse:
+    """Answer with a stream of the error if that is how the API's clients read it.
+    Raises the error otherwise.
+    """
+    head = ReplyHead(id=f"{api.prefix}-failed", created=int(time.time()), model=chat.model)
+    events = list(api.failed(head, error, chat))
+    if not events:
+        raise error
+    stream = _EventStream(request, api, {})
+    await stream.send(events)
+    await stream.end()
+    return stream.response
 
 
 async def _complete(
-    request: web.Request, session: Session, turn: Turn, chat: ChatRequest, api: Api
+    request: web.Request, choices: Sequence[_Choice], api: Api, headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    await _turn_ended(turn, None)
-    result, message = _outcome(turn)
-    deltas: Sequence[TextDelta] = ()
-    if chat.logprobs:
-        codec = session.codec_of(chat)
-        deltas = text_deltas(codec, result, length=turn.shown, logprobs=True)
-    head = _head(session, turn, chat, api)
-    response = web.json_response(api.response(head, _reply(turn, result, message, deltas), chat))
+    bodies = list[Json]()
+    for choice in choices:
+        session, turn, chat = choice
+        await _turn_ended(turn, None)
+        result, _ = _outcome(turn)
+        deltas: Sequence[TextDelta] = ()
+        if chat.logprobs:
+            deltas = text_deltas(session.codec_of(chat), result, length=turn.shown)
+        bodies.append(api.response(choice.head(api), choice.reply(deltas), chat))
+    body = _together(bodies, [choice.chat.repeats for choice in choices])
+    response = web.json_response(body, headers=headers)
     await response.prepare(request)
     await response.write_eof()
-    session.deliver(turn)
+    for choice in choices:
+        choice.session.deliver(choice.turn)
     return response
 
 
 async def _stream(
     request: web.Request,
-    session: Session,
-    turn: Turn,
-    chat: ChatRequest,
+    choices: Sequence[_Choice],
     api: Api,
     keep_alive_s: float,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
-    """Stream the reply.
+    """Stream the replies.
 
     Status and headers wait for the first text, so that errors before it are plain
     responses, but no longer than clients wait.
     """
-    stream = _EventStream(request, api)
-    events = api.stream(_head(session, turn, chat, api), chat, forced=turn.forced)
+    stream = _EventStream(request, api, headers)
+    parts = [_Part(stream, index, len(choices)) for index in range(len(choices))]
+    sending = [
+        asyncio.ensure_future(_send_turn(part, choice, api, keep_alive_s))
+        for part, choice in zip(parts, choices, strict=True)
+    ]
     try:
         try:
-            await _send_turn(stream, events, session.deltas_of(turn, chat), turn, keep_alive_s)
+            await asyncio.gather(*sending)
+            usages = [part.usage for part in parts if part.usage is not None]
+            if len(choices) > 1 and usages:
+                await stream.send([_together(usages, [choice.chat.repeats for choice in choices])])
         except ContradictionError as error:
             text = f"the stream is broken off: {error}"
             await stream.fail(RequestError(503, text, code="stream_broken_off"))
@@ -112,28 +199,77 @@ async def _stream(
             await stream.fail(error)
         else:
             await stream.end()
-            session.deliver(turn)
+            for choice in choices:
+                choice.session.deliver(choice.turn)
     except TimeoutError:
         stream.break_off()
+    finally:
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
     return stream.response
 
 
-async def _send_turn(
-    stream: "_EventStream",
-    events: TurnStream,
-    reader: DeltaReader,
-    turn: Turn,
-    keep_alive_s: float,
-) -> None:
+async def _send_turn(part: "_Part", choice: _Choice, api: Api, keep_alive_s: float) -> None:
     """Send all events of the turn. Raises RequestError if the turn fails."""
+    session, turn, chat = choice
+    events, reader = api.stream(choice.head(api), chat), session.deltas_of(turn, chat)
     while not turn.ended:
         news = turn.news
-        await stream.send(events.progress(reader.read(turn.tokens, turn.logprobs)))
+        await part.send(events.progress(reader.read(turn.tokens, turn.logprobs, turn.tops)))
         if not await _turn_ended(turn, keep_alive_s, news) and not news.done():
-            await stream.keep_alive()
-    result, message = _outcome(turn)
-    deltas = reader.finish(result.tokens, result.logprobs, turn.shown)
-    await stream.send(events.rest(_reply(turn, result, message, deltas)))
+            await part.keep_alive()
+    result, _ = _outcome(turn)
+    await part.send(events.rest(choice.reply(reader.finish(result, turn.shown))))
+
+
+def _together(bodies: Sequence[Json], repeats: Sequence[bool]) -> Json:
+    """Return the answer that has the choices of all, and their usage: a prompt counts
+    once for all choices that repeat it.
+    """
+    first = bodies[0]
+    if len(bodies) == 1:
+        return first
+    choices = [choice for body in bodies for choice in body["choices"]]
+    usages = [body["usage"] for body in bodies]
+    counted = [usage for usage, again in zip(usages, repeats, strict=True) if not again]
+    prompt = sum(usage["prompt_tokens"] for usage in counted)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in counted)
+    completion = sum(usage["completion_tokens"] for usage in usages)
+    details = [usage.get("completion_tokens_details", {}) for usage in usages]
+    thoughts = sum(each.get("reasoning_tokens", 0) for each in details)
+    return {
+        **first,
+        "choices": [{**choice, "index": index} for index, choice in enumerate(choices)],
+        "usage": usage_of(prompt, completion) | details_of(cached, thoughts),
+    }
+
+
+class _Part:
+    """The part of a stream that is one of several choices: the choice number
+    `index`.
+    """
+
+    def __init__(self, stream: "_EventStream", index: int, choices: int) -> None:
+        self._stream, self._index, self._choices = stream, index, choices
+        self.usage: Json | None = None
+        """The last event, if it has the usage alone and there are other choices."""
+
+    async def send(self, events: Iterable[Json]) -> None:
+        """Send events, if there are any."""
+        await self._stream.send(events if self._choices == 1 else self._numbered(events))
+
+    async def keep_alive(self) -> None:
+        """Send a comment."""
+        await self._stream.keep_alive()
+
+    def _numbered(self, events: Iterable[Json]) -> Iterator[Json]:
+        for event in events:
+            if event["choices"]:
+                numbered = [{**choice, "index": self._index} for choice in event["choices"]]
+                yield {**event, "choices": numbered}
+            else:
+                self.usage = event
 
 
 class _EventStream:
@@ -143,11 +279,11 @@ class _EventStream:
     `WRITE_S`.
     """
 
-    def __init__(self, request: web.Request, api: Api) -> None:
+    def __init__(self, request: web.Request, api: Api, headers: Mapping[str, str]) -> None:
         self._request, self._api = request, api
-        self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        self._writing = asyncio.Lock()
+        own = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        self.response = web.StreamResponse(headers={**headers, **own})
 
     async def send(self, chunks: Iterable[Json]) -> None:
         """Send chunks, if there are any."""
@@ -174,17 +310,12 @@ class _EventStream:
             self._request.transport.abort()
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
-        async with asyncio.timeout(WRITE_S):
+        async with asyncio.timeout(WRITE_S), self._writing:
             if not self.response.prepared:
                 await self.response.prepare(self._request)
             await self.response.write(data)
             if last:
                 await self.response.write_eof()
-
-
-def _head(session: Session, turn: Turn, chat: ChatRequest, api: Api) -> ReplyHead:
-    id = f"{api.prefix}-{session.id}-{turn.call.number}"
-    return ReplyHead(id=id, created=int(time.time()), model=chat.model)
 
 
 def _outcome(turn: Turn) -> tuple[GenerateResult, Message]:
@@ -197,18 +328,6 @@ def _outcome(turn: Turn) -> tuple[GenerateResult, Message]:
     assert result is not None, "a turn without error has a result"
     assert message is not None, "and a message"
     return result, message
-
-
-def _reply(
-    turn: Turn, result: GenerateResult, message: Message, deltas: Sequence[TextDelta]
-) -> ChatReply:
-    return ChatReply(
-        message=message,
-        deltas=tuple(deltas),
-        finish_reason=finish_reason(message, result.finish),
-        prompt_tokens=turn.call.prompt_tokens,
-        result=result,
-    )
 
 
 async def _turn_ended(
@@ -252,14 +371,17 @@ def errors_of(paths: Mapping[str, Api]) -> Middleware:
         except ConnectionError:
             raise  # the client is gone
         except Exception as error:
-            api = next((paths[end] for end in paths if request.path.endswith(end)), _OPENAI)
+            api = next((paths[end] for end in paths if request.path.endswith(end)), None)
             return error_response(request, error, api)
 
     return in_json
 
 
-def error_response(request: web.Request, error: Exception, api: Api) -> web.Response:
-    """Return the answer to a request that failed."""
+def error_response(request: web.Request, error: Exception, api: Api | None = None) -> web.Response:
+    """Return the answer to a request that failed, in the form of an API: of OpenAI's
+    unless it is given.
+    """
+    form: Callable[[RequestError], Json] = RequestError.body if api is None else api.error
     headers = {}
     match error:
         case RequestError():
@@ -279,7 +401,4 @@ def error_response(request: web.Request, error: Exception, api: Api) -> web.Resp
         case _:
             _log.error("%s %s failed", request.method, request.path, exc_info=error)
             refusal = RequestError(500, f"{type(error).__name__}: {error}")
-    return web.json_response(api.error(refusal), status=refusal.status, headers=headers)
-
-
-_OPENAI: Final = ChatApi()
+    return web.json_response(form(refusal), status=refusal.status, headers=headers)

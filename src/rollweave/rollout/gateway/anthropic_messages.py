@@ -1,8 +1,7 @@
 """Anthropic's Messages API: what its requests mean to the agent, and the form of its
 answers and streams. Pure.
 
-Invariant: what the template cannot show is refused by its name. A result that
-`is_error` is shown with "Error: " before its text.
+Invariant: a result that `is_error` is shown with "Error: " before its text.
 """
 
 import json
@@ -11,25 +10,24 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from rollweave.io.http.messages import OpenModel, image_at, other_than, with_parts
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.blocks import BlockStream, typed_event
+from rollweave.rollout.chat.thoughts import seal, unseal
+from rollweave.rollout.gateway.blocks import TEXT, THOUGHTS, BlockStream, typed_event
+from rollweave.rollout.gateway.fields import Reading, template_asks
 from rollweave.rollout.gateway.formats import checked, of_schema
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import (
     MAX_STOPS,
     TOOL_NAME,
     ChatRequest,
-    OpenModel,
     StopText,
     Strict,
     Temperature,
     check_free,
-    check_others,
     forced_call,
-    image_at,
+    leave_tool,
     read,
-    template_arguments,
-    with_parts,
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
 from rollweave.schema.chat import Message, Role, ToolCall
@@ -39,43 +37,17 @@ from rollweave.schema.serving import Constraint
 ERROR: Final = "Error: "
 """Beginning of the text of a tool's result that is an error, as the agent sees it."""
 
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "mcp_servers": ([],),
-    "thinking": ({"type": "disabled"},),
-}
-"""Field of a request → its values, other than null, that ask for nothing."""
-
-WITHOUT_EFFECT: Final = frozenset(
-    (
-        "cache_control",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "speed",
-        "user_profile_id",
-        "workspace_id",
-    )
-)
-"""Fields of a request that name, account for, store or schedule it."""
-
-ECHOED: Final = frozenset(("cache_control", "citations"))
-"""Fields of a block that clients add or echo and that no prompt shows."""
-
-CALL_ECHOED: Final = frozenset(("cache_control", "caller"))
-"""The same of a call."""
-
-TOOL_ECHOED: Final = frozenset(("cache_control", "eager_input_streaming"))
-"""Fields of a tool that the agent is not shown: they say how it is stored and sent."""
-
 TOOL_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
     "input_examples": ([],),
 }
 """Field of a tool → its values that ask for nothing."""
+
+BILLING: Final = "x-anthropic-billing-header:"
+"""Beginning of a block of the system prompt that is no part of it: a header, which the
+API's own servers take out, and which differs from one request to the next.
+"""
 
 ERRORS: Final = {
     400: "invalid_request_error",
@@ -96,7 +68,7 @@ class _Text(OpenModel):
 
 
 class _Source(OpenModel):
-    type: Literal["base64", "url"]
+    type: str = Field(max_length=64)
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
@@ -114,27 +86,51 @@ class _Use(OpenModel):
     input: dict[str, Any]
 
 
+class _Thinking(OpenModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class _Other(OpenModel):
+    """A block that no chat template shows."""
+
+    type: other_than("text", "image", "tool_use", "tool_result", "thinking")  # type: ignore[valid-type]
+
+
+_Shown = _Text | _Image | _Other
+
+
 class _Result(OpenModel):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: str | list[_Text | _Image] | None = None
+    content: str | list[_Shown] | None = None
     is_error: bool | None = None
 
 
-class _Message(Strict):
+_Block = _Text | _Image | _Use | _Result | _Thinking | _Other
+
+
+class _Message(OpenModel):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[_Text | _Image | _Use | _Result], Field(fail_fast=True)]
+    content: str | Annotated[list[_Block], Field(fail_fast=True)]
 
 
 class _Tool(OpenModel):
-    type: Literal["custom"] | None = None
+    type: Literal["custom", "function"] | None = None
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
 
 
-class _Choice(Strict):
+class _OtherTool(OpenModel):
+    """A tool that Anthropic's servers run, or whose schema only they have."""
+
+    type: other_than("custom", "function")  # type: ignore[valid-type]
+
+
+class _Choice(OpenModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -145,23 +141,25 @@ class _Format(Strict):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class _Output(Strict):
+class _Output(OpenModel):
     format: _Format | None = None
     effort: str | None = None
 
 
 class _Request(OpenModel):
     model: str
-    max_tokens: int = Field(ge=1)
+    max_tokens: int | None = Field(None, ge=1)
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     system: str | list[_Text] | None = None
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[_Tool | _OtherTool], Field(fail_fast=True)] | None = None
     tool_choice: _Choice | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     stream: bool | None = None
+    thinking: dict[str, Any] | None = None
+    context_management: dict[str, Any] | list[Any] | None = None
     output_config: _Output | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -175,20 +173,25 @@ class MessagesApi:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
 
-    def parse(self, body: bytes) -> ChatRequest:
-        asked = read(body, _Request)
-        check_others("", asked, neutral=NEUTRAL, without_effect=WITHOUT_EFFECT)
-        call, reads_calls = _choice(asked)
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        asked, reading = read(body, _Request), Reading()
+        if asked.max_tokens is None and not counts:
+            raise bad("max_tokens", "must be a positive integer", None)
+        reading.request(asked)
+        _ask(reading, asked)
+        tools = list(_tools(asked, reading))
+        call, reads_calls = _choice(asked, [name for name, _ in tools], reading)
         constraint = _constraint(asked)
         check_free("tool_choice.type", call, constraint)
-        effort = None if asked.output_config is None else asked.output_config.effort
+        messages = tuple(_messages(asked, reading))
+        display = (asked.thinking or {}).get("display")
         return ChatRequest(
             model=asked.model,
-            messages=tuple(_messages(asked)),
-            tools=tuple(_tools(asked)),
-            template_arguments=template_arguments(
-                asked.chat_template_kwargs, reasoning_effort=effort
-            ),
+            messages=messages,
+            tools=tuple(declaration for _, declaration in tools),
+            asks=tuple(reading.asks),
+            unread=tuple(reading.unread),
+            thoughts_as="sealed" if display == "omitted" else "text",
             constraint=constraint,
             call=call,
             reads_calls=reads_calls,
@@ -205,6 +208,8 @@ class MessagesApi:
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         message = reply.message
         content: list[Json] = []
+        if message.thoughts:
+            content.append(_thought(message.thoughts, chat))
         if message.content:
             content.append({"type": "text", "text": message.content})
         content += map(_use, message.tool_calls)
@@ -226,17 +231,26 @@ class MessagesApi:
             reason = "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "MessageStream":
-        del forced  # it is part of the message's text
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "MessageStream":
         return MessageStream(self, head, chat)
 
     def event(self, event: Json) -> bytes:
         return typed_event(event)
 
+    def count(self, tokens: int) -> Json:
+        return {"input_tokens": tokens}
+
+    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
+        del head, error, chat
+        yield from ()
+
     def error(self, error: RequestError) -> Json:
         other = "invalid_request_error" if error.status < 500 else "api_error"
         kind = ERRORS.get(error.status, other)
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        text = str(error)
+        if isinstance(error, TooLongError):
+            text = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+        return {"type": "error", "error": {"type": kind, "message": text}}
 
 
 class MessageStream(BlockStream):
@@ -247,18 +261,28 @@ class MessageStream(BlockStream):
         self._api, self._head, self._chat = api, head, chat
 
     def _begin(self) -> Iterator[Json]:
-        usage = {"input_tokens": 0, "output_tokens": 0}  # they come with the last event
+        # The tokens from the cache are counted with the last event.
+        usage = {"input_tokens": self._head.prompt_tokens, "output_tokens": 0}
         message = {"stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": {**_head(self._head), "content": [], **message}}
 
-    def _open_text(self) -> Iterator[Json]:
-        yield _start(0, {"type": "text", "text": ""})
+    def _open_block(self, kind: str) -> Iterator[Json]:
+        empty = {"type": "text", "text": ""}
+        if kind == THOUGHTS:
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        yield _start(self._blocks, empty)
 
-    def _delta(self, text: str) -> Json:
-        return _block_delta(0, {"type": "text_delta", "text": text})
+    def _delta(self, kind: str, text: str) -> Iterator[Json]:
+        if kind == TEXT:
+            yield _block_delta(self._blocks, {"type": "text_delta", "text": text})
+        elif self._chat.thoughts_as == "text":
+            yield _block_delta(self._blocks, {"type": "thinking_delta", "thinking": text})
 
-    def _close_text(self, text: str) -> Iterator[Json]:
-        yield _stop(0)
+    def _close_block(self, kind: str, text: str) -> Iterator[Json]:
+        if kind == THOUGHTS:
+            delta = {"type": "signature_delta", "signature": seal(text)}
+            yield _block_delta(self._blocks, delta)
+        yield _stop(self._blocks)
 
     def _call(self, index: int, call: ToolCall) -> Iterator[Json]:
         yield _start(index, {**_use(call), "input": {}})
@@ -287,6 +311,11 @@ def _head(head: ReplyHead) -> Json:
     return {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
 
 
+def _thought(thoughts: str, chat: ChatRequest) -> Json:
+    shown = thoughts if chat.thoughts_as == "text" else ""
+    return {"type": "thinking", "thinking": shown, "signature": seal(thoughts)}
+
+
 def _use(call: ToolCall) -> Json:
     return {
         "type": "tool_use",
@@ -306,12 +335,32 @@ def _usage(reply: ChatReply) -> Json:
     }
 
 
-def _choice(asked: _Request) -> tuple[str | None, bool]:
+def _ask(reading: Reading, asked: _Request) -> None:
+    """Read the wishes for the chat template, and edits of the context, of which only
+    those that keep all of it can be had.
+    """
+    reading.asks += template_asks(asked.chat_template_kwargs)
+    reading.thinking("thinking", asked.thinking)
+    if (output := asked.output_config) is not None:
+        reading.effort("output_config.effort", output.effort)
+        reading.others("output_config.", output)
+    management = asked.context_management
+    edits = management.get("edits") if isinstance(management, dict) else management
+    for place, edit in enumerate(edits if isinstance(edits, list) else ()):
+        if not isinstance(edit, dict) or edit.get("keep") != "all":
+            reading.leave(f"context_management.edits.{place}", edit, "must keep all")
+
+
+def _choice(asked: _Request, names: list[str], reading: Reading) -> tuple[str | None, bool]:
     """Return the tool that must be called, in the form of `ChatRequest.call`, and
     whether the agent's text is parsed for calls.
     """
-    choice, names = asked.tool_choice, [tool.name for tool in asked.tools or ()]
+    choice = asked.tool_choice
     if choice is None:
+        return None, bool(names)
+    reading.others("tool_choice.", choice)
+    if choice.name in {(tool.model_extra or {}).get("name") for tool in _left_out(asked)}:
+        reading.leave("tool_choice.name", choice.name, f"must be one of the tools {names}")
         return None, bool(names)
     if (choice.type == "tool") is (choice.name is None):
         raise bad("tool_choice.name", "must be given if, and only if, type is tool", choice.name)
@@ -326,10 +375,19 @@ def _constraint(asked: _Request) -> Constraint | None:
     return checked("output_config.format.schema", of_schema(asked.output_config.format.schema_))
 
 
-def _tools(asked: _Request) -> Iterator[str]:
-    """Yield the declarations in OpenAI's form, which chat templates show."""
+def _left_out(asked: _Request) -> list[_OtherTool]:
+    return [tool for tool in asked.tools or () if isinstance(tool, _OtherTool)]
+
+
+def _tools(asked: _Request, reading: Reading) -> Iterator[tuple[str, str]]:
+    """Yield the names of tools, and their declarations in OpenAI's form, which chat
+    templates show.
+    """
     for place, tool in enumerate(asked.tools or ()):
-        check_others(f"tools.{place}.", tool, neutral=TOOL_NEUTRAL, without_effect=TOOL_ECHOED)
+        if isinstance(tool, _OtherTool):
+            leave_tool(reading, place, tool.type)
+            continue
+        reading.others(f"tools.{place}.", tool, neutral=TOOL_NEUTRAL)
         shown = {
             "name": tool.name,
             "description": tool.description,
@@ -337,65 +395,86 @@ def _tools(asked: _Request) -> Iterator[str]:
             "parameters": tool.input_schema,
         }
         function = {name: value for name, value in shown.items() if value is not None}
-        yield json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+        declaration = {"type": "function", "function": function}
+        yield tool.name, json.dumps(declaration, ensure_ascii=False)
 
 
-def _messages(asked: _Request) -> Iterator[Message]:
+def _messages(asked: _Request, reading: Reading) -> Iterator[Message]:
     if asked.system is not None:
-        yield _shown(asked.system, "system", role="system")
+        yield _system(asked.system, reading)
     for place, message in enumerate(asked.messages):
+        reading.others(f"messages.{place}.", message)
         if isinstance(message.content, str):
             yield Message(role=message.role, content=message.content)
         elif message.role == "assistant":
-            yield _assistant(message.content, f"messages.{place}.content")
+            yield _assistant(message.content, f"messages.{place}.content", reading)
         else:
-            yield from _user(message, f"messages.{place}.content")
+            yield from _user(message, f"messages.{place}.content", reading)
 
 
-def _assistant(blocks: list[_Text | _Image | _Use | _Result], path: str) -> Message:
-    text, calls = "", list[ToolCall]()
+def _system(system: str | list[_Text], reading: Reading) -> Message:
+    if not isinstance(system, str):
+        headers = [block for block in system if block.text.startswith(BILLING)]
+        for block in headers:
+            rule = "must be part of the system prompt"
+            reading.leave("system.0.text", block.text, rule, action="left out")
+        system = [block for block in system if block not in headers]
+    return _shown(system, "system", reading, role="system")
+
+
+def _assistant(blocks: list[_Block], path: str, reading: Reading) -> Message:
+    text, thoughts, calls = "", "", list[ToolCall]()
     for place, block in enumerate(blocks):
         if isinstance(block, _Result | _Image):
-            raise bad(f"{path}.{place}.type", "must be text or tool_use", block.type)
-        echoed = CALL_ECHOED if isinstance(block, _Use) else ECHOED
-        check_others(f"{path}.{place}.", block, neutral={}, without_effect=echoed)
+            raise bad(f"{path}.{place}.type", "must be text, thinking or tool_use", block.type)
+        if isinstance(block, _Other):
+            reading.leave(f"{path}.{place}.type", block.type, "must be text, thinking or tool_use")
+            continue
+        reading.others(f"{path}.{place}.", block)
         if isinstance(block, _Text):
             text += block.text
+        elif isinstance(block, _Thinking):
+            thought = block.thinking or unseal(block.signature) or ""
+            thoughts += reading.thoughts(f"{path}.{place}", thought)
         else:
             arguments = json.dumps(block.input, ensure_ascii=False)
             calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
-    return Message(role="assistant", content=text, tool_calls=tuple(calls))
+    return Message(role="assistant", content=text, tool_calls=tuple(calls), thoughts=thoughts)
 
 
-def _user(message: _Message, path: str) -> Iterator[Message]:
+def _user(message: _Message, path: str, reading: Reading) -> Iterator[Message]:
     """Yield the tools' results one by one, and what the user says between them."""
     assert not isinstance(message.content, str), "text was handled"
-    shown: list[_Text | _Image] = []
+    shown: list[_Shown] = []
     for place, block in enumerate(message.content):
-        if isinstance(block, _Use) or (isinstance(block, _Result) and message.role != "user"):
+        if isinstance(block, _Use | _Thinking) or (
+            isinstance(block, _Result) and message.role != "user"
+        ):
             raise bad(f"{path}.{place}.type", f"must be that of a {message.role}", block.type)
         if not isinstance(block, _Result):
             shown.append(block)
             continue
-        check_others(f"{path}.{place}.", block, neutral={}, without_effect=ECHOED)
+        reading.others(f"{path}.{place}.", block)
         if shown:
-            yield _shown(shown, path, role=message.role, first=place - len(shown))
+            yield _shown(shown, path, reading, role=message.role, first=place - len(shown))
             shown = []
         yield _shown(
             block.content or "",
             f"{path}.{place}.content",
+            reading,
             role="tool",
             before=ERROR if block.is_error else "",
             tool_call_id=block.tool_use_id,
         )
     if shown or not message.content:
         first = len(message.content) - len(shown)
-        yield _shown(shown, path, role=message.role, first=first)
+        yield _shown(shown, path, reading, role=message.role, first=first)
 
 
 def _shown(
-    content: str | Sequence[_Text | _Image],
+    content: str | Sequence[_Shown],
     path: str,
+    reading: Reading,
     *,
     role: Role,
     before: str = "",
@@ -407,16 +486,34 @@ def _shown(
         return Message(role=role, content=before + content, **fields)
     parts: list[str | Image] = [before]
     for place, block in enumerate(content, first):
-        check_others(f"{path}.{place}.", block, neutral={}, without_effect=ECHOED)
+        if isinstance(block, _Other):
+            parts.append(_other(block, f"{path}.{place}", reading))
+            continue
+        reading.others(f"{path}.{place}.", block)
         parts.append(
-            block.text if isinstance(block, _Text) else _image(block, f"{path}.{place}.source")
+            block.text
+            if isinstance(block, _Text)
+            else _image(block, f"{path}.{place}.source", reading)
         )
-    return with_parts(path, parts, role=role, **fields)
+    return with_parts(reading, path, parts, role=role, **fields)
 
 
-def _image(block: _Image, path: str) -> Image:
+def _other(block: _Other, path: str, reading: Reading) -> str:
+    """Return the text of a block that no chat template shows: that of a document of
+    plain text, or one in its place.
+    """
+    source = (block.model_extra or {}).get("source")
+    if isinstance(source, dict) and source.get("type") == "text":
+        text = source.get("data")
+        if isinstance(text, str):
+            return text
+    return reading.placeholder(f"{path}.type", block.type, "must be text or image")
+
+
+def _image(block: _Image, path: str, reading: Reading) -> str | Image:
     source = block.source
-    check_others(f"{path}.", source, neutral={})
+    reading.others(f"{path}.", source)
     if source.type != "base64":
-        raise bad(f"{path}.type", "must be base64: an image is recorded as it was seen", "url")
-    return image_at(f"{path}.data", source.data or "", of=Image.of_base64)
+        what, rule = f"an image behind a {source.type}", "must be base64"
+        return reading.placeholder(f"{path}.type", what, rule)
+    return image_at(reading, f"{path}.data", source.data or "", of=Image.of_base64)

@@ -1,28 +1,38 @@
-"""The streams of APIs that send a turn as blocks: its text, then each of its calls.
-Pure.
+"""The streams of APIs that send a turn as blocks: its thoughts, its text, then each of
+its calls. Pure.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Final
 
-from rollweave.rollout.gateway.deltas import ContradictionError, TextDelta
-from rollweave.rollout.gateway.responses import ChatReply, Json
+from rollweave.rollout.gateway.deltas import TextDelta
+from rollweave.rollout.gateway.responses import ChatReply, Json, check_begun
 from rollweave.schema.chat import ToolCall
+
+THOUGHTS: Final = "thoughts"
+TEXT: Final = "text"
+"""Kinds of blocks."""
 
 
 class BlockStream(ABC):
-    """The events of one turn. The text's block is number 0, if the turn has text."""
+    """The events of one turn: a block of thoughts, a block of text, and one for each
+    call, as far as the turn has them.
+    """
 
     def __init__(self) -> None:
-        self._content = ""
         self._begun = False
         self._blocks = 0
+        """Number of complete blocks: the number of the next one."""
+        self._open = ""
+        """The kind of the block that is being sent, "" if none is."""
+        self._sent = {THOUGHTS: "", TEXT: ""}
 
     def progress(self, deltas: Sequence[TextDelta]) -> Iterator[Json]:
         """Yield events with the text that is certain before the turn is complete."""
-        if text := "".join(delta.text for delta in deltas):
-            yield from self._text(text)
+        yield from self._more(THOUGHTS, "".join(delta.thoughts for delta in deltas))
+        yield from self._more(TEXT, "".join(delta.text for delta in deltas))
 
     def rest(self, reply: ChatReply) -> Iterator[Json]:
         """Yield the other events of a complete turn.
@@ -30,45 +40,52 @@ class BlockStream(ABC):
         Raises ContradictionError if its message does not begin with what was sent.
         """
         message = reply.message
-        if not message.content.startswith(self._content):
-            raise ContradictionError("the message does not begin with the text that was sent")
-        # A forced beginning of the message was not sampled, but is part of its text.
-        if left := message.content[len(self._content) :]:
-            yield from self._text(left)
+        check_begun(message, self._sent[THOUGHTS], self._sent[TEXT])
+        yield from self._more(THOUGHTS, message.thoughts[len(self._sent[THOUGHTS]) :])
+        yield from self._more(TEXT, message.content[len(self._sent[TEXT]) :])
         if not self._begun:
             yield from self._begin()
-        if self._blocks:
-            yield from self._close_text(self._content)
+        yield from self._complete()
         for call in message.tool_calls:
             yield from self._call(self._blocks, call)
             self._blocks += 1
         yield from self._end(reply)
 
-    def _text(self, text: str) -> Iterator[Json]:
+    def _more(self, kind: str, text: str) -> Iterator[Json]:
+        """Yield events with more text of a block, and with what precedes it."""
+        if not text:
+            return
         if not self._begun:
+            self._begun = True
             yield from self._begin()
-        self._begun = True
-        if not self._blocks:
-            self._blocks = 1
-            yield from self._open_text()
-        self._content += text
-        yield self._delta(text)
+        if self._open != kind:
+            yield from self._complete()
+            self._open = kind
+            yield from self._open_block(kind)
+        self._sent[kind] += text
+        yield from self._delta(kind, text)
+
+    def _complete(self) -> Iterator[Json]:
+        if self._open:
+            yield from self._close_block(self._open, self._sent[self._open])
+            self._blocks += 1
+            self._open = ""
 
     @abstractmethod
     def _begin(self) -> Iterator[Json]:
         """Yield the events before the first block."""
 
     @abstractmethod
-    def _open_text(self) -> Iterator[Json]:
-        """Yield the events before the text."""
+    def _open_block(self, kind: str) -> Iterator[Json]:
+        """Yield the events at the beginning of block number `_blocks`."""
 
     @abstractmethod
-    def _delta(self, text: str) -> Json:
-        """Return an event with more of the text."""
+    def _delta(self, kind: str, text: str) -> Iterator[Json]:
+        """Yield events with more of the block."""
 
     @abstractmethod
-    def _close_text(self, text: str) -> Iterator[Json]:
-        """Yield the events after the whole text."""
+    def _close_block(self, kind: str, text: str) -> Iterator[Json]:
+        """Yield the events at the end of the block, whose whole text is `text`."""
 
     @abstractmethod
     def _call(self, index: int, call: ToolCall) -> Iterator[Json]:

@@ -12,11 +12,13 @@ nothing released can be taken back.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rollweave.rollout.chat.text import TextCodec, TokenTexts
+from rollweave.rollout.chat.thoughts import Division, Thinking, before
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.serving import GenerateResult
+from rollweave.schema.serving import GenerateResult, TokenChances
 
 SAME_LOGPROB = 1e-4
 """Maximum difference of a token's log-probs that engines with equal weights compute."""
@@ -26,14 +28,24 @@ class ContradictionError(RollweaveError):
     """The turn is no longer the one whose beginning was released."""
 
 
+class TokenEntry(NamedTuple):
+    """A sampled token with its log-prob, and the tokens that were reported beside
+    it.
+    """
+
+    token: int
+    logprob: float
+    top: TokenChances = ()
+
+
 class TextDelta(Struct, frozen=True, kw_only=True):
     """The text of one or several tokens: the smallest run of complete characters.
-
-    `entries` are the tokens' `(text, log-prob)`.
+    `thoughts` is the part of it that precedes the answer.
     """
 
     text: str
-    entries: tuple[tuple[str, float], ...]
+    entries: tuple[TokenEntry, ...]
+    thoughts: str = ""
 
 
 class _Piece(Struct, frozen=True, kw_only=True):
@@ -49,7 +61,9 @@ class DeltaReader:
 
     `stop` and `stop_tokens` end the turn, and `call_start` begins a tool call: nothing
     from there on is released before the turn is complete. None if no call is read.
-    Without `logprobs`, deltas have no entries.
+    Without `logprobs`, log-probs may change while the tokens stay. With `thinking`,
+    thoughts are divided from the answer, and their marks are not shown: the tokens of a
+    mark are entries of the next delta, or of a last one without text.
     """
 
     def __init__(
@@ -60,8 +74,12 @@ class DeltaReader:
         stop_tokens: Sequence[int] = (),
         call_start: str | None = None,
         logprobs: bool = False,
+        thinking: Thinking | None = None,
     ) -> None:
         self._codec, self._wants_logprobs = codec, logprobs
+        self._thinking, self._divided = thinking, 0
+        self._unseen: tuple[TokenEntry, ...] = ()
+        """Entries of divided deltas that show nothing: those of marks."""
         self._stop = tuple(text for text in stop if text)
         self._stop_tokens = frozenset((*codec.stop_token_ids, *stop_tokens))
         self._call_start = call_start
@@ -69,13 +87,21 @@ class DeltaReader:
         self._released_tokens = 0
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: Sequence[TokenChances] = ()
         self._begin()
 
-    def read(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[TextDelta]:
-        """Return the deltas that are certain now; the turn has these tokens so far.
+    def read(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TokenChances] = (),
+    ) -> list[TextDelta]:
+        """Return the deltas that are certain now; the turn has these tokens so far, and
+        `tops` beside them if any are reported.
 
         Raises ContradictionError.
         """
+        self._tops = tops
         self._take(tokens, logprobs)
         certain = len(self._tokens) - self._codec.end_overlap(self._tokens)
         if certain == len(self._tokens) and self._tokens and self._tokens[-1] in self._stop_tokens:
@@ -87,17 +113,16 @@ class DeltaReader:
             and self._pieces[0].text_end <= safe
         ):
             released.append(self._release())
-        return released
+        return self._divide(released, self._text)
 
-    def finish(
-        self, tokens: Sequence[int], logprobs: Sequence[float], length: int
-    ) -> list[TextDelta]:
+    def finish(self, result: GenerateResult, length: int) -> list[TextDelta]:
         """Return the other deltas of the complete turn, of whose text `length`
         characters are shown.
 
         Raises ContradictionError.
         """
-        self._take(tokens, logprobs)
+        tokens, self._tops = result.tokens, result.top_logprobs
+        self._take(tokens, result.logprobs)
         if len(tokens) < self._released_tokens or length < len(self._released):
             raise ContradictionError("the turn ended before the end of what was released")
         deltas = [piece.delta for piece in self._pieces]
@@ -110,7 +135,10 @@ class DeltaReader:
                 raise ContradictionError("the turn's text does not begin with what was released")
             entries = tuple(entry for delta in deltas for entry in delta.entries)
             deltas = [TextDelta(text=whole[len(self._released) :], entries=entries)]
-        return _cut(deltas, length - len(self._released))
+        divided = self._divide(_cut(deltas, length - len(self._released)), whole[:length])
+        if self._unseen:
+            divided.append(TextDelta(text="", entries=self._unseen))
+        return divided
 
     def _begin(self) -> None:
         """Discard all tokens."""
@@ -119,7 +147,7 @@ class DeltaReader:
         self._texts = TokenTexts(self._codec)
         self._text = ""
         self._pieces: list[_Piece] = []
-        self._entries: list[tuple[str, float]] = []
+        self._entries: list[TokenEntry] = []
         """Entries of the tokens whose characters are not complete."""
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -156,10 +184,11 @@ class DeltaReader:
         self._pieces.clear()
 
     def _append(self, token: int, logprob: float) -> None:
+        at = len(self._tokens)
         self._tokens.append(token)
         self._logprobs.append(logprob)
-        if self._wants_logprobs:
-            self._entries.append((self._codec.decode([token]), logprob))
+        top = self._tops[at] if at < len(self._tops) else ()
+        self._entries.append(TokenEntry(token, logprob, top))
         text = self._texts.add(token)
         if text:
             self._text += text
@@ -180,35 +209,45 @@ class DeltaReader:
 
     def _safe_length(self) -> int:
         """Return how many characters of the text will be shown, whatever follows."""
-        marks, text = self._stop, self._text
+        text, since = self._text, len(self._released)
+        safe = min((before(mark, text, since=since) for mark in self._stop), default=len(text))
+        place = self._thinking.divide(text) if self._thinking is not None else None
+        if place is not None and place.answer == len(text):
+            return min(safe, place.certain)
+        answer = 0 if place is None else place.answer
         if self._call_start is not None:
-            marks = (*marks, self._call_start)
-        safe = min(
-            (_before(mark, text, since=len(self._released)) for mark in marks), default=len(text)
-        )
-        # The space before a call is not part of the message.
-        return len(text[:safe].rstrip()) if self._call_start is not None else safe
+            # The space before a call is not part of the message.
+            call = before(self._call_start, text, since=max(since, answer))
+            safe = min(safe, max(answer, len(text[:call].rstrip())))
+        return safe
+
+    def _divide(self, deltas: list[TextDelta], text: str) -> list[TextDelta]:
+        """Return deltas that follow each other in `text` with thoughts and answer
+        apart, and without those that show nothing.
+        """
+        if self._thinking is None:
+            return deltas
+        place, divided = self._thinking.divide(text), list[TextDelta]()
+        for delta in deltas:
+            start, entries = self._divided, self._unseen + delta.entries
+            self._divided += len(delta.text)
+            thoughts, answer = _parts(place, text, start, self._divided)
+            if thoughts or answer:
+                divided.append(TextDelta(text=answer, thoughts=thoughts, entries=entries))
+                entries = ()
+            self._unseen = entries
+        return divided
 
 
-def text_deltas(
-    codec: TextCodec, result: GenerateResult, *, length: int, logprobs: bool
-) -> tuple[TextDelta, ...]:
+def text_deltas(codec: TextCodec, result: GenerateResult, *, length: int) -> tuple[TextDelta, ...]:
     """Return the first `length` characters of a complete turn's text as deltas."""
-    reader = DeltaReader(codec, logprobs=logprobs)
-    return tuple(reader.finish(result.tokens, result.logprobs, length))
+    return tuple(DeltaReader(codec).finish(result, length))
 
 
-def _before(mark: str, text: str, *, since: int) -> int:
-    """Return the length of the text before `mark`, or before what may be its beginning
-    at the end of the text.
-    """
-    place = text.find(mark, since)
-    if place >= 0:
-        return place
-    for count in range(min(len(mark) - 1, len(text) - since), 0, -1):
-        if text.endswith(mark[:count]):
-            return len(text) - count
-    return len(text)
+def _parts(place: Division, text: str, start: int, end: int) -> tuple[str, str]:
+    """Return the thoughts and the answer within `[start, end)` of a text."""
+    thoughts = text[max(start, place.start) : min(end, place.end)]
+    return thoughts, text[max(start, place.answer) : end]
 
 
 def _cut(deltas: Sequence[TextDelta], length: int) -> list[TextDelta]:

@@ -10,9 +10,11 @@ engine's server (429), and cancelled with their connections.
 """
 
 import functools
+import logging
 import secrets
-from collections.abc import Sequence
-from typing import Final
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -21,12 +23,16 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.clients.serving_metrics import Outcome
 from rollweave.io.http.bodies import body_of
+from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
-from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response
-from rollweave.rollout.gateway.apis import apis
-from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.requests import ChatRequest
-from rollweave.rollout.gateway.responses import Api
+from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response, ignored
+from rollweave.rollout.gateway.apis import add_apis, apis, model_object
+from rollweave.rollout.gateway.fields import Unread
+from rollweave.rollout.gateway.readable import MOST
+from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.requests import ChatRequest, PromptForm
+from rollweave.rollout.gateway.responses import Api, Json
+from rollweave.rollout.gateway.served import parse_detokenize, parse_tokenize
 from rollweave.rollout.gateway.sessions import Session, SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling, VersionSpan
@@ -41,37 +47,66 @@ REPORT_S: Final = 0.0
 """Seconds between two reports of the tokens of a stream: each step is reported."""
 
 
+_log = logging.getLogger(__name__)
+
+
 class ServingFront:
     """The handlers of one engine's clients. `context` is the engine's maximum number of
-    tokens in a sequence.
+    tokens in a sequence. `tokenizer` is what its checkpoint says of its tokenizer.
     """
 
-    def __init__(self, server: EngineServer, codec: TextCodec, *, context: int) -> None:
-        self._server, self._codec = server, codec
+    def __init__(
+        self,
+        server: EngineServer,
+        codec: TextCodec,
+        *,
+        context: int,
+        tokenizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._server, self._codec, self._context = server, codec, context
+        self._tokenizer = dict(tokenizer or {})
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
+        self._started = int(time.time())
+        self._said: set[str] = set()
+        """The fields of requests that were ignored, as far as they are logged."""
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes to the application of the engine's server."""
-        for path, api in apis(self._codec, scores_prompts=True).items():
-            app.router.add_post("/v1" + path, functools.partial(self._answer, api=api))
+        add_apis(
+            app,
+            "/v1",
+            apis(self._codec, served=True),
+            answer=self._answer,
+            count=self._count,
+            model=self._model_object,
+        )
+        for path, ask in (("/tokenize", self._tokenize), ("/detokenize", self._detokenize)):
+            app.router.add_post(path, functools.partial(self._ask, ask=ask))
+        app.router.add_get("/tokenizer_info", self._tokenizer_info)
+
+    def _model_object(self, request: web.Request, name: str) -> Json:
+        del request
+        root = self._server.model
+        return model_object(name or root, root=root, created=self._started, context=self._context)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         with self._server.metrics.request() as outcome:
             try:
                 body = await body_of(request, most=REQUEST_BYTES)
                 chat = api.parse(body)
-                if self._server.is_full:
+                if not self._server.has_room(1 + len(chat.others)):
                     rule = "requests in flight must be fewer: the engine is busy"
                     raise RequestError(429, rule, code="rate_limit_exceeded")
-                session = self._session(chat, outcome)
+                asked, unread = self._asked(chat, outcome)
+                self._say_ignored(unread)
                 response = await answer(
                     request,
-                    session,
+                    asked,
                     api,
-                    chat,
-                    key=session.id,
+                    unread=unread,
+                    key="",
                     repeated=False,
                     keep_alive_s=KEEP_ALIVE_S,
                 )
@@ -84,6 +119,125 @@ class ServingFront:
             outcome.name = "answered" if outcome.sampled else "failed"
             return response
 
+    def _say_ignored(self, unread: Iterable[Unread]) -> None:
+        """Log each field that is ignored when it is ignored first."""
+        for one in (each.recorded() for each in unread):
+            if one.field not in self._said and len(self._said) < MOST:
+                self._said.add(one.field)
+                _log.warning("%s: %s = %s", one.action, one.field, one.value)
+
+    def _asked(
+        self, chat: ChatRequest, outcome: Outcome
+    ) -> tuple[list[tuple[Session, ChatRequest]], list[Unread]]:
+        """Return the session of each choice, with the choice as the model is shown it
+        and the tokens of its prompt; and the fields that are ignored. Raises
+        RequestError.
+        """
+        asked, unread = list[tuple[Session, ChatRequest]](), list[Unread]()
+        readable = chat
+        for choice in (chat, *chat.others):
+            session = self._session(choice, outcome)
+            if not choice.repeats:
+                readable, left = self._readable(session, choice)
+                unread += left
+            same = {"seed": choice.seed, "repeats": choice.repeats}
+            asked.append((session, msgspec.structs.replace(readable, **same)))
+        return asked, unread
+
+    def _readable(self, session: Session, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
+        """Return a request as the model is shown it, with the tokens of its prompt
+        unless these are messages in their usual form; and the fields that are ignored.
+        Raises RequestError.
+        """
+        chat, unread = session.readable(chat)
+        session.check(chat)
+        named = {"prompt": self._prompt(chat), "model": chat.model or self._server.model}
+        return msgspec.structs.replace(chat, **named), unread
+
+    def _prompt(self, chat: ChatRequest) -> tuple[int, ...] | None:
+        """Return the tokens of a prompt; None for messages in their usual form. Raises
+        RequestError.
+        """
+        form, tokens = chat.prompt_form, chat.prompt
+        if tokens is None and form == PromptForm():
+            return None
+        try:
+            if tokens is None:
+                codec = self._codec.with_arguments(chat.template_arguments)
+                tokens = codec.start(
+                    chat.messages,
+                    chat.tools,
+                    prompt=form.opens_turn,
+                    continues=form.continues_last,
+                )
+                if form.adds_special:
+                    tokens = self._codec.added_before() + tokens
+            elif isinstance(tokens, str):
+                tokens = self._codec.encode_literal(tokens, adds_special=form.adds_special)
+        except ChatError as error:
+            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
+        if form.most is None:
+            return tokens
+        most = form.most
+        if most < 0:
+            most = self._context - (chat.max_tokens or 1)
+        if most < 1:
+            raise bad("truncate_prompt_tokens", "must leave a token of the prompt", form.most)
+        return tokens[:most] if form.keeps_first else tokens[-most:]
+
+    async def _ask(
+        self,
+        request: web.Request,
+        ask: Callable[[bytes], tuple[Json, Iterable[Unread]]],
+        api: Api | None = None,
+    ) -> web.Response:
+        """Answer a request that needs no turn: `ask` returns the answer to its body,
+        and the fields that are ignored.
+        """
+        try:
+            fields, unread = ask(await body_of(request, most=REQUEST_BYTES))
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception as error:
+            return error_response(request, error, api)
+        self._say_ignored(unread)
+        return web.json_response(fields, headers=ignored(unread))
+
+    async def _count(self, request: web.Request, api: Api) -> web.Response:
+        def ask(body: bytes) -> tuple[Json, Iterable[Unread]]:
+            tokens, unread = self._tokens_of(api.parse(body, counts=True))
+            return api.count(len(tokens)), unread
+
+        return await self._ask(request, ask, api)
+
+    def _tokens_of(self, chat: ChatRequest) -> tuple[tuple[int, ...], list[Unread]]:
+        """Return the tokens of a request's prompt, and the fields that are ignored.
+        Raises RequestError.
+        """
+        session = self._session(chat, Outcome())
+        chat, unread = self._readable(session, chat)
+        tokens = session.prompt_of(chat) if chat.prompt is None else chat.prompt
+        assert not isinstance(tokens, str), "a text was encoded"
+        return tokens, unread
+
+    def _tokenize(self, body: bytes) -> tuple[Json, Iterable[Unread]]:
+        chat, wants_names = parse_tokenize(body, self._codec)
+        tokens, unread = self._tokens_of(chat)
+        shown = {
+            "count": len(tokens),
+            "max_model_len": self._context,
+            "tokens": tokens,
+            "token_strs": self._codec.names(tokens) if wants_names else None,
+        }
+        return shown, unread
+
+    def _detokenize(self, body: bytes) -> tuple[Json, Iterable[Unread]]:
+        tokens, unread = parse_detokenize(body)
+        return {"prompt": self._codec.decode(tokens)}, unread
+
+    async def _tokenizer_info(self, _: web.Request) -> web.Response:
+        return web.json_response(self._tokenizer)
+
     def _session(self, chat: ChatRequest, outcome: Outcome) -> Session:
         async def generate(
             session: str,
@@ -91,18 +245,23 @@ class ServingFront:
             sampling: Sampling,
             on_tokens: OnTokens | None,
         ) -> GenerateResult:
+            top = 0 if chat.logprob_ids else chat.top_logprobs
             asked = GenerateRequest(
                 id=session,
                 tokens=tokens,
                 sampling=sampling,
-                prompt_logprobs=chat.prompt_logprobs,
+                prompt_logprobs=chat.prompt_logprobs or (chat.echo and chat.logprobs),
+                top_logprobs=max(top, chat.prompt_top),
+                logprob_ids=chat.logprob_ids,
             )
             result = await self._generate(asked, on_tokens)
             outcome.sampled = True
             return result
 
+        id = secrets.token_hex(16)
         return Session(
-            secrets.token_hex(16),
+            id,
+            call_prefix=id,  # a client's conversation is many sessions
             codec=self._codec,
             tools=self._codec.tool_format,
             generate=generate,

@@ -7,75 +7,39 @@ and its calls, are one message of the agent wherever a client sends them back.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from pydantic import Field
 
-from rollweave.rollout.gateway.blocks import BlockStream, typed_event
+from rollweave.io.http.messages import OpenModel, linked_image, other_than, read_detail, with_parts
+from rollweave.rollout.chat.thoughts import seal, unseal
+from rollweave.rollout.gateway.blocks import THOUGHTS, BlockStream, typed_event
+from rollweave.rollout.gateway.fields import Reading, template_asks
 from rollweave.rollout.gateway.formats import ANY_OBJECT, Schema, checked, of_schema
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import (
     TOOL_NAME,
     ChatRequest,
-    OpenModel,
+    OtherChoice,
     Strict,
     Temperature,
+    ToolKind,
     check_free,
-    check_others,
     forced_call,
-    image_at,
     read,
-    template_arguments,
-    with_parts,
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
+from rollweave.rollout.gateway.responses_tools import CALLS, OUTPUTS, call_of, item_of, read_tools
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.media import Image
 from rollweave.schema.serving import Constraint
 
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "access_programs": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-"""Field of a request → its values, other than null, that ask for nothing: no turn has a
-reasoning item.
-"""
-
-WITHOUT_EFFECT: Final = frozenset(
-    (
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream_options",
-        "user",
-    )
+TOO_LONG: Final = (
+    "Your input exceeds the context window of this model. Please adjust your input and try again."
 )
-"""Fields of a request that name, account for, store or schedule it."""
-
-IMAGE_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"file_id": ()}
-"""Field of an image → its values, other than null, that ask for nothing."""
-
-ECHOED: Final = frozenset(("annotations", "id", "logprobs", "parsed", "phase", "status"))
-"""Fields of an item, or of its parts, that clients echo and that no prompt shows."""
-
-CALL_ECHOED: Final = frozenset(("caller", "id", "namespace", "parsed_arguments", "status"))
-"""The same of a call."""
+"""OpenAI's words for a prompt that does not fit into the context."""
 
 
 class _Part(OpenModel):
@@ -85,39 +49,111 @@ class _Part(OpenModel):
 
 class _Image(OpenModel):
     type: Literal["input_image"]
-    image_url: str
-    detail: Literal["auto"] | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
+
+
+class _OtherPart(OpenModel):
+    type: other_than("input_text", "output_text", "text", "input_image")  # type: ignore[valid-type]
 
 
 class _Message(OpenModel):
     type: Literal["message"] = "message"
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[_Part | _Image], Field(fail_fast=True)]
+    content: str | Annotated[list[_Part | _Image | _OtherPart], Field(fail_fast=True)]
 
 
 class _Call(OpenModel):
-    type: Literal["function_call"]
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    arguments: str
+    type: Literal[
+        "function_call",
+        "custom_tool_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+    ]
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
 
 
 class _Output(OpenModel):
-    type: Literal["function_call_output"]
-    call_id: str = Field(min_length=1)
-    output: str | Annotated[list[_Part | _Image], Field(fail_fast=True)]
+    type: Literal[
+        "function_call_output",
+        "custom_tool_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+    ]
+    call_id: str | None = None
+    id: str | None = None
+    name: str | None = None
+    output: (
+        str
+        | Annotated[list[_Part | _Image | _OtherPart | dict[str, Any]], Field(fail_fast=True)]
+        | None
+    ) = None
 
 
-Item = _Message | _Call | _Output
+class _Thoughts(OpenModel):
+    type: Literal["reasoning"]
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+    def thoughts(self) -> str | None:
+        """Return the thoughts, None if they cannot be read."""
+        told = [_texts(self.content), unseal(self.encrypted_content or ""), _texts(self.summary)]
+        if any(told):
+            return next(text for text in told if text)
+        return None if self.encrypted_content else ""
 
 
-class _Tool(OpenModel):
+class _OtherItem(OpenModel):
+    """An item that is no message, no call, and no result: what OpenAI's servers did."""
+
+    type: other_than("message", "reasoning", *CALLS, *OUTPUTS)  # type: ignore[valid-type]
+
+
+Item = _Message | _Call | _Output | _Thoughts | _OtherItem
+
+
+class _Member(OpenModel):
+    type: str = Field(max_length=64)
+    name: str | None = Field(None, pattern=TOOL_NAME)
+
+
+class _Function(OpenModel):
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
 
 
+class _Custom(OpenModel):
+    type: Literal["custom"]
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class _Namespace(OpenModel):
+    type: Literal["namespace"]
+    name: str = Field(pattern=TOOL_NAME)
+    tools: Annotated[list[_Member], Field(fail_fast=True)]
+
+
+class _OtherTool(OpenModel):
+    type: other_than("function", "custom", "namespace")  # type: ignore[valid-type]
+
+
+_Tool = _Function | _Custom | _Namespace | _OtherTool
+
+
 class _Named(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str = Field(min_length=1)
 
 
@@ -129,22 +165,23 @@ class _Format(Strict):
     strict: bool | None = None
 
 
-class _TextConfig(Strict):
+class _TextConfig(OpenModel):
     format: _Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
-class _Reasoning(Strict):
+class _Reasoning(OpenModel):
     effort: str | None = None
-    summary: None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class _Request(OpenModel):
-    model: str
+    model: str = ""
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _Named | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Named | OtherChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: Temperature | None = None
@@ -161,32 +198,36 @@ class ResponsesApi:
     prefix: Final = "resp"
     end: Final = b""
 
-    def parse(self, body: bytes) -> ChatRequest:
-        asked = read(body, _Request)
-        check_others("", asked, neutral=NEUTRAL, without_effect=WITHOUT_EFFECT)
+    def parse(self, body: bytes, *, counts: bool = False) -> ChatRequest:
+        del counts  # the same fields are required
+        asked, reading = read(body, _Request), Reading()
+        reading.request(asked)
+        _ask(reading, asked)
+        tools = read_tools(asked.tools or [], reading)
         choice, constraint = asked.tool_choice, _constraint(asked)
+        if isinstance(choice, OtherChoice):
+            reading.leave("tool_choice.type", choice.type, "must be function or custom")
         call = forced_call(
             "tool_choice.name",
             choice.name if isinstance(choice, _Named) else None,
-            [tool.name for tool in asked.tools or ()],
+            tools.names,
             any_of="'required'" if choice == "required" else "",
         )
         check_free("tool_choice", call, constraint)
-        effort = None if asked.reasoning is None else asked.reasoning.effort
+        messages = tuple(_messages(asked, tools.kinds, reading))
+        wishes = asked.reasoning or _Reasoning()
         return ChatRequest(
             model=asked.model,
-            messages=tuple(_messages(asked)),
+            messages=messages,
             source="input",
-            tools=tuple(
-                json.dumps({"type": "function", "function": _function(tool)}, ensure_ascii=False)
-                for tool in asked.tools or ()
-            ),
-            template_arguments=template_arguments(
-                asked.chat_template_kwargs, reasoning_effort=effort
-            ),
+            tools=tuple(tools.declarations),
+            tool_kinds=tools.kinds,
+            asks=tuple(reading.asks),
+            unread=tuple(reading.unread),
+            thoughts_as="summary" if wishes.summary or wishes.generate_summary else "text",
             constraint=constraint,
             call=call,
-            reads_calls=bool(asked.tools) and asked.tool_choice != "none",
+            reads_calls=bool(tools.names) and asked.tool_choice != "none",
             one_call=asked.parallel_tool_calls is False,
             max_tokens=asked.max_output_tokens,
             temperature=asked.temperature,
@@ -196,9 +237,11 @@ class ResponsesApi:
 
     def response(self, head: ReplyHead, reply: ChatReply, chat: ChatRequest) -> Json:
         output = list[Json]()
+        if reply.message.thoughts:
+            output.append(_reasoning(head, reply.message.thoughts, chat))
         if reply.message.content:
             output.append(_message(head, reply.message.content))
-        output += map(_call, reply.message.tool_calls)
+        output += (item_of(call, chat.tool_kinds) for call in reply.message.tool_calls)
         cut = reply.finish_reason == "length"
         return {
             **_response(head, chat, status="incomplete" if cut else "completed"),
@@ -211,21 +254,35 @@ class ResponsesApi:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": len(reply.result.tokens),
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": reply.thought_tokens},
                 "total_tokens": reply.prompt_tokens + len(reply.result.tokens),
             },
         }
 
-    def stream(self, head: ReplyHead, chat: ChatRequest, *, forced: str) -> "ResponseStream":
-        del forced  # it is part of the message's text
+    def stream(self, head: ReplyHead, chat: ChatRequest) -> "ResponseStream":
         return ResponseStream(self, head, chat)
 
     def event(self, event: Json) -> bytes:
         return typed_event(event)
 
+    def count(self, tokens: int) -> Json:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
     def error(self, error: RequestError) -> Json:
-        body = error.body()
-        return {**body, "type": "error", "code": error.code, "message": str(error)}
+        text = TOO_LONG if isinstance(error, TooLongError) else str(error)
+        body: Json = error.body()
+        body["error"]["message"] = text
+        return {**body, "type": "error", "code": error.code, "message": text}
+
+    def failed(self, head: ReplyHead, error: RequestError, chat: ChatRequest) -> Iterator[Json]:
+        """Yield the events of a stream that begins with this error: clients read the
+        code of a prompt that is too long there only.
+        """
+        why = {"code": error.code, "message": self.error(error)["message"]}
+        begun = _response(head, chat, status="in_progress")
+        failed = {**_response(head, chat, status="failed"), "error": why}
+        yield {"type": "response.created", "sequence_number": 0, "response": begun}
+        yield {"type": "response.failed", "sequence_number": 1, "response": failed}
 
 
 class ResponseStream(BlockStream):
@@ -245,37 +302,70 @@ class ResponseStream(BlockStream):
         yield self._event("created", response=begun)
         yield self._event("in_progress", response=begun)
 
-    def _open_text(self) -> Iterator[Json]:
+    def _open_block(self, kind: str) -> Iterator[Json]:
+        if kind == THOUGHTS:
+            item = {"id": f"rs_{self._head.id}", "type": "reasoning", "summary": []}
+            yield self._event("output_item.added", output_index=self._blocks, item=item)
+            part = {"part": self._thought("")}
+            yield self._event(self._named("part.added"), **self._place(kind), **part)
+            return
         item = {**_message(self._head, ""), "status": "in_progress", "content": []}
-        yield self._event("output_item.added", output_index=0, item=item)
-        yield self._event("content_part.added", **self._part(), part=_text(""))
+        yield self._event("output_item.added", output_index=self._blocks, item=item)
+        yield self._event("content_part.added", **self._place(kind), part=_text(""))
 
-    def _delta(self, text: str) -> Json:
-        return self._event("output_text.delta", **self._part(), delta=text, logprobs=[])
+    def _delta(self, kind: str, text: str) -> Iterator[Json]:
+        if kind == THOUGHTS:
+            yield self._event(self._named("text.delta"), **self._place(kind), delta=text)
+        else:
+            yield self._event("output_text.delta", **self._place(kind), delta=text, logprobs=[])
 
-    def _close_text(self, text: str) -> Iterator[Json]:
-        yield self._event("output_text.done", **self._part(), text=text, logprobs=[])
-        yield self._event("content_part.done", **self._part(), part=_text(text))
-        item = _message(self._head, text)
-        yield self._event("output_item.done", output_index=0, item=item)
+    def _close_block(self, kind: str, text: str) -> Iterator[Json]:
+        if kind == THOUGHTS:
+            yield self._event(self._named("text.done"), **self._place(kind), text=text)
+            part = {"part": self._thought(text)}
+            yield self._event(self._named("part.done"), **self._place(kind), **part)
+            item = _reasoning(self._head, text, self._chat)
+        else:
+            yield self._event("output_text.done", **self._place(kind), text=text, logprobs=[])
+            yield self._event("content_part.done", **self._place(kind), part=_text(text))
+            item = _message(self._head, text)
+        yield self._event("output_item.done", output_index=self._blocks, item=item)
 
     def _call(self, index: int, call: ToolCall) -> Iterator[Json]:
-        item = _call(call)
-        begun = {**item, "arguments": "", "status": "in_progress"}
+        item = item_of(call, self._chat.tool_kinds)
         of = {"item_id": item["id"], "output_index": index}
+        empty: Json = {name: "" for name in ("arguments", "input") if name in item}
+        begun = {**item, **empty, "status": "in_progress"}
         yield self._event("output_item.added", output_index=index, item=begun)
-        yield self._event("function_call_arguments.delta", **of, delta=call.arguments)
-        yield self._event(
-            "function_call_arguments.done", **of, name=call.name, arguments=call.arguments
-        )
+        if item["type"] == "function_call":
+            text = {"arguments": item["arguments"]}
+            yield self._event("function_call_arguments.delta", **of, delta=item["arguments"])
+            yield self._event("function_call_arguments.done", **of, name=item["name"], **text)
+        elif item["type"] == "custom_tool_call":
+            yield self._event("custom_tool_call_input.delta", **of, delta=item["input"])
+            yield self._event("custom_tool_call_input.done", **of, input=item["input"])
         yield self._event("output_item.done", output_index=index, item=item)
+
+    def _named(self, event: str) -> str:
+        """Return the name of an event of thoughts."""
+        if self._chat.thoughts_as == "summary":
+            return f"reasoning_summary_{event}"
+        return f"content_{event}" if event.startswith("part") else f"reasoning_{event}"
+
+    def _thought(self, text: str) -> Json:
+        kind = "summary_text" if self._chat.thoughts_as == "summary" else "reasoning_text"
+        return {"type": kind, "text": text}
+
+    def _place(self, kind: str) -> Json:
+        prefix = "rs" if kind == THOUGHTS else "msg"
+        summary = kind == THOUGHTS and self._chat.thoughts_as == "summary"
+        index = "summary_index" if summary else "content_index"
+        place: Json = {"item_id": f"{prefix}_{self._head.id}", "output_index": self._blocks}
+        return {**place, index: 0}
 
     def _end(self, reply: ChatReply) -> Iterator[Json]:
         response = self._api.response(self._head, reply, self._chat)
         yield self._event(response["status"], response=response)
-
-    def _part(self) -> Json:
-        return {"item_id": f"msg_{self._head.id}", "output_index": 0, "content_index": 0}
 
 
 def _response(head: ReplyHead, chat: ChatRequest, *, status: str) -> Json:
@@ -322,20 +412,29 @@ def _text(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call(call: ToolCall) -> Json:
-    return {
-        "id": f"fc_{call.id}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
+def _reasoning(head: ReplyHead, thoughts: str, chat: ChatRequest) -> Json:
+    """Return the item of thoughts: as its content, or as their own summary."""
+    item = {"id": f"rs_{head.id}", "type": "reasoning", "encrypted_content": seal(thoughts)}
+    if chat.thoughts_as == "summary":
+        return {**item, "summary": [{"type": "summary_text", "text": thoughts}]}
+    content = [{"type": "reasoning_text", "text": thoughts}]
+    return {**item, "summary": [], "content": content}
 
 
-def _function(tool: _Tool) -> Json:
-    fields = tool.model_dump(exclude_unset=True)
-    return {name: value for name, value in fields.items() if name != "type"}
+def _texts(parts: list[dict[str, Any]] | None) -> str:
+    return "".join(text for part in parts or () if isinstance(text := part.get("text"), str))
+
+
+def _ask(reading: Reading, asked: _Request) -> None:
+    """Read the wishes for the chat template."""
+    reading.asks += template_asks(asked.chat_template_kwargs)
+    if asked.reasoning is not None:
+        reading.effort("reasoning.effort", asked.reasoning.effort)
+        reading.others("reasoning.", asked.reasoning)
+    if asked.text is not None:
+        if asked.text.verbosity not in (None, "medium"):
+            reading.leave("text.verbosity", asked.text.verbosity, "must be medium")
+        reading.others("text.", asked.text)
 
 
 def _constraint(asked: _Request) -> Constraint | None:
@@ -350,7 +449,9 @@ def _constraint(asked: _Request) -> Constraint | None:
     )
 
 
-def _messages(asked: _Request) -> Iterator[Message]:
+def _messages(
+    asked: _Request, kinds: Mapping[str, ToolKind], reading: Reading
+) -> Iterator[Message]:
     if asked.instructions is not None:
         yield Message(role="system", content=asked.instructions)
     if isinstance(asked.input, str):
@@ -359,38 +460,87 @@ def _messages(asked: _Request) -> Iterator[Message]:
     turn: Message | None = None
     for place, item in enumerate(asked.input):
         path = f"input.{place}."
-        echoed = CALL_ECHOED if isinstance(item, _Call) else ECHOED
-        check_others(path, item, neutral={}, without_effect=echoed)
-        if isinstance(item, _Call):
-            call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
-            calls = (*turn.tool_calls, call) if turn is not None else (call,)
-            text = turn.content if turn is not None else ""
-            turn = Message(role="assistant", content=text, tool_calls=calls)
+        reading.others(path, item)
+        part = _of_agent(item, path, kinds, reading)
+        if part is not None:
+            after = part.thoughts and turn is not None and (turn.content or turn.tool_calls)
+            if turn is None or after:
+                if turn is not None:
+                    yield turn
+                turn = part
+            else:
+                turn = msgspec.structs.replace(
+                    turn,
+                    content=turn.content + part.content,
+                    tool_calls=turn.tool_calls + part.tool_calls,
+                    thoughts=turn.thoughts + part.thoughts,
+                )
+            continue
+        if item.type == "item_reference":
+            raise bad(path + "type", "must be an item itself: nothing is stored", item.type)
+        if isinstance(item, _OtherItem | _Thoughts):
+            reading.leave(path + "type", item.type, "must be a message, a call or its output")
             continue
         if turn is not None:
             yield turn
             turn = None
-        if isinstance(item, _Output):
-            yield _shown(item.output, path + "output", role="tool", tool_call_id=item.call_id)
-        elif item.role == "assistant":
-            turn = _shown(item.content, path + "content", role="assistant")
-        else:
-            role: Literal["system", "user"] = "user" if item.role == "user" else "system"
-            yield _shown(item.content, path + "content", role=role)
+        yield _of_others(item, path, reading)
     if turn is not None:
         yield turn
 
 
+def _of_agent(
+    item: Item, path: str, kinds: Mapping[str, ToolKind], reading: Reading
+) -> Message | None:
+    """Return the part of a turn that an item is, None if it is none."""
+    if isinstance(item, _Call):
+        call = call_of(item.model_dump(exclude_none=True), kinds)
+        return Message(role="assistant", content="", tool_calls=(call,))
+    if isinstance(item, _Thoughts):
+        thoughts = item.thoughts()
+        reading.thoughts(path + "type", thoughts or "")
+        return (
+            None if thoughts is None else Message(role="assistant", content="", thoughts=thoughts)
+        )
+    if isinstance(item, _Message) and item.role == "assistant":
+        return _shown(item.content, path + "content", reading, role="assistant")
+    return None
+
+
+def _of_others(item: Item, path: str, reading: Reading) -> Message:
+    """Return what an item says that is not the agent's."""
+    if isinstance(item, _Output):
+        id = item.call_id or item.id or ""
+        output = item.output
+        if isinstance(output, list) and any(isinstance(part, dict) for part in output):
+            output = json.dumps(item.model_dump()["output"], ensure_ascii=False)
+        return _shown(output or "", path + "output", reading, role="tool", tool_call_id=id)
+    assert isinstance(item, _Message), "all others were handled"
+    role: Literal["system", "user"] = "user" if item.role == "user" else "system"
+    return _shown(item.content, path + "content", reading, role=role)
+
+
 def _shown(
-    content: str | Sequence[_Part | _Image], path: str, *, role: Role, **fields: Any
+    content: str | Sequence[Any], path: str, reading: Reading, *, role: Role, **fields: Any
 ) -> Message:
     if isinstance(content, str):
         return Message(role=role, content=content, **fields)
     parts = list[str | Image]()
     for place, part in enumerate(content):
-        check_others(f"{path}.{place}.", part, neutral=IMAGE_NEUTRAL, without_effect=ECHOED)
+        field = f"{path}.{place}."
+        if isinstance(part, _OtherPart):
+            text = (part.model_extra or {}).get("refusal")
+            rule = "must be text or input_image"
+            parts.append(
+                text
+                if isinstance(text, str)
+                else reading.placeholder(field + "type", part.type, rule)
+            )
+            continue
+        reading.others(field, part)
         if isinstance(part, _Image):
-            parts.append(image_at(f"{path}.{place}.image_url", part.image_url))
+            read_detail(reading, field + "detail", part.detail)
+            parts.append(linked_image(reading, field + "image_url", part.image_url or "file:"))
         else:
             parts.append(part.text)
-    return with_parts(path, parts, role=role, **fields)
+    return with_parts(reading, path, parts, role=role, **fields)

@@ -23,19 +23,26 @@ costs up to a millisecond.
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation up to some message: hashes of its messages and their roles, tools
-    and template arguments.
+    and template arguments. `thoughts` are the messages whose thoughts the agent was
+    shown, or had.
     """
 
     messages: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
     tools: int = 0
     arguments: str = ""
+    thoughts: frozenset[int] = frozenset()
 
     @classmethod
     def of(
-        cls, messages: Sequence[Message], tools: Sequence[str], arguments: str
+        cls,
+        messages: Sequence[Message],
+        tools: Sequence[str],
+        arguments: str,
+        thoughts: frozenset[int] = frozenset(),
     ) -> "Conversation":
         return cls(
+            thoughts=thoughts,
             messages=tuple(map(_hash, messages)),
             roles=tuple(message.role for message in messages),
             tools=hash(tuple(tools)),
@@ -49,6 +56,7 @@ class Conversation:
             roles=(*self.roles, message.role),
             tools=self.tools,
             arguments=self.arguments,
+            thoughts=self.thoughts | ({len(self.messages)} if message.thoughts else set()),
         )
 
 
@@ -73,6 +81,8 @@ def origin(asked: Conversation, others: Sequence[Conversation]) -> Origin:
             cause = SequenceCause.TOOLS_CHANGED
         elif asked.arguments != other.arguments:
             cause = SequenceCause.TEMPLATE_CHANGED
+        elif any(place < length for place in other.thoughts - asked.thoughts):
+            cause = SequenceCause.THOUGHTS_DROPPED
         return Origin(cause=cause, of=of)
     cause = _difference(asked, other, length)
     return Origin(cause=cause, of=of, message=length, role=asked.roles[length])
@@ -118,5 +128,6 @@ def _hash(message: Message) -> int:
     calls, and white space around an answer, do not count.
     """
     if message.role == "assistant":
-        return hash((message.role, message.content.strip(), call_key(message.tool_calls)))
+        key = (message.role, message.content.strip(), call_key(message.tool_calls))
+        return hash((*key, message.thoughts.strip()) if message.thoughts else key)
     return hash((message.role, message.content, message.name, *image_key(message)))

@@ -9,6 +9,10 @@ sequence, to which everything before its own output is prompt; there too, the sa
 tokens are kept wherever the program sends back a message that the agent wrote in this
 session.
 
+Thoughts follow the chat template: where it leaves out those of earlier turns, these
+turns are rendered anew, and a sequence begins. A message of the agent that a program
+sends back without its thoughts, because its API has no place for them, has them again.
+
 Invariants, where "sampled" means the tokens of calls whose answer the program has:
 - every sampled token is an output of exactly one sequence, with its log-prob and weight
   version: nothing is trained on twice;
@@ -18,7 +22,6 @@ Invariants, where "sampled" means the tokens of calls whose answer the program h
 """
 
 import enum
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -54,8 +57,7 @@ class CallState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One request. `forced` are the last tokens of its prompt, a forced prefix of the
-    agent's message.
+    """One request.
 
     `digest` is that of the conversation; a completion has the `text` of its prompt
     instead, until it is answered. Once the call is in a sequence, up to `end`,
@@ -67,7 +69,6 @@ class Call:
     digest: bytes
     prompt: tuple[int, ...]
     prompt_tokens: int
-    forced: tuple[int, ...] = ()
     images: tuple[PlacedImage, ...] = ()
     """The images of its prompt, until it is in a sequence."""
     known_expansion: int = 0
@@ -83,6 +84,14 @@ class Call:
     """Its conversation until it is in a sequence; None of a completion."""
     message: Message | None = None
     """Its answer until it is in a sequence; None of a completion."""
+    thoughts: str = ""
+    """The thoughts of its answer."""
+    call_ids: list[str] = field(default_factory=list)
+    """The ids of the tool calls in its answer."""
+    shown: frozenset[int] = frozenset()
+    """The messages of its conversation, with its answer, whose thoughts are among its
+    tokens.
+    """
     continues: "Call | None" = None
     """The call with which its prompt begins, until it is in a sequence."""
     state: CallState = CallState.PENDING
@@ -94,7 +103,7 @@ class Call:
     def message_tokens(self) -> tuple[int, ...]:
         """Return the tokens of the agent's message."""
         assert self.result is not None, "only an answered call has a message"
-        return self.forced + self.result.tokens
+        return self.result.tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -225,7 +234,6 @@ class SessionRecorder:
         tools: Sequence[str] = (),
         *,
         prompt: str | tuple[int, ...] | None = None,
-        forced: str = "",
         repeated: bool = False,
         arguments: str = "",
     ) -> Call:
@@ -234,10 +242,9 @@ class SessionRecorder:
 
         Requests with equal `key` are equal; one whose answer was lost gets that answer,
         and one that the program marks as `repeated` is the call that it repeats, if
-        there is one. `forced` is the prefix that the agent's message must have. A
-        completion has a `prompt`, text or tokens, instead of messages. `arguments` are
-        those of the chat template, as in `TextCodec.with_arguments`. Raises ChatError
-        if the chat template refuses the messages or its arguments.
+        there is one. A completion has a `prompt`, text or tokens, instead of messages.
+        `arguments` are those of the chat template, as in `TextCodec.with_arguments`.
+        Raises ChatError if the chat template refuses the messages or its arguments.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
@@ -245,32 +252,45 @@ class SessionRecorder:
                 call.state = CallState.ANSWERED
             return call
         codec = self._codec.with_arguments(arguments)
-        digests = _prefix_digests(messages, tools, arguments)
+        messages, digests = self._with_thoughts(messages, tools, arguments)
+        shown = codec.shown_thoughts(messages)
         context, recognized = (
-            self._context(codec, messages, tools, digests)
+            self._context(codec, messages, tools, digests, shown)
             if prompt is None
             else self._text_context(prompt)
         )
         _check_placeholders(codec, context)
         for known in recognized:
             self.deliver(known)  # the program sent the answer back, so it has it
-        opening = self._codec.encode_literal(forced) if forced else ()
         call = Call(
             number=self.calls,
             key=key,
             digest=digests[-1],
-            prompt=context.tokens + opening,
-            prompt_tokens=len(context.tokens) + len(opening),
-            forced=opening,
+            prompt=context.tokens,
+            prompt_tokens=len(context.tokens),
             images=context.images,
             known_expansion=_expansion(context, recognized),
             text=prompt if isinstance(prompt, str) else None,
-            conversation=Conversation.of(messages, tools, arguments) if prompt is None else None,
+            conversation=Conversation.of(messages, tools, arguments, shown)
+            if prompt is None
+            else None,
+            shown=shown,
             continues=recognized[-1] if recognized else None,
         )
         self.calls += 1
         self._calls_by_key.setdefault(key, []).append(call)
         return call
+
+    def prompt_of(
+        self, messages: Sequence[Message], tools: Sequence[str], arguments: str
+    ) -> tuple[int, ...]:
+        """Return the tokens of the prompt of such a conversation. Raises ChatError, as
+        `begin`.
+        """
+        codec = self._codec.with_arguments(arguments)
+        messages, digests = self._with_thoughts(messages, tools, arguments)
+        shown = codec.shown_thoughts(messages)
+        return self._context(codec, messages, tools, digests, shown)[0].tokens
 
     def repeated_call(self, key: Hashable, *, repeated: bool) -> Call | None:
         """Return the call that a request repeats, as `begin` defines it, or None."""
@@ -296,9 +316,15 @@ class SessionRecorder:
             self._by_text.setdefault(_text_key(text), []).append(call)
             call.text = None
             return
-        call.message = message
-        self._by_message.setdefault(_message_key(message), []).append(call)
-        self._by_digest.setdefault(_extend_digest(call.digest, message), []).append(call)
+        call.message, call.thoughts = message, message.thoughts
+        call.call_ids = [each.id for each in message.tool_calls]
+        spoken = [message]
+        if message.thoughts and call.conversation is not None:
+            call.shown |= {len(call.conversation.messages)}
+            spoken.append(_without_thoughts(message))
+        for known in spoken:
+            self._by_message.setdefault(_message_key(known), []).append(call)
+            self._by_digest.setdefault(_extend_digest(call.digest, known), []).append(call)
         if stopped and not message.tool_calls:
             self._by_stopped_text.setdefault(stopped.strip(), []).append(call)
 
@@ -378,20 +404,24 @@ class SessionRecorder:
         messages: Sequence[Message],
         tools: Sequence[str],
         digests: Sequence[bytes],
+        shown: frozenset[int],
     ) -> tuple[_Context, list[Call]]:
         """Return the tokens of a conversation and of the opening of the next turn, and
-        the recognized calls, whose sampled tokens are part of it.
+        the recognized calls, whose sampled tokens are part of it. The thoughts of the
+        messages `shown` are among them.
         """
         context = _Context()
         last: tuple[int, ...] = ()  # tokens of the last message that is the agent's
         recognized: list[Call] = []
-        since = next(
-            (place for place in range(len(messages), 0, -1) if digests[place] in self._by_digest), 0
-        )
-        if since:
-            recognized.append(_preferred(self._by_digest[digests[since]]))
-            context = _Context(recognized[-1].tokens, recognized[-1].placed)
-            last = recognized[-1].message_tokens
+        since, begun = self._begun(digests, shown)
+        if begun is not None:
+            recognized.append(begun)
+            context = _Context(begun.tokens, begun.placed)
+            last = begun.message_tokens
+        messages = [
+            message if place in shown else _without_thoughts(message)
+            for place, message in enumerate(messages)
+        ]
         for place, message in enumerate(messages):
             if message.role != "assistant" or place < max(since, 1):
                 continue
@@ -400,16 +430,50 @@ class SessionRecorder:
                 context = _render(context, codec, last, messages[since:place], tools)
                 recognized.append(_preferred(known))
                 last = recognized[-1].message_tokens
-                last += self._codec.encode_literal(rest) if rest else ()
+                last += self._codec.encode_literal(rest, after="\n") if rest else ()
                 context = context.followed_by(last)
                 since = place + 1
         return _render(context, codec, last, messages[since:], tools), recognized
+
+    def _begun(self, digests: Sequence[bytes], shown: frozenset[int]) -> tuple[int, Call | None]:
+        """Return the longest beginning of a conversation, in messages, that a call ends
+        with its answer, and the call: one whose tokens have the thoughts `shown`.
+        """
+        for place in range(len(digests) - 1, 0, -1):
+            thought = frozenset(each for each in shown if each < place)
+            known = [
+                call for call in self._by_digest.get(digests[place], ()) if call.shown == thought
+            ]
+            if known:
+                return place, _preferred(known)
+        return 0, None
+
+    def _with_thoughts(
+        self, messages: Sequence[Message], tools: Sequence[str], arguments: str
+    ) -> tuple[Sequence[Message], list[bytes]]:
+        """Return the messages, those of the agent with the thoughts that it had where
+        the program has sent none; and the digests of the conversation's beginnings:
+        `[place]` is that of the first `place` messages.
+        """
+        whole: list[Message] = []
+        digests = [xxhash.xxh3_128_digest(repr((tuple(tools), arguments)).encode())]
+        for message in messages:
+            digest = _extend_digest(digests[-1], message)
+            if message.role == "assistant" and not message.thoughts:
+                known = self._by_digest.get(digest) or self._by_message.get(_message_key(message))
+                if known and (thoughts := _preferred(known, message).thoughts):
+                    message = msgspec.structs.replace(message, thoughts=thoughts)
+                    digest = _extend_digest(digests[-1], message)
+            whole.append(message)
+            digests.append(digest)
+        return whole, digests
 
     def _known(self, message: Message) -> tuple[list[Call], str]:
         """Return the calls with this message, and what the program has appended to
         their text: a turn that ended with a stop text may go on in the history.
         """
-        if known := self._by_message.get(_message_key(message)):
+        known = self._by_message.get(_message_key(message), ())
+        if known := [call for call in known if call.thoughts.strip() == message.thoughts.strip()]:
             return known, ""
         text = message.content.strip()
         begun = [one for one in self._by_stopped_text if text.startswith(one)]
@@ -428,7 +492,7 @@ class SessionRecorder:
             known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
             if known:
                 call, rest = _preferred(known), prompt[length:]
-                more = self._codec.encode_literal(rest) if rest else ()
+                more = self._codec.encode_literal(rest, after="\n") if rest else ()
                 return _Context(call.tokens + more), [call]
         return _Context(self._codec.encode_literal(prompt)), []
 
@@ -443,7 +507,7 @@ def _render(
     """Return the context with the messages that follow the agent's `last` message, or
     begin the conversation.
     """
-    tokens = codec.extend(last, messages) if last else codec.start(messages, tools)
+    tokens = codec.extend(last, messages, tools=tools) if last else codec.start(messages, tools)
     images = codec.placed(tokens, messages, start=len(context.tokens))
     return context.followed_by(tokens, images)
 
@@ -479,7 +543,12 @@ def _message_key(message: Message) -> tuple[object, ...]:
     if message.role != "assistant":
         key = (message.role, message.content, message.tool_call_id, message.name)
         return (*key, *image_key(message)) if message.images else key
-    return (message.role, message.content.strip(), call_key(message.tool_calls))
+    said = (message.role, message.content.strip(), call_key(message.tool_calls))
+    return (*said, message.thoughts.strip()) if message.thoughts else said
+
+
+def _without_thoughts(message: Message) -> Message:
+    return msgspec.structs.replace(message, thoughts="") if message.thoughts else message
 
 
 def _text_key(text: str) -> tuple[int, bytes]:
@@ -490,21 +559,16 @@ def _extend_digest(digest: bytes, message: Message) -> bytes:
     return xxhash.xxh3_128_digest(digest + repr(_message_key(message)).encode())
 
 
-def _prefix_digests(
-    messages: Sequence[Message], tools: Sequence[str], arguments: str
-) -> list[bytes]:
-    """Return digests of the conversation's prefixes: `[place]` is that of the first
-    `place` messages.
+def _preferred(calls: Sequence[Call], message: Message | None = None) -> Call:
+    """Choose among calls with the same message: the one whose tool calls have the ids
+    of `message`, a delivered one, otherwise the latest.
     """
-    start = repr((tuple(tools), arguments)).encode()
-    return list(itertools.accumulate(messages, _extend_digest, initial=start))
+    ids = [call.id for call in message.tool_calls] if message is not None else []
 
+    def rank(call: Call) -> tuple[bool, bool, int]:
+        return call.call_ids == ids, call.state is CallState.DELIVERED, call.number
 
-def _preferred(calls: Sequence[Call]) -> Call:
-    """Choose among calls with the same message: a delivered one, otherwise the
-    latest.
-    """
-    return max(calls, key=lambda call: (call.state is CallState.DELIVERED, call.number))
+    return max(calls, key=rank)
 
 
 def _check(result: GenerateResult) -> None:

@@ -21,6 +21,18 @@ class RequestError(RollweaveError):
         return openai_error(self.status, str(self), param=self.param, code=self.code)
 
 
+class TooLongError(RequestError):
+    """A prompt does not fit into the context. Each API has its own words for it, by
+    which agent programs know that they must shorten their conversation.
+
+    `tokens` counts the prompt's, or at least as many; `limit` is their maximum.
+    """
+
+    def __init__(self, message: str, *, param: str, tokens: int, limit: int) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.tokens, self.limit = tokens, limit
+
+
 def bad(param: str, rule: str, value: object) -> RequestError:
     """Return the refusal of a field's value."""
     return RequestError(400, f"{shown(param)} {rule}, got {value!r:.80}", param=param)

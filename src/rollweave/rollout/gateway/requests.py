@@ -1,31 +1,64 @@
 """Parse and validate requests of OpenAI's chat API. Every refusal names field, rule and
 value.
 
-Invariant: each field of a request falls into one of four classes, and `docs/GATEWAY.md`
+Invariant: each field of a request falls into one of five classes, and `docs/GATEWAY.md`
 lists them all. It is honored (the fields of the models below), it is overridden by the
-run where the session is pinned (`PINNED_FIELDS`), it has a value without effect
-(`io/http/fields.py`, and the tables here for messages), or the request is refused.
+run where the session is pinned (`PINNED_FIELDS`), it has a value without effect, it is
+unread, which the session ignores and records or refuses (`fields.py`), or the request
+is refused.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field
+from rollweave.io.http.fields import UNKNOWN_FIELD
+from rollweave.io.http.messages import (
+    ChatMessage,
+    OpenModel,
+    first_problem,
+    other_than,
+    read_message,
+)
+from rollweave.rollout.gateway.fields import Ask, Reading, Unread, template_asks, thinking_ask
 from rollweave.rollout.gateway.formats import Formats
 from rollweave.rollout.gateway.refusals import RequestError, bad
 from rollweave.schema.base import Struct
-from rollweave.schema.chat import Message, Role, ToolCall, message_of
-from rollweave.schema.media import Image
-from rollweave.schema.serving import COLDEST, Constraint
+from rollweave.schema.chat import Message
+from rollweave.schema.serving import COLDEST, Adjustments, Constraint
+
+
+class PromptForm(Struct, frozen=True, kw_only=True):
+    """The form of a prompt's tokens: with the special tokens that the tokenizer adds;
+    with the opening of the agent's turn, or with the last message left open, or
+    neither. The last `most` tokens are kept, or with `keeps_first` the first ones; -1
+    keeps as many as the context has room for.
+    """
+
+    adds_special: bool = False
+    opens_turn: bool = True
+    continues_last: bool = False
+    most: int | None = None
+    keeps_first: bool = False
+
+
+class ToolKind(Struct, frozen=True, kw_only=True):
+    """A tool that a client knows under another form than the agent, which calls
+    functions only: `kind` is its type in the client's API, `name` and `namespace` are
+    its names there.
+    """
+
+    kind: str = "function"
+    name: str
+    namespace: str = ""
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
@@ -39,8 +72,18 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     restricts sampling to these tokens. With `prompt_logprobs`, its answer has those of
     the prompt; with `token_ids`, those of the answer's tokens; with `token_names`,
     tokens are named by their ids. `source` is the field with the conversation.
-    `template_arguments` are those of the chat template: a JSON object, or "".
-    `constraint` is that of the agent's text, which it leaves to call a tool.
+    `asks` are wishes for the chat template, and `unread` what nothing here can read;
+    `Session.readable` makes of them the `template_arguments`, a JSON object or "".
+    `tool_kinds` are the forms of tools, by the names that the agent knows. With
+    `divides`, thoughts are apart from the text; `thoughts_as` is how the answer shows
+    them: "text", "summary", or "sealed". `constraint` is that of the agent's text,
+    which it leaves to call a tool.
+
+    The other fields are those of requests outside of a run (`served.py`): `others` are
+    the further choices of the same request, and `repeats` is true of a choice that has
+    the prompt of the one before. `top_logprobs` tokens are shown beside each token, and
+    `prompt_top` beside each of the prompt's. With `only_prompt`, what is sampled is not
+    shown; with `usage_always`, each part of a stream has the usage so far.
     """
 
     model: str
@@ -48,6 +91,11 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     source: str = "messages"
     tools: tuple[str, ...] = ()
     template_arguments: str = ""
+    asks: tuple[Ask, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    tool_kinds: dict[str, ToolKind] = msgspec.field(default_factory=dict)
+    divides: bool = True
+    thoughts_as: Literal["text", "summary", "sealed"] = "text"
     constraint: Constraint | None = None
     call: str | None = None
     reads_calls: bool = False
@@ -68,6 +116,17 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     token_ids: bool = False
     token_names: bool = False
+    others: tuple["ChatRequest", ...] = ()
+    repeats: bool = False
+    adjustments: Adjustments | None = None
+    logprob_ids: tuple[int, ...] = ()
+    prompt_top: int = 0
+    prompt_form: PromptForm = PromptForm()
+    hides_special: bool = False
+    shows_stop: bool = False
+    echo: bool = False
+    only_prompt: bool = False
+    usage_always: bool = False
 
 
 PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
@@ -75,81 +134,9 @@ PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
 sampled.
 """
 
-MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),
-    "prefix": (False,),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
-    "refusal": ("",),
-    "thinking": ("",),
-    "thinking_blocks": ([],),
-    "tools": ([],),
-}
-"""Fields of a message that other servers put into the prompt → their values without
-effect.
-"""
-
-ECHOED = frozenset(
-    (
-        "annotations",
-        "cache_control",
-        "parsed",
-        "prompt_cache_breakpoint",
-        "provider_specific_fields",
-    )
-)
-"""Fields of a message, or of a part of one, that clients add or echo and that no prompt
-shows.
-"""
-
-CALL_ECHOED = frozenset(("extra_content", "index", "parsed_arguments", "provider_specific_fields"))
-"""Fields of a tool call that clients add or echo and that no prompt shows."""
-
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class OpenModel(BaseModel):
-    """A model that keeps further fields, for `check_others`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class _Function(OpenModel):
-    name: str = Field(min_length=1)
-    arguments: str = "{}"
-
-
-class _Call(OpenModel):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _Function
-
-
-class _Part(OpenModel):
-    type: Literal["text"]
-    text: str
-
-
-class _Url(OpenModel):
-    url: str
-    detail: Literal["auto"] | None = None
-
-
-class _ImagePart(OpenModel):
-    type: Literal["image_url"]
-    image_url: _Url
-
-
-class _Message(OpenModel):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | Annotated[list[_Part | _ImagePart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
 
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
@@ -162,14 +149,20 @@ class _Declared(OpenModel):
     The chat template shows all of it, so further fields are honored.
     """
 
-    # The name may become part of a forced prefix of the agent's message, so it must not
-    # be able to spell a special token.
+    # The name becomes part of a grammar of calls, so it must not be able to spell a
+    # special token.
     name: str = Field(pattern=TOOL_NAME)
 
 
 class _Tool(OpenModel):
     type: Literal["function"]
     function: _Declared
+
+
+class OtherTool(OpenModel):
+    """A tool of a type that no agent here can call."""
+
+    type: other_than("function")  # type: ignore[valid-type]
 
 
 class _Named(Strict):
@@ -181,10 +174,16 @@ class _Choice(Strict):
     function: _Named
 
 
-class _StreamOptions(Strict):
+class OtherChoice(OpenModel):
+    """A choice among tools of a type that is not honored."""
+
+    type: other_than("function")  # type: ignore[valid-type]
+
+
+class _StreamOptions(OpenModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -195,7 +194,8 @@ for ten thousand messages. Validating that many takes some tenths of a second an
 all trajectories.
 """
 
-_TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"', re.DOTALL)
+# A string that is not closed extends to the end, so that each byte is read once.
+_TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
 def _warm(temperature: float) -> float:
@@ -244,32 +244,49 @@ class Common(OpenModel, Formats):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "stream": bool(self.stream),
             "include_usage": options is not None and bool(options.include_usage),
+            "usage_always": options is not None
+            and bool(options.include_usage and options.continuous_usage_stats),
             "constraint": self.constraint(),
         }
 
 
-class _Chat(Common):
-    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+class Chat(Common):
+    """The fields of a chat request."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    tools: Annotated[list[_Tool | OtherTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | OtherChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=1)
+
+    def check_top(self) -> None:
+        """Raise RequestError for log-probs of tokens that are not known."""
+        if self.top_logprobs and self.temperature != 0:
+            rule = "must be 0 unless temperature is 0: only the sampled token's is known"
+            raise bad("top_logprobs", rule, self.top_logprobs)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Parse the body of a chat request. Raises RequestError."""
-    chat = read(body, _Chat)
-    check_others("", chat)
+    return chat_request(read(body, Chat))
+
+
+def chat_request(chat: Chat) -> ChatRequest:
+    """Return the request that these fields are. Raises RequestError."""
+    reading = reading_of(chat)
+    _ask(reading, chat)
+    declared = list(_declared(reading, chat.tools))
     tools = tuple(
-        json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False)
-        for tool in chat.tools or ()
+        json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False) for tool in declared
     )
-    names = [tool.function.name for tool in chat.tools or ()]
+    names = [tool.function.name for tool in declared]
     choice, shared = chat.tool_choice, chat.given()
     call = forced_call(
         "tool_choice.function.name",
@@ -280,21 +297,18 @@ def parse_chat(body: bytes) -> ChatRequest:
     check_free("tool_choice", call, shared["constraint"])
     if chat.top_logprobs and not chat.logprobs:
         raise bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
-    if chat.top_logprobs and chat.temperature != 0:
-        raise bad(
-            "top_logprobs",
-            "must be 0 unless temperature is 0: only the sampled token's is known",
-            chat.top_logprobs,
-        )
+    chat.check_top()
+    if isinstance(choice, OtherChoice):
+        reading.leave("tool_choice.type", choice.type, "must be function")
+    messages = tuple(
+        _message(message, place, reading) for place, message in enumerate(chat.messages)
+    )
     return ChatRequest(
         **shared,
-        messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
+        messages=messages,
         tools=tools,
-        template_arguments=template_arguments(
-            chat.chat_template_kwargs,
-            enable_thinking=chat.enable_thinking,
-            reasoning_effort=chat.reasoning_effort,
-        ),
+        asks=tuple(reading.asks),
+        unread=tuple(reading.unread),
         call=call,
         reads_calls=bool(tools) and chat.tool_choice != "none",
         one_call=chat.parallel_tool_calls is False,
@@ -307,16 +321,45 @@ def parse_chat(body: bytes) -> ChatRequest:
     )
 
 
-def template_arguments(given: dict[str, Any] | None, **alone: object) -> str:
-    """Return the arguments of the chat template: those `given` together, and those that
-    fields of their own name. Raises RequestError if they disagree about one.
-    """
-    arguments = dict(given or {})
-    for name, value in alone.items():
-        if value is not None and arguments.setdefault(name, value) != value:
-            rule = f"must be that of chat_template_kwargs ({arguments[name]!r:.80})"
-            raise bad(name, rule, value)
-    return json.dumps(arguments, sort_keys=True) if arguments else ""
+def reading_of(asked: Common) -> Reading:
+    """Return a reading that has sorted the further fields of a request."""
+    reading = Reading()
+    reading.request(asked)
+    if asked.stream_options is not None:
+        reading.others("stream_options.", asked.stream_options)
+    return reading
+
+
+def _ask(reading: Reading, chat: Chat) -> None:
+    """Read the wishes for the chat template."""
+    reading.asks += template_asks(chat.chat_template_kwargs)
+    if chat.enable_thinking is not None:
+        reading.asks.append(
+            thinking_ask("enable_thinking", chat.enable_thinking, thinks=chat.enable_thinking)
+        )
+    reading.effort("reasoning_effort", chat.reasoning_effort)
+    reading.thinking("thinking", chat.thinking)
+    for name, value in (chat.reasoning or {}).items():
+        if name == "effort" and isinstance(value, str):
+            reading.effort("reasoning.effort", value)
+        elif name == "enabled" and isinstance(value, bool):
+            reading.asks.append(thinking_ask("reasoning.enabled", value, thinks=value))
+        elif value is not None:
+            reading.leave(f"reasoning.{name}", value, "must be null: no template reads it")
+
+
+def _declared(reading: Reading, tools: Iterable[_Tool | OtherTool] | None) -> Iterator[_Tool]:
+    """Yield the tools that the agent can call; the others are left out."""
+    for place, tool in enumerate(tools or ()):
+        if isinstance(tool, _Tool):
+            yield tool
+        else:
+            leave_tool(reading, place, tool.type)
+
+
+def leave_tool(reading: Reading, place: int, kind: str) -> None:
+    """Leave out a tool of a type that no agent here can call."""
+    reading.leave(f"tools.{place}.type", kind, "must be function", action="left out")
 
 
 def read(body: bytes, kind: type[Model], *, most: int = MAX_TOKENS) -> Model:
@@ -387,114 +430,19 @@ def check_free(field: str, call: str | None, constraint: Constraint | None) -> N
         raise bad(field, rule, constraint.text)
 
 
-def check_others(path: str, model: OpenModel, **tables: Any) -> None:
-    """Raise RequestError for a field that the model lacks and whose value has an
-    effect.
-    """
-    others = model.model_extra or {}
-    refusal = refused_field(others, **tables)
-    if refusal is not None:
-        name, rule = refusal
-        raise bad(path + name, rule, others[name])
-
-
-def _check_message(message: _Message, path: str) -> None:
-    """Raise RequestError for an unsupported field of the message, or within it, whose
-    value has an effect.
-    """
-    check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
-    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-        check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
-        if isinstance(part, _ImagePart):
-            check_others(f"{path}content.{place}.image_url.", part.image_url, neutral={})
-    for place, call in enumerate(message.tool_calls or ()):
-        check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
-        check_others(
-            f"{path}tool_calls.{place}.function.",
-            call.function,
-            neutral={},
-            without_effect=CALL_ECHOED,
-        )
-
-
-def _message(message: _Message, place: int) -> Message:
-    _check_message(message, f"messages.{place}.")
-    content = message.content
-    role: Role = "system" if message.role == "developer" else message.role
-    if content is None and role != "assistant":
-        raise bad(f"messages.{place}.content", "must be text", None)
-    if message.tool_calls and role != "assistant":
-        raise bad(f"messages.{place}.tool_calls", "must be those of an assistant", role)
-    if role == "tool" and message.tool_call_id is None:
-        raise bad(
-            f"messages.{place}.tool_call_id", "must name the call that the tool answers", None
-        )
-    path = f"messages.{place}.content"
-    parts: list[str | Image] = [content] if isinstance(content, str) else []
-    for number, part in enumerate(content if isinstance(content, list) else ()):
-        if isinstance(part, _ImagePart):
-            parts.append(image_at(f"{path}.{number}.image_url.url", part.image_url.url))
-        else:
-            parts.append(part.text)
-    return with_parts(
-        path,
-        parts,
-        role=role,
-        tool_calls=tuple(
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in message.tool_calls or ()
-        ),
-        tool_call_id=message.tool_call_id or "",
-        name=message.name or "",
-    )
-
-
-def image_at(path: str, text: str, *, of: Callable[[str], Image] = Image.of_url) -> Image:
-    """Return the image in a data: URL, or what else `of` reads. Raises RequestError,
-    which names the field.
-    """
-    try:
-        return of(text)
-    except ValueError as error:
-        raise RequestError(400, f"{path}: {error}", param=path) from error
-
-
-def with_parts(path: str, parts: Iterable[str | Image], *, role: Role, **fields: Any) -> Message:
-    """Return the message with these parts. Raises RequestError, which names the field,
-    for images where they cannot be.
-    """
-    try:
-        return message_of(parts, role=role, **fields)
-    except ValueError as error:
-        raise RequestError(400, f"{path}: {error}", param=path) from error
+def _message(message: ChatMessage, place: int, reading: Reading) -> Message:
+    path = f"messages.{place}"
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad(f"{path}.tool_call_id", "must name the call that the tool answers", None)
+    return read_message(message, path, reading)
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
-    """Return the first error.
-
-    A union reports every branch. The deepest location is what the client meant, and of
-    several the branch of which the value has the type.
-    """
-    problem = max(
-        error.errors(include_url=False),
-        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
-    )
-    fields = _field_names(kind)
-    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
-    if problem["type"] == "extra_forbidden":
-        name = ".".join((*path, str(problem["loc"][-1])))
-        return bad(name, UNKNOWN_FIELD, problem["input"])
-    name = ".".join(path) or "body"
-    rule = problem["msg"].partition(", got ")[0]
-    value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"
-    return RequestError(400, f"{name}: {rule}{value}", param=name if path else None)
-
-
-@functools.cache
-def _field_names(kind: type[BaseModel]) -> frozenset[str]:
-    """Return the names of the fields of a request: pydantic's locations also contain
-    names of a union's branches.
-    """
-    schema = kind.model_json_schema()
-    models = [schema, *schema.get("$defs", {}).values()]
-    return frozenset(name for model in models for name in model.get("properties", {}))
+    """Return the first error."""
+    path, rule, got = first_problem(error, kind)
+    name = ".".join(path)
+    if rule == UNKNOWN_FIELD:
+        return bad(name, rule, got)
+    is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
+    value = f", got {got!r:.80}" if is_json else ""
+    return RequestError(400, f"{name or 'body'}: {rule}{value}", param=name or None)

@@ -14,16 +14,16 @@ the client disconnects, and does not wait for one that reads slowly. This requir
 
 import asyncio
 import contextlib
-import functools
 import re
 import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from rollweave.io.http.bodies import body_of
-from rollweave.io.http.guard import Guard
+from rollweave.io.http.guard import Guard, sent_token
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ToolFormat
@@ -33,14 +33,15 @@ from rollweave.rollout.gateway.answering import (
     answer,
     errors_of,
     identity,
+    ignored,
 )
-from rollweave.rollout.gateway.apis import apis
+from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_object
 from rollweave.rollout.gateway.refusals import RequestError
-from rollweave.rollout.gateway.responses import Api
+from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
-from rollweave.schema.work import TokenSequence
+from rollweave.schema.work import Ignored, TokenSequence, Unreadable
 
 MAX_SESSIONS: Final = 100_000
 """Maximum number of open sessions."""
@@ -61,11 +62,12 @@ class SessionRecording(Struct, frozen=True, kw_only=True):
     """The recording of a session.
 
     `undelivered_tokens` were sampled for answers that never arrived: no sequence
-    contains them.
+    contains them. `ignored` are the fields of its requests that had no effect.
     """
 
     sequences: tuple[TokenSequence, ...]
     undelivered_tokens: int = 0
+    ignored: tuple[Ignored, ...] = ()
 
 
 class Gateway:
@@ -103,10 +105,12 @@ class Gateway:
         sampling: Sampling | None = None,
         pinned: bool = False,
         no_images: str = NO_IMAGES,
+        unreadable: Unreadable = "ignore",
     ) -> Access:
         """Open a new session. `sampling` holds the defaults of a request, or with
         `pinned` always applies. With `no_images` "", messages may have images;
-        otherwise it says why not.
+        otherwise it says why not. Fields that neither the model nor its chat template
+        can read are ignored and recorded, or with `unreadable` "refuse" refused.
 
         Raises ValueError for an id that is taken or cannot be part of a path.
         """
@@ -129,6 +133,7 @@ class Gateway:
             pinned=pinned,
             unconstrained=self._unconstrained,
             no_images=no_images,
+            unreadable=unreadable,
         )
         self._sessions[id] = session
         return Access(path=f"/s/{id}/v1", token=session.token)
@@ -154,42 +159,64 @@ class Gateway:
         session.close()
         recorder = session.recorder
         return SessionRecording(
-            sequences=recorder.sequences(), undelivered_tokens=recorder.undelivered_tokens
+            sequences=recorder.sequences(),
+            undelivered_tokens=recorder.undelivered_tokens,
+            ignored=session.ignored.entries(),
         )
 
     def app(self) -> web.Application:
         """Return the application, which must be served with `handler_cancellation`."""
         app = web.Application()
-        app.router.add_get("/s/{session}/v1/models", self._models)
-        for path, api in self._apis.items():
-            app.router.add_post("/s/{session}/v1" + path, functools.partial(self._answer, api=api))
-        paths = {"/v1" + path: api for path, api in self._apis.items()}
+        base = "/s/{session}/v1"
+        for probed in ("/s/{session}", base):
+            app.router.add_get(probed, self._probe)
+        add_apis(
+            app,
+            base,
+            self._apis,
+            answer=self._answer,
+            count=self._count,
+            model=self._model_object,
+        )
+        served = {**self._apis, **{path: self._apis[of] for path, of in COUNTS.items()}}
+        paths = {"/v1" + path: api for path, api in served.items()}
         app.middlewares.append(errors_of(paths))
         return app
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
-        model = {
-            "id": self._model,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "rollweave",
-        }
-        return web.json_response({"object": "list", "data": [model]})
+    async def _probe(self, request: web.Request) -> web.StreamResponse:
+        """Answer a client that asks whether the address is served."""
+        id = request.match_info["session"]
+        if id not in self._sessions:
+            raise _unknown(id)
+        return web.json_response({"status": "ok"})
+
+    def _model_object(self, request: web.Request, name: str) -> Json:
+        context = self._session(request).limits.context
+        root = self._model
+        return model_object(name or root, root=root, created=self._started, context=context)
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY)
         key, repeated = identity(request, body)
+        chat, unread = session.readable(api.parse(body))
+        chat = msgspec.structs.replace(chat, model=chat.model or self._model)
         return await answer(
             request,
-            session,
+            [(session, chat)],
             api,
-            api.parse(body),
+            unread=unread,
             key=key,
             repeated=repeated,
             keep_alive_s=self._keep_alive_s,
         )
+
+    async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
+        session = self._session(request)
+        body = await body_of(request, most=MAX_BODY)
+        chat, unread = session.readable(api.parse(body, counts=True))
+        count = api.count(len(session.prompt_of(chat)))
+        return web.json_response(count, headers=ignored(unread))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of the path if the client has its token."""
@@ -197,10 +224,8 @@ class Gateway:
         session = self._sessions.get(id)
         if session is None:
             raise _unknown(id)
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if not token:  # Anthropic's clients
-            scheme, token = "bearer", request.headers.get("X-Api-Key", "")
-        if scheme.lower() != "bearer" or not session.accepts_token(token.strip()):
+        sent = [request.headers.getall(name, []) for name in ("Authorization", "X-Api-Key")]
+        if not session.accepts_token(sent_token(*sent)):
             text = "the bearer token must be that of the session"
             raise RequestError(401, text, code="invalid_api_key")
         return session

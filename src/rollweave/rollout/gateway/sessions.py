@@ -9,7 +9,6 @@ it, and cancelled when the last one has gone; a closed session generates nothing
 import asyncio
 import contextlib
 import hmac
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -19,10 +18,14 @@ import msgspec
 
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
+from rollweave.rollout.gateway.calls import call_constraint
 from rollweave.rollout.gateway.deltas import DeltaReader
+from rollweave.rollout.gateway.fields import Unread
+from rollweave.rollout.gateway.readable import IgnoredFields, readable
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
-from rollweave.rollout.gateway.refusals import RequestError, bad
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
@@ -34,9 +37,10 @@ from rollweave.schema.serving import (
     FinishReason,
     GenerateResult,
     Sampling,
+    TokenChances,
     TokenDelta,
 )
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import StopReason, Unreadable
 
 Generate = Callable[..., Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
@@ -86,7 +90,6 @@ class Turn:
     """
 
     call: Call
-    forced: str
     waiters: int = 0
     task: asyncio.Task[None] | None = None
     error: RequestError | None = None
@@ -98,6 +101,8 @@ class Turn:
     however slowly clients read.
     """
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TokenChances] = field(default_factory=list)
+    """The tokens that are reported beside each of them, if any are."""
     news: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -115,10 +120,12 @@ class Turn:
         if delta.start == 0:
             self.tokens.clear()
             self.logprobs.clear()
+            self.tops.clear()
         if delta.start != len(self.tokens) or len(delta.tokens) != len(delta.logprobs):
             return
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.tops += delta.top_logprobs
         news, self.news = self.news, asyncio.get_running_loop().create_future()
         news.set_result(None)
 
@@ -128,7 +135,10 @@ class Session:
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
-    `no_images` is why messages must have no images; "" if they may.
+    `no_images` is why messages must have no images; "" if they may. `unreadable` says
+    whether fields that neither the model nor its template can read are ignored, and
+    recorded in `ignored`, or refused. `call_prefix` begins the ids of tool calls, which
+    are unique within the session.
     """
 
     def __init__(
@@ -143,8 +153,13 @@ class Session:
         pinned: bool,
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
+        unreadable: Unreadable = "ignore",
+        call_prefix: str = "",
     ) -> None:
+        self._call_prefix = call_prefix
         self.id, self.limits = id, limits
+        self.unreadable: Unreadable = unreadable
+        self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
@@ -170,6 +185,23 @@ class Session:
         """Return whether this is the session's token."""
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
 
+    def readable(self, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
+        """Return the request as the agent can be shown it, and what was left out of it,
+        which is recorded. Raises RequestError.
+        """
+        codec = self._codec
+        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
+        self.ignored.add(unread)
+        return chat, unread
+
+    def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
+        """Return the tokens of a request's prompt. Raises RequestError."""
+        self.check(chat)
+        try:
+            return self.recorder.prompt_of(chat.messages, chat.tools, chat.template_arguments)
+        except ChatError as error:
+            raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
+
     @contextlib.asynccontextmanager
     async def turn(
         self, chat: ChatRequest, key: Hashable, *, repeated: bool
@@ -192,9 +224,12 @@ class Session:
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
-        if chat.prompt is not None:
-            return self._codec.plain
-        return self._codec.with_arguments(chat.template_arguments)
+        codec = self._codec.plain
+        if chat.source != "prompt":
+            codec = self._codec.with_arguments(chat.template_arguments)
+        # The marks of calls and of thoughts may be special tokens.
+        shows_special = chat.reads_calls or (chat.divides and codec.thinking is not None)
+        return codec.without_special() if chat.hides_special and not shows_special else codec
 
     def deltas_of(self, turn: Turn, chat: ChatRequest) -> DeltaReader:
         """Return a reader of the turn's text while it is sampled."""
@@ -205,9 +240,37 @@ class Session:
             self.codec_of(chat),
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
-            call_start="" if turn.forced else call_start,
+            call_start=call_start,
             logprobs=chat.logprobs,
+            thinking=self._thinking_of(chat),
         )
+
+    def _thinking_of(self, chat: ChatRequest) -> Thinking | None:
+        """Return the marks by which the turn's thoughts are divided from its text. An
+        answer whose form is constrained has none: the constraint holds from its first
+        token.
+        """
+        if not chat.divides or chat.constraint is not None or chat.call is not None:
+            return None
+        return self.codec_of(chat).thinking
+
+    def thought_tokens(self, chat: ChatRequest, result: GenerateResult) -> int:
+        """Return how many of the sampled tokens are thoughts and their marks."""
+        thinking = self._thinking_of(chat)
+        if thinking is None:
+            return 0
+        codec, tokens = self.codec_of(chat), result.tokens
+        place = thinking.divide(codec.text(tokens))
+        if not place.end and not place.answer:
+            return 0
+        low, high = 0, len(tokens)
+        while low < high:  # the fewest tokens whose text reaches the answer
+            middle = (low + high) // 2
+            if len(codec.decode(tokens[:middle])) < place.answer:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def deliver(self, turn: Turn) -> None:
         """Record that the client has the answer."""
@@ -232,25 +295,17 @@ class Session:
                 f"session must be open, got {self.id!r:.80}, which is closed",
                 code="session_not_found",
             )
-        forced = ""
-        self._check_size(chat)
-        self._check_images(chat)
-        self._check_template(chat)
-        if chat.tools:
-            self._check_tools(chat)
+        self.check(chat)
         if self.recorder.repeated_call(key, repeated=repeated) is None:
             self._check_concurrency()
             if self.exhausted is not None:  # the first refusal still reads the history
                 self._check_quota()
-        if chat.call is not None and self._tools is not None:
-            forced = self._tools.call_prefix(chat.call)
         try:
             call = self.recorder.begin(
                 key,
                 chat.messages,
                 chat.tools,
                 prompt=chat.prompt,
-                forced=forced,
                 repeated=repeated,
                 arguments=chat.template_arguments,
             )
@@ -258,7 +313,7 @@ class Session:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
         turn = self._turns.get(call)
         if turn is None:
-            turn = Turn(call, forced)
+            turn = Turn(call)
             try:
                 sampling = self._admit(chat, call)
             except RequestError:
@@ -272,9 +327,27 @@ class Session:
             turn.task.add_done_callback(self._tasks.discard)
         return turn
 
+    def check(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a request that the agent cannot be shown."""
+        self._check_size(chat)
+        try:
+            self.codec_of(chat)
+        except ChatError as error:
+            name = "chat_template_kwargs"
+            raise RequestError(400, f"{name}: {error}", param=name) from error
+        if chat.tools:
+            self._check_tools(chat)
+        images = [image for message in chat.messages for image in message.images]
+        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
+        if images and (problem := why or prompt_error(images)):
+            raise RequestError(400, f"{chat.source} {problem}", param=chat.source)
+
     def _check_size(self, chat: ChatRequest) -> None:
+        """Raise RequestError for a text that is too long to be tokenized."""
         chars = sum(map(len, chat.tools)) + sum(
-            len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
+            len(message.content)
+            + len(message.thoughts)
+            + sum(len(call.arguments) for call in message.tool_calls)
             for message in chat.messages
         )
         chars += len(chat.prompt) if isinstance(chat.prompt, str) else 0
@@ -285,32 +358,8 @@ class Session:
                 chat.source,
                 f"{chat.source} and tools must have at most {limit} characters in {context}, "
                 f"got {chars}",
+                tokens=chars // MAX_CHARS_PER_TOKEN,
             )
-
-    def _check_images(self, chat: ChatRequest) -> None:
-        """Raise RequestError for images that the agent cannot be shown."""
-        images = [image for message in chat.messages for image in message.images]
-        if not images:
-            return
-        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
-        if error := why or prompt_error(images):
-            raise RequestError(400, f"{chat.source} {error}", param=chat.source)
-
-    def _check_template(self, chat: ChatRequest) -> None:
-        """Raise RequestError for arguments that this model's chat template cannot
-        have.
-        """
-        known = self._codec.template_variables
-        for name, value in json.loads(chat.template_arguments or "{}").items():
-            if name not in known:
-                reads = ", ".join(sorted(known)) or "no arguments"
-                rule = f"must be null: this model's chat template reads {reads}"
-                raise bad(name, rule, value)
-        try:
-            self.codec_of(chat)
-        except ChatError as error:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name}: {error}", param=name) from error
 
     def _check_tools(self, chat: ChatRequest) -> None:
         if not self.codec_of(chat).shows_tools:
@@ -361,19 +410,22 @@ class Session:
                 chat.source,
                 f"{chat.source} must leave room in a context of {limits.context} tokens, got "
                 f"{used} tokens",
+                tokens=used,
             )
         self.exhausted = None
         return self._sampling_of(
             chat, call, min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
         )
 
-    def _too_long(self, source: str, text: str) -> RequestError:
+    def _too_long(self, source: str, text: str, *, tokens: int) -> RequestError:
         """Return the error for a prompt that does not fit into the context."""
         self.exhausted, self.context_error = StopReason.MAX_TOKENS, text
-        return RequestError(400, text, param=source, code="context_length_exceeded")
+        return TooLongError(text, param=source, tokens=tokens, limit=self.limits.context)
 
     def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
+        goes_on = chat.adjustments is not None and chat.adjustments.ignores_eos
+        ends, end_texts = ((), ()) if goes_on else (codec.stop_token_ids, codec.stop)
         one_call = (
             (self._tools.call_end,)
             if self._tools is not None and chat.reads_calls and chat.one_call
@@ -390,10 +442,11 @@ class Session:
             base,
             max_tokens=min(room, chat.max_tokens or room),
             stop_token_ids=tuple(
-                dict.fromkeys((*codec.stop_token_ids, *base.stop_token_ids, *chat.stop_token_ids))
+                dict.fromkeys((*ends, *base.stop_token_ids, *chat.stop_token_ids))
             ),
-            stop=(*codec.stop, *base.stop, *chat.stop, *one_call),
+            stop=(*end_texts, *base.stop, *chat.stop, *one_call),
             allowed=chat.allowed or base.allowed,
+            adjustments=chat.adjustments,
             constraint=self._constraint_of(chat),
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
@@ -401,15 +454,22 @@ class Session:
         )
 
     def _constraint_of(self, chat: ChatRequest) -> Constraint | None:
-        """Return the constraint of a turn, which may call a tool instead. Raises
-        RequestError if the engines have none.
+        """Return the constraint of a turn: of its answer, of its calls, or of both.
+
+        Raises RequestError if the engines have none. Strict tools are only shown then.
         """
-        if chat.constraint is not None and self._unconstrained:
-            rule = f"response_format must be null: {self._unconstrained}"
-            raise RequestError(400, rule, param="response_format")
-        if chat.constraint is None or self._tools is None or not chat.reads_calls:
+        if self._unconstrained:
+            for field, rule, wanted in (
+                ("response_format", "null", chat.constraint),
+                ("tool_choice", "auto or none", chat.call),
+            ):
+                if wanted is not None:
+                    text = f"{field} must be {rule}: {self._unconstrained}"
+                    raise RequestError(400, text, param=field)
+            return None
+        if self._tools is None or not chat.reads_calls:
             return chat.constraint
-        return msgspec.structs.replace(chat.constraint, call_start=self._tools.call_start)
+        return call_constraint(chat, self._tools, self._codec)
 
     async def _take_turn(self, turn: Turn, chat: ChatRequest, sampling: Sampling) -> None:
         try:
@@ -420,7 +480,8 @@ class Session:
                     self.id, turn.call.prompt, sampling, on_tokens, **more
                 )
             if result.finish is FinishReason.CONTEXT:
-                raise self._too_long(chat.source, f"{chat.source} must fit: {result.error}")
+                text = f"{chat.source} must fit: {result.error}"
+                raise self._too_long(chat.source, text, tokens=len(turn.call.prompt))
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -450,16 +511,17 @@ class Session:
             self.codec_of(chat),
             tools,
             result,
-            number=turn.call.number,
-            forced=turn.forced,
+            number=f"{self._call_prefix}{turn.call.number:05d}",
             stop=self._stop_texts(chat),
             stop_tokens=chat.stop_token_ids,
+            shows_stop=chat.shows_stop,
+            thinking=self._thinking_of(chat),
         )
         codec = self.codec_of(chat)
         text = "" if codec.end_overlap(result.tokens) else codec.text(result.tokens)
         stops = (*self._sampling.stop, *chat.stop)
         end = next((one for one in stops if text.startswith(one, turn.shown)), "")
-        stopped = turn.forced + text[: turn.shown] + end if end else ""
+        stopped = text[: turn.shown] + end if end else ""
         self.recorder.answer(turn.call, result, turn.message, stopped=stopped)
         asked = chat.messages
         if isinstance(chat.prompt, str):

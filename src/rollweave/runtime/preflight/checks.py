@@ -10,6 +10,9 @@ from rich.table import Table
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
+FORCED = "--force"
+"""Name of the checks whose failure `--force` has overridden."""
+
 
 class Status(enum.StrEnum):
     OK = "ok"
@@ -21,12 +24,13 @@ class Check(Struct, frozen=True, kw_only=True):
     """The result of one check.
 
     `detail` describes what was found; for a failure, it names the field, the rule and
-    the value.
+    the value. A failure that is `estimated` may be wrong, and `--force` overrides it.
     """
 
     name: str
     status: Status
     detail: str
+    estimated: bool = False
 
 
 MARKS = {Status.OK: "[green]✓[/]", Status.WARN: "[yellow]![/]", Status.FAIL: "[red]✗[/]"}
@@ -48,11 +52,25 @@ def failures(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status is Status.FAIL]
 
 
+def forced(checks: Sequence[Check]) -> list[Check]:
+    """Return the checks with a warning in place of each failure that is estimated."""
+    return [
+        warn(FORCED, f"{check.name}: {check.detail}")
+        if check.estimated and check.status is Status.FAIL
+        else check
+        for check in checks
+    ]
+
+
 def must_pass(checks: Sequence[Check]) -> None:
     """Raise ConfigError with one line for each check that failed."""
-    failed = failures(checks)
-    if failed:
-        raise ConfigError("\n".join(f"{check.name}: {check.detail}" for check in failed))
+    lines = [
+        f"{check.name}: {check.detail}"
+        + (" (an estimate, which --force overrides)" if check.estimated else "")
+        for check in failures(checks)
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def show(checks: Sequence[Check], console: Console) -> None:

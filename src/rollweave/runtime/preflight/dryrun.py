@@ -23,7 +23,7 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.preflight import examiner
-from rollweave.runtime.preflight.checks import Check, fail, must_pass, ok, warn
+from rollweave.runtime.preflight.checks import FORCED, Check, fail, must_pass, ok, warn
 from rollweave.runtime.preflight.environments import (
     REPEATED,
     Declared,
@@ -32,7 +32,7 @@ from rollweave.runtime.preflight.environments import (
     examine_rules,
     refuse_images,
 )
-from rollweave.runtime.preflight.layout import Layout
+from rollweave.runtime.preflight.layout import COMPUTED, Layout
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import (
     LEFT_OUT,
@@ -56,7 +56,7 @@ from rollweave.train.lengths import check_installed
 UNUSED = "no effect"
 """Name of the checks for settings without effect."""
 
-SHOWN = (UNUSED, LEFT_OUT, REPEATED)
+SHOWN = (COMPUTED, FORCED, UNUSED, LEFT_OUT, REPEATED)
 """Names of the checks that a real run shows as well."""
 
 REWARD_S = 30.0

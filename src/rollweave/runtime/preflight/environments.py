@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
@@ -27,13 +29,14 @@ from rollweave.rollout.reward_sources import reference_in, reward_function
 from rollweave.runtime.images import Images
 from rollweave.runtime.preflight.checks import Check, fail, failures, ok, warn
 from rollweave.runtime.preflight.images import examine_images
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from rollweave.schema.text import valid_tree
+from rollweave.schema.work import Limits, Purpose, StopReason, Task, Unreadable
 
 T = TypeVar("T")
 
@@ -145,7 +148,7 @@ def examine_domain(
         limits=task.limits,
         transcripts=transcripts,
         prompts=prompts,
-        drops_overlong=drops is not None and bool(drops(task.options)),
+        drops_overlong=drops is not None and bool(drops(copied(task.options))),
         first=first,
         shows_images=shows,
         tools=tools,
@@ -215,7 +218,7 @@ def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
     if method is None:
         return ()
     words = _guarded(
-        lambda: _iterated(method(task.options)), PATIENCE_S, f"{name} must return words"
+        lambda: _iterated(method(copied(task.options))), PATIENCE_S, f"{name} must return words"
     )
     wrong = (
         [words]
@@ -232,10 +235,18 @@ def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Messag
     method = getattr(kind, "prompts", None)
     if method is None:
         return ()
-    prompts: list[tuple[str, Sequence[Message]]] = _guarded(
-        lambda: list(method(task.options)), PATIENCE_S, "prompts must return places and messages"
+    prompts = _guarded(
+        lambda: [(place, _messages(each)) for place, each in method(copied(task.options))],
+        PATIENCE_S,
+        "prompts must return places and messages",
     )
-    return tuple((place, tuple(messages)) for place, messages in prompts)
+    return tuple(prompts)
+
+
+def _messages(given: Iterable[Message]) -> tuple[Message, ...]:
+    """Return the messages with valid text, as a rollout begins with them."""
+    plain = msgspec.to_builtins(tuple(given), builtin_types=(bytes,))
+    return msgspec.convert(valid_tree(plain), tuple[Message, ...])
 
 
 def _iterated(words: Any) -> Any:
@@ -251,7 +262,9 @@ def _transcripts(
     if method is None:
         raise BrokenError(f"env must have transcript() if warmup.steps is set, {task.env} has none")
     transcripts: list[tuple[Any, ...]] = _guarded(
-        lambda: [tuple(method(random.Random(seed), task.options)) for seed in range(TRANSCRIPTS)],
+        lambda: [
+            tuple(method(random.Random(seed), copied(task.options))) for seed in range(TRANSCRIPTS)
+        ],
         PATIENCE_S,
         "transcript must return messages",
     )
@@ -379,7 +392,8 @@ class _RecordingAgent:
         self.turns_left = 0
         raise LimitError(StopReason.MAX_TURNS, "a dry run has no agent")
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self, *, unreadable: Unreadable = "ignore") -> Endpoint:
+        del unreadable
         self.has_message = True
         raise _DryRunError("a dry run has no agent")
 
@@ -412,7 +426,7 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
         images = Images(config.sandbox, clock=time.monotonic)
         sandboxes = Sandboxes(config.sandbox.backend, images=images, cached_only=True)
         try:
-            handler = resolve(task.env)(**task.options)
+            handler = resolve(task.env)(**copied(task.options))
             try:
                 async with asyncio.timeout(task.step_s):
                     await handler.init(Job(task=drawn, seed=0, sandboxes=sandboxes))

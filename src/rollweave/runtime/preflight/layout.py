@@ -12,6 +12,7 @@ from rollweave.core.membership import first_engines
 from rollweave.core.policy.binding import Unbound
 from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.core.policy.scheduling import scheduling
+from rollweave.io.cpu import computed_dtype, describe_computation
 from rollweave.runtime.hosts.cluster import slot_of
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.resources import devices as gpus
@@ -33,6 +34,9 @@ from rollweave.weights.checkpoint import ModelShape
 
 HERE = "this host"
 """Name of the machine of a run without a cluster."""
+
+COMPUTED = "model.dtype"
+"""Name of the check of the format in which the model is computed."""
 
 COMFORT = 0.8
 """Share of a memory from which an estimate is reported as a warning."""
@@ -308,6 +312,10 @@ def check_layout(
     if config.model.device == "cuda" and not count:
         yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")
         return
+    if config.model.dtype != "float32" and any(group.server is None for group in config.engines):
+        dtype, device = config.model.dtype, config.model.device
+        native = computed_dtype(dtype, device) == dtype
+        yield (ok if native else warn)(COMPUTED, describe_computation(dtype, device))
     for one in layout.unbound:
         yield fail(
             _field_of(config, one.process), f"must have a place, got {one.process}: {one.reason}"
@@ -492,13 +500,13 @@ def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Che
             if user.kind == process.kind and part.what == what
         )
         others = f" (and of {len(full) - 1} more)" if len(full) > 1 else ""
-        yield fail(
-            field,
+        text = (
             f"must fit, beside all else, into the {human_bytes(full[0].nbytes)} of "
             f"{_where(full[0])}{others}, got {_value(config, field)}: about "
             f"{human_bytes(full[0].needed)} are needed, {human_bytes(need)} of them for "
-            f"{what} of {process.kind}s",
+            f"{what} of {process.kind}s"
         )
+        yield msgspec.structs.replace(fail(field, text), estimated=True)
     if failed:
         return
     for on_device, memory in fullest.items():

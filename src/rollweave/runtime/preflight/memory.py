@@ -3,20 +3,24 @@ shape alone.
 
 The estimate is exact for weights, gradients, optimizer, KV cache and published weights.
 The tensors that a forward pass keeps for the backward pass are counted operation by
-operation, for passes over a single sequence. Processes, CUDA and the temporary tensors
-of one operation are allowed for by constants, which were not measured on a GPU.
+operation, for passes over a single sequence of the maximum length. Processes, CUDA and
+the temporary tensors of one operation are allowed for by constants, which were not
+measured on a GPU. `rollweave bench memory` compares the estimate with measured peaks.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
 from rollweave.engine.servers.kinds import kind_of
+from rollweave.io.cpu import computed_dtype
 from rollweave.schema.base import Struct
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.model import HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.weights import NUMBER_BYTES
 from rollweave.weights.adapters import adapter_sizes
 from rollweave.weights.checkpoint import ModelShape
@@ -132,6 +136,7 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
         model += shard
     offloaded = "optimizer" in trainer.save_memory
     on_gpu = config.model.device == "cuda"
+    passes = activations(config, shape)
     parts = [
         Part(what="weights", nbytes=model, setting="trainer.ranks"),
         Part(what="gradients", nbytes=shard, setting="trainer.ranks"),
@@ -143,7 +148,7 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
         ),
         Part(
             what="activations",
-            nbytes=activations(config, shape),
+            nbytes=passes,
             setting="trainer.micro_tokens",
         ),
     ]
@@ -166,14 +171,17 @@ def rank_parts(config: RunConfig, shape: ModelShape, *, rank: int) -> list[Part]
                 setting="trainer.ranks",
             )
         )
-    parts.append(
-        Part(
-            what="copy for a checkpoint",
-            nbytes=3 * shard,
-            on_device=False,
-            setting="trainer.ranks",
+    # It is made between two steps, on a CPU in the memory that the activations left.
+    copied = 3 * shard if on_gpu else 3 * shard - passes
+    if copied > 0:
+        parts.append(
+            Part(
+                what="copy for a checkpoint",
+                nbytes=copied,
+                on_device=False,
+                setting="trainer.ranks",
+            )
         )
-    )
     if rank == 0:
         parts.append(_versions(config, shape))
     if trainer.colocated:
@@ -225,7 +233,10 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
         each = parameters(shape) * MASTER_BYTES
         first = Part(what="first weights", nbytes=each, on_device=False, setting="model")
         return [first, *_process(config, setting="engines.count")]
-    width = NUMBER_BYTES[config.model.dtype]
+    dtype: str = config.model.dtype
+    if group.server is None:
+        dtype = computed_dtype(dtype, config.model.device)
+    width = NUMBER_BYTES[dtype]
     kv = group.kv_tokens * kv_bytes(shape, width)
     parts = [
         Part(what="weights", nbytes=parameters(shape) * width, setting="model"),
@@ -247,7 +258,7 @@ def engine_parts(config: RunConfig, shape: ModelShape, group: EngineConfig) -> l
             parts.append(Part(what="new weights", nbytes=version, on_device=False, setting="model"))
         return [*parts, *_process(config, setting="engines.count")]
     if config.model.device != "cuda":
-        if config.model.dtype == "float32" and not group.deterministic:
+        if dtype == "float32" and not group.deterministic:
             parts.append(Part(what="copy of the KV cache", nbytes=kv, setting="engines.kv_tokens"))
     else:
         # attention gathers the blocks of one layer, and new weights arrive one by one
@@ -295,7 +306,8 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes that one packed forward pass keeps for the backward pass.
 
     The pass has one sequence of the maximum length, or several with `micro_tokens` in
-    all. Weights that are converted or concatenated for a product are kept, too.
+    all. Weights that are converted or concatenated for a product are kept, too. Logits
+    are those of the tokens that the agent may sample.
     """
     longest = max(task.max_tokens for task in config.tasks)
     on_cpu = config.model.device != "cuda"
@@ -308,8 +320,9 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
     )
     micro = min(config.trainer.micro_tokens, CPU_TOKENS) if on_cpu else config.trainer.micro_tokens
     tokens = min(max(micro, longest), batch_tokens(config))
-    width = NUMBER_BYTES[config.model.dtype]
-    logits = min(HEAD_LOGITS, tokens * shape.vocab)
+    width = _computed_width(config)
+    sampled = max(_sampled_share(task) for task in config.tasks)
+    logits = min(HEAD_LOGITS, math.ceil(tokens * sampled) * shape.vocab)
     kept = HEAD_COPIES * 4 * logits
     if "activations" in config.trainer.save_memory:
         # each layer's input, and one layer at a time
@@ -351,12 +364,24 @@ def saved_bytes(shape: ModelShape, tokens: int, *, longest: int, width: int, on_
     return tokens * (layers * row + attention) + layers * copied * width
 
 
+def _sampled_share(task: TaskConfig) -> float:
+    """Return the largest share of a trajectory of the maximum length that the agent may
+    have sampled.
+    """
+    return min(1.0, task.max_turns * task.max_turn_tokens / task.max_tokens)
+
+
 def _adapter_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     """Return the bytes that adapters keep for the backward pass: the output of A."""
     if config.lora is None:
         return 0
     layers = len(adapter_sizes(shape, config.lora)) // 2
-    return tokens * layers * config.lora.rank * NUMBER_BYTES[config.model.dtype]
+    return tokens * layers * config.lora.rank * _computed_width(config)
+
+
+def _computed_width(config: RunConfig) -> int:
+    """Return the bytes of a number with which the trainer computes."""
+    return NUMBER_BYTES[computed_dtype(config.model.dtype, config.model.device)]
 
 
 def gathered_layers(shape: ModelShape, *, tensor_parallel: int = 1) -> int:

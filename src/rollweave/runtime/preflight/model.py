@@ -11,12 +11,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
-from rollweave.rollout.chat.conversation import tokenize_transcript
-from rollweave.rollout.chat.template import ChatTemplate, configured
+from rollweave.rollout.chat.template import DEFAULT, ChatTemplate, configured
 from rollweave.runtime.checkpoints import EXPORT, Checkpoints, is_model
 from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, warn
 from rollweave.runtime.preflight.environments import Domain
@@ -39,7 +36,8 @@ from rollweave.runtime.preflight.memory import (
     trained_parameters,
     trajectory_bytes,
 )
-from rollweave.schema.chat import Message
+from rollweave.runtime.preflight.prompts import examine_prompts, named, overlong_prompts, too_long
+from rollweave.runtime.preflight.tokens import check_tokens, describe_template
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
@@ -51,16 +49,19 @@ from rollweave.weights.adapters import (
     linear_layers,
     targeted_layers,
 )
-from rollweave.weights.checkpoint import ModelShape, read_any_shape, read_shape, read_sizes
+from rollweave.weights.checkpoint import (
+    ModelShape,
+    read_any_shape,
+    read_shape,
+    read_sizes,
+    weight_files,
+)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """Form of the names of models on the hub, which relative paths may have too."""
 
 LEFT_OUT = "left out"
 """Name of the checks that say which prompts are left out."""
-
-NAMED = 5
-"""Maximum number of prompts that are named as too long; the others are counted."""
 
 TEACHER_S = 15.0
 """Maximum seconds of each request that checks the teacher, which should serve before
@@ -71,11 +72,6 @@ _WITHOUT_EXPERTS = fail(
     "algorithm.routing_replay",
     "must be false for a model without experts whose choice can be replayed, got true",
 )
-
-SLACK = 8
-"""Maximum number of tokens that a template may add to a message because it is not
-empty.
-"""
 
 
 def examine_model(
@@ -125,7 +121,7 @@ def without_overlong(
     for domain in (domain for domain in domains if domain.drops_overlong):
         try:
             codec = codec or _codec(config, domains)
-            overlong = [place for place, _ in _too_long(codec, domain)]
+            overlong = [place for place, _ in too_long(codec, domain)]
         except (ConfigError, ChatError, OSError, ValueError, KeyError, TypeError):
             break
         if overlong and len(overlong) == len(domain.prompts):
@@ -144,7 +140,7 @@ def without_overlong(
                 LEFT_OUT,
                 f"{domain.name}: {len(overlong):,} of {len(domain.prompts):,} prompts are not "
                 f"shorter than max_tokens ({domain.limits.max_tokens}), and are left out: "
-                f"{_named(overlong)}",
+                f"{named(overlong)}",
             )
         )
     return config, checks, frozenset(measured)
@@ -208,9 +204,7 @@ def _model(
             )
         return shape, [
             *checks,
-            *_prompts(codec, domains),
-            *_overlong(codec, domains),
-            *_transcripts(codec, domains),
+            *examine_prompts(codec, domains),
             *_teacher(config, codec, elsewhere=elsewhere),
         ]
     assert config.model.path is not None, "the configuration has one of path and scratch"
@@ -225,19 +219,12 @@ def _model(
         return shape, [*checks, warn("weights", text)]
     checks.append(_weights(directory, shape))
     codec = _codec(config, domains)
-    checks.append(
-        ok(
-            "chat template",
-            f"grows turn by turn; a turn ends at token {', '.join(map(str, codec.stop_token_ids))}",
-        )
-    )
+    checks += [*check_tokens(codec, shape), describe_template(codec)]
     for domain in domains:
         codec.single_token_ids(domain.allowed)
     return shape, [
         *checks,
-        *_prompts(codec, domains),
-        *_overlong(codec, domains),
-        *_transcripts(codec, domains),
+        *examine_prompts(codec, domains),
         *_teacher(config, codec, elsewhere=elsewhere),
     ]
 
@@ -405,92 +392,16 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
     return ok(name, text)
 
 
-def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
-    """Check that the first messages of an episode leave room for the agent."""
-    for domain in domains:
-        if not domain.first:
-            continue
-        try:
-            if domain.tools and not codec.shows_tools:
-                yield fail(
-                    domain.name,
-                    f"the model's chat template must show the {len(domain.tools)} tools that the "
-                    "handler offers its agent, got "
-                    'one that shows none; with options.calls = "text", if the handler has it, '
-                    "none is needed",
-                )
-                continue
-            count = len(codec.start(domain.first, domain.tools))
-        except ChatError as error:
-            yield fail(domain.name, f"first messages: {error}")
-            continue
-        limit = domain.limits.max_tokens
-        if count >= limit:
-            yield fail(
-                f"{domain.name}.max_tokens",
-                f"must be more than the first prompt ({count} tokens), got {limit}",
-            )
-        else:
-            yield ok(f"{domain.name} prompt", f"{count} of {limit} tokens")
-
-
 def check_prompts(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
     """Check that every prompt of these domains leaves room for the agent."""
     if not domains:
         return []
     try:
-        return failures(list(_overlong(_codec(config, domains), domains)))
+        return failures(list(overlong_prompts(_codec(config, domains), domains)))
     except ConfigError as error:
         return [fail("model", str(error))]
     except (ChatError, OSError, ValueError, KeyError, TypeError) as error:
         return [fail("model", _text(error))]
-
-
-def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
-    """Check that every prompt that can be listed leaves room for the agent.
-
-    Name the first ones that do not; count all.
-    """
-    for domain in domains:
-        overlong = list[str]()
-        try:
-            for place, count in _too_long(codec, domain):
-                overlong.append(f"{place} ({count} tokens)")
-        except ChatError as error:
-            yield fail(domain.name, str(error))
-        if overlong:
-            text = (
-                f"{len(overlong):,} of {len(domain.prompts):,} are not shorter: {_named(overlong)}"
-            )
-            yield fail(
-                f"{domain.name}.max_tokens",
-                f"must be more than every prompt, got {domain.limits.max_tokens}; {text}",
-            )
-
-
-def _too_long(codec: ChatCodec, domain: Domain) -> Iterator[tuple[str, int]]:
-    """Yield the place and the length of each listed prompt that leaves the agent no
-    room. Raises ChatError that names the place.
-    """
-    limit = domain.limits.max_tokens
-    for place, messages in domain.prompts:
-        bare = tuple(msgspec.structs.replace(message, content="") for message in messages)
-        # a token has at least one byte of its text, so that most prompts need not be
-        # tokenized
-        try:
-            least = len(codec.start(bare)) + sum(
-                len(message.content.encode()) + SLACK for message in messages
-            )
-            count = len(codec.start(messages)) if least >= limit else least
-        except ChatError as error:
-            raise ChatError(f"prompt of {place}: {error}") from error
-        if count >= limit:
-            yield place, count
-
-
-def _named(places: Sequence[str]) -> str:
-    """Return the first of these, as a text."""
-    return ", ".join(places[:NAMED]) + (", …" if len(places) > NAMED else "")
 
 
 def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
@@ -499,43 +410,8 @@ def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
         return ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
     words = [word for domain in domains for word in domain.words]
     template = ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch")
-    return ChatCodec(build_tokenizer(words), configured(template, config.model.template_arguments))
-
-
-def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
-    """Check that a rollout's limits admit the transcripts of the warm-up.
-
-    Name the first transcript that breaks each limit.
-    """
-    for domain in domains:
-        broken: dict[str, str] = {}
-        for number, messages in enumerate(domain.transcripts):
-            try:
-                sequence = tokenize_transcript(codec, messages)
-            except (ChatError, ValueError) as error:
-                yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
-                break
-            for place, (turn, reply) in enumerate(
-                zip(sequence.turns, _replies(messages), strict=True)
-            ):
-                length = turn.end - turn.start
-                if length > domain.limits.max_turn_tokens:
-                    text = f"turn {place}, {reply!r:.60}, has {length} tokens with its end token"
-                    broken.setdefault(
-                        "max_turn_tokens",
-                        f"every turn of transcript(): in transcript {number} {text}",
-                    )
-            if len(sequence.tokens) > domain.limits.max_tokens:
-                text = f"every transcript(): number {number} has {len(sequence.tokens)} tokens"
-                broken.setdefault("max_tokens", text)
-        for limit, text in broken.items():
-            yield fail(
-                f"{domain.name}.{limit}", f"must hold {text}, got {getattr(domain.limits, limit)}"
-            )
-
-
-def _replies(messages: Sequence[Message]) -> list[str]:
-    return [message.content for message in messages if message.role == "assistant"]
+    given = configured({DEFAULT: template}, config.model.template_arguments)
+    return ChatCodec(build_tokenizer(words), given[DEFAULT])
 
 
 def _weights(directory: Path, shape: ModelShape) -> Check:
@@ -546,9 +422,8 @@ def _weights(directory: Path, shape: ModelShape) -> Check:
         shape.check(read_sizes(directory))
     except WeightsError as error:
         raise ConfigError(f"{directory}: {error}") from error
-    return ok(
-        "weights", human_bytes(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
-    )
+    size = sum(file.stat().st_size for file in weight_files(directory))
+    return ok("weights", human_bytes(size))
 
 
 def _layout(

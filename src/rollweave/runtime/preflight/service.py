@@ -12,6 +12,7 @@ from rollweave.runtime.preflight.environments import (
     refuse_images,
 )
 from rollweave.runtime.preflight.model import check_context, check_prompts, without_overlong
+from rollweave.schema.base import copied
 from rollweave.schema.config.root import RunConfig
 
 
@@ -37,7 +38,7 @@ def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
     domains = list[Domain]()
     for index, task in enumerate(config.tasks):
         drops = getattr(resolve(task.env), "drops_overlong", None)
-        if drops is not None and drops(task.options):
+        if drops is not None and drops(copied(task.options)):
             with contextlib.chdir("."):  # the user's code may change the directory
                 domain, _ = examine_domain(config, index, deep=False)
             domains += [domain] if domain is not None else []

@@ -20,6 +20,8 @@ from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import Resources
+from rollweave.schema.packing import DEPTH, LEAST, MOST, is_deep
+from rollweave.schema.text import valid
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -158,20 +160,43 @@ def _read(file: Path) -> str:
     try:
         with file.open("rb") as source:  # it may be a pipe or a device
             data = source.read(FILE_BYTES + 1)
-        # some editors begin a file with a byte order mark
-        text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: config must be a readable text file: {error}") from error
     if len(data) > FILE_BYTES:
         raise ConfigError(f"{file}: config must have at most {FILE_BYTES} bytes, got more")
-    return text
+    try:
+        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{file}:{line}: config must be UTF-8: {error}") from error
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{name}: config must be valid TOML: {error}") from error
+    _check_values(data, name)
+    return data
+
+
+def _check_values(value: Any, name: str, key: str = "") -> None:
+    """Check what no type of a setting excludes, in an option of an environment, for
+    example. Raises ConfigError.
+    """
+    problem = ""
+    if not key and is_deep(value):
+        problem = f"config must be at most {DEPTH} levels deep"
+    elif isinstance(value, int) and not LEAST <= value <= MOST:
+        problem = f"{key} must be an integer of 64 bits, got one of {value.bit_length()}"
+    elif isinstance(value, str) and valid(value) != value:
+        problem = f"{key} must be valid text, got {value!a:.80}"
+    if problem:
+        raise ConfigError(f"{name}: {problem}")
+    pairs = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else pairs
+    for place, inner in items:
+        _check_values(inner, name, f"{key}.{place}".removeprefix("."))
 
 
 def dumps(config: RunConfig) -> str:
@@ -217,7 +242,7 @@ def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
         shown = ".".join(parts[: place + 1])
         where: Any = part
         if isinstance(at, list):
-            if not part.isdecimal() or int(part) >= len(at):
+            if not (part.isascii() and part.isdecimal()) or int(part) >= len(at):
                 raise ConfigError(
                     f"{OVERRIDES}: {shown} must name one of several by a number "
                     f"below {len(at)}, got {part}"
@@ -229,20 +254,22 @@ def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
             )
         path.append(where)
         if place == len(parts) - 1:
-            at[where] = _value(value.strip())
+            at[where] = _value(value.strip(), key)
         else:
             at = at[where] if isinstance(at, list) else at.setdefault(where, {})
     return tuple(path)
 
 
-def _value(text: str) -> Any:
+def _value(text: str, key: str) -> Any:
     """Parse a TOML value. A bare word is a string, so that a shell user need not quote
     twice.
     """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        value = text
+    _check_values({key: value}, OVERRIDES)
+    return value
 
 
 def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:

@@ -458,6 +458,7 @@ function readerHtml(run, read) {
   const sampled = a.sampled_versions.length ? (a.sampled_versions[0] === a.sampled_versions[1] ? `version ${a.sampled_versions[0]}` : `versions ${a.sampled_versions.join(" to ")}`) : "no weights";
   const facts = [["task", `${a.task.domain} ${a.task.id}`], ["purpose", a.purpose], ["weights", `launched at version ${a.initiated_version}, sampled by ${sampled}`], ["engine", a.engine || "–"], ["ended", `${seconds(a.ended_s)} into the run`], ["size", `${a.turns} turns, ${a.tokens.toLocaleString()} tokens${a.cut_turns ? `, ${a.cut_turns} turns cut at a limit` : ""}`]];
   if (Object.keys(read.template_arguments).length) facts.push(["template", JSON.stringify(read.template_arguments)]);
+  for (const one of a.ignored) facts.push(["not read", one.text]);
   const components = Object.entries(a.rewards);
   if (components.length) facts.push(["rewards", components.map(([k, v]) => `${k} ${number(v)}`).join(", ")]);
   const payload = a.task.payload && Object.keys(a.task.payload).length ? `<details class="small" style="margin-top:8px"><summary class="quiet">task payload</summary><pre class="json">${esc(JSON.stringify(a.task.payload, null, 2))}</pre></details>` : "";

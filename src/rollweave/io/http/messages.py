@@ -1,0 +1,350 @@
+"""Read messages as OpenAI's chat API has them: those of requests, and those of the
+user's files. null is the same as absent.
+
+Invariant: nothing is left out silently: a field that no prompt can show passes only if
+it is null or has a value without effect, or if the caller's `Reading` says so.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, Protocol, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field, shown
+from rollweave.schema.chat import Message, Role, ToolCall, message_of
+from rollweave.schema.media import Image
+
+MESSAGE_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "partial": (False,),
+    "prefix": (False,),
+    "refusal": ("",),
+    "tools": ([],),
+}
+"""Fields of a message that other servers put into the prompt → their values without
+effect.
+"""
+
+ECHOED = frozenset(
+    (
+        "annotations",
+        "author",
+        "cache_control",
+        "caller",
+        "citations",
+        "eager_input_streaming",
+        "extra_content",
+        "id",
+        "index",
+        "internal_chat_message_metadata_passthrough",
+        "logprobs",
+        "parsed",
+        "parsed_arguments",
+        "phase",
+        "prompt_cache_breakpoint",
+        "provider_specific_fields",
+        "status",
+    )
+)
+"""Fields of a message, or of a part of one, that clients add or echo and that no prompt
+shows.
+"""
+
+
+class FieldError(ValueError):
+    """A field breaks a rule: the message names field, rule and value."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+    @classmethod
+    def of(cls, field: str, rule: str, value: object) -> Self:
+        """Return the error of a value that breaks the rule."""
+        return cls(field, f"{shown(field)} {rule}, got {value!r:.80}")
+
+
+class OpenModel(BaseModel):
+    """A model that keeps further fields, for `Reading.others`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+def _as_text(arguments: object) -> object:
+    """Return arguments in the form of the API: data sets have them as objects, too."""
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return "{}" if arguments is None else arguments
+
+
+class Function(OpenModel):
+    name: str = Field(min_length=1)
+    arguments: Annotated[str, BeforeValidator(_as_text)] = "{}"
+
+
+class Call(OpenModel):
+    id: str | None = ""
+    type: Literal["function"] | None = "function"
+    function: Function
+
+
+class TextPart(OpenModel):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(OpenModel):
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(OpenModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def other_than(*known: str) -> Any:
+    """Return the type of a `type` that is none of the known ones."""
+
+    def check(kind: str) -> str:
+        if kind in known:
+            raise PydanticCustomError("rule", "must have the fields of its type")
+        return kind
+
+    return Annotated[str, Field(max_length=64), AfterValidator(check)]
+
+
+class OtherPart(OpenModel):
+    type: other_than("text", "image_url")  # type: ignore[valid-type]
+
+
+class ChatMessage(OpenModel):
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart | ImagePart | OtherPart], Field(fail_fast=True)] | None
+    ) = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    thinking_blocks: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Reading(Protocol):
+    """Decides about what a prompt may be unable to show."""
+
+    def refusal(self, field: str, message: str) -> Exception:
+        """Return the error of a field that breaks a rule."""
+
+    def others(
+        self, path: str, model: OpenModel, *, neutral: Mapping[str, tuple[object, ...]] = ...
+    ) -> None:
+        """Decide about the fields that the model lacks. Raises an error for one that
+        must be refused.
+        """
+
+    def leave(self, field: str, value: Any, rule: str) -> None:
+        """Leave out a value, or raise an error."""
+
+    def thoughts(self, field: str, text: str) -> str:
+        """Return an assistant's thoughts."""
+
+    def image(self, field: str) -> None:
+        """Note an image."""
+
+    def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
+        """Return the text in place of a part of a message, or raise an error."""
+
+
+class StrictReading:
+    """Refuses every value that has an effect elsewhere. Raises FieldError."""
+
+    def refusal(self, field: str, message: str) -> Exception:
+        return FieldError(field, message)
+
+    def others(
+        self, path: str, model: OpenModel, *, neutral: Mapping[str, tuple[object, ...]] = {}
+    ) -> None:
+        others = model.model_extra or {}
+        refusal = refused_field(others, neutral=neutral, without_effect=ECHOED)
+        if refusal is not None:
+            raise FieldError.of(path + refusal[0], refusal[1], others[refusal[0]])
+
+    def leave(self, field: str, value: Any, rule: str) -> None:
+        raise FieldError.of(field, rule, value)
+
+    def thoughts(self, field: str, text: str) -> str:
+        return text
+
+    def image(self, field: str) -> None:
+        pass
+
+    def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
+        raise FieldError.of(field, rule, what if value is None else value)
+
+
+def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
+    """Return a message, which is at `path`. Raises the reading's refusal."""
+    reading.others(f"{path}.", message, neutral=MESSAGE_NEUTRAL)
+    content = message.content
+    role: Role = "system" if message.role == "developer" else message.role
+    if content is None and role != "assistant":
+        raise _broken(reading, f"{path}.content", "must be text", None)
+    if message.tool_calls and role != "assistant":
+        raise _broken(reading, f"{path}.tool_calls", "must be those of an assistant", role)
+    for place, call in enumerate(message.tool_calls or ()):
+        reading.others(f"{path}.tool_calls.{place}.", call)
+        reading.others(f"{path}.tool_calls.{place}.function.", call.function)
+    thoughts = _thoughts(message, path, reading)
+    parts = list[str | Image]([content] if isinstance(content, str) else [])
+    for place, part in enumerate(() if content is None or isinstance(content, str) else content):
+        each = f"{path}.content.{place}"
+        if isinstance(part, OtherPart):
+            text = (part.model_extra or {}).get(part.type)
+            if part.type in ("thinking", "reasoning") and isinstance(text, str):
+                thoughts += reading.thoughts(each, text)
+            else:
+                parts.append(reading.placeholder(each, part.type, "must be text or image_url"))
+        else:
+            reading.others(f"{each}.", part)
+            parts.append(part.text if isinstance(part, TextPart) else _image(part, each, reading))
+    fields: dict[str, Any] = {
+        "tool_calls": tuple(
+            ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ),
+        "tool_call_id": message.tool_call_id or "",
+        "name": message.name or "",
+        "thoughts": thoughts if role == "assistant" else "",
+    }
+    return with_parts(reading, f"{path}.content", parts, role=role, **fields)
+
+
+def read_detail(reading: Reading, field: str, detail: str | None) -> None:
+    """Read how closely an image should be seen: engines see all of it."""
+    if detail not in (None, "auto"):
+        reading.leave(field, detail, "must be auto")
+
+
+def linked_image(reading: Reading, path: str, url: str) -> str | Image:
+    """Return the image in a data: URL, or the text in place of an image behind another
+    URL, which may change: an image is recorded as it was seen.
+    """
+    if not url.startswith("data:"):
+        what, rule = "an image behind a URL", "must be a data: URL"
+        return reading.placeholder(path, what, rule, value=url)
+    return image_at(reading, path, url)
+
+
+def image_at(
+    reading: Reading, path: str, text: str, *, of: Callable[[str], Image] = Image.of_url
+) -> Image:
+    """Return the image in a data: URL, or what else `of` reads. Raises the reading's
+    refusal.
+    """
+    reading.image(path)
+    try:
+        return of(text)
+    except ValueError as error:
+        raise reading.refusal(path, f"{path}: {error}") from error
+
+
+def with_parts(
+    reading: Reading, path: str, parts: Iterable[str | Image], *, role: Role, **fields: Any
+) -> Message:
+    """Return the message with these parts. Raises the reading's refusal for images
+    where they cannot be.
+    """
+    try:
+        return message_of(parts, role=role, **fields)
+    except ValueError as error:
+        raise reading.refusal(path, f"{path}: {error}") from error
+
+
+def read_messages(value: object, path: str) -> tuple[Message, ...]:
+    """Return the messages of a JSON list, which is at `path`. Raises FieldError."""
+    try:
+        messages = _LIST.validate_python(value)
+    except ValidationError as error:
+        place, rule, got = first_problem(error, ChatMessage)
+        field = ".".join((path, *place))
+        raise FieldError(field, f"{shown(field)}: {rule}, got {got!r:.80}") from error
+    strict = StrictReading()
+    return tuple(
+        read_message(message, f"{path}.{place}", strict) for place, message in enumerate(messages)
+    )
+
+
+_LIST = TypeAdapter(
+    Annotated[list[ChatMessage], Field(fail_fast=True)], config=ConfigDict(strict=True)
+)
+
+
+def first_problem(
+    error: ValidationError, kind: type[BaseModel]
+) -> tuple[tuple[str, ...], str, object]:
+    """Return the path, the broken rule and the value of the first error.
+
+    A union reports every branch. The deepest location is what was meant, and of several
+    the branch of which the value has the type.
+    """
+    problem = max(
+        error.errors(include_url=False),
+        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
+    )
+    fields = _field_names(kind)
+    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in fields]
+    if problem["type"] == "extra_forbidden":
+        return (*path, str(problem["loc"][-1])), UNKNOWN_FIELD, problem["input"]
+    is_object = problem["type"] == "model_type"
+    rule = "Input should be an object" if is_object else problem["msg"].partition(", got ")[0]
+    return tuple(path), rule, problem["input"]
+
+
+def _broken(reading: Reading, field: str, rule: str, value: object) -> Exception:
+    return reading.refusal(field, f"{shown(field)} {rule}, got {value!r:.80}")
+
+
+def _image(part: ImagePart, path: str, reading: Reading) -> str | Image:
+    reading.others(f"{path}.image_url.", part.image_url)
+    read_detail(reading, f"{path}.image_url.detail", part.image_url.detail)
+    return linked_image(reading, f"{path}.image_url.url", part.image_url.url)
+
+
+def _thoughts(message: ChatMessage, path: str, reading: Reading) -> str:
+    """Return what an assistant thought before it wrote the content."""
+    blocks = message.thinking_blocks or ()
+    told = {
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
+        "thinking": message.thinking,
+        "thinking_blocks": "".join(
+            text for block in blocks if isinstance(text := block.get("thinking"), str)
+        ),
+    }
+    name, thoughts = next(((name, text) for name, text in told.items() if text), ("", ""))
+    return reading.thoughts(f"{path}.{name}", thoughts)
+
+
+@functools.cache
+def _field_names(kind: type[BaseModel]) -> frozenset[str]:
+    """Return the names of the fields of a model: pydantic's locations also contain
+    names of a union's branches.
+    """
+    schema = kind.model_json_schema()
+    models = [schema, *schema.get("$defs", {}).values()]
+    return frozenset(name for model in models for name in model.get("properties", {}))

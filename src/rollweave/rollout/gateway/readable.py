@@ -1,0 +1,125 @@
+"""Make a request readable for one model: wishes become arguments of its chat template,
+and what neither the model nor the template can read is left out or refused, as the
+session says. Pure.
+
+Invariant: nothing is left out in silence: each `Unread` is recorded or refused.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from rollweave.rollout.chat.template import ChatError
+from rollweave.rollout.chat.text import TextCodec
+from rollweave.rollout.chat.thoughts import Thinking
+from rollweave.rollout.gateway.fields import Unread, resolve
+from rollweave.rollout.gateway.refusals import bad
+from rollweave.rollout.gateway.requests import ChatRequest
+from rollweave.schema.chat import Message
+from rollweave.schema.media import Image
+from rollweave.schema.work import Ignored, Unreadable
+
+MOST: Final = 100
+"""Maximum number of different fields that a session records; further ones are counted
+together.
+"""
+
+OTHERS: Final = "(other fields)"
+
+
+def readable(
+    chat: ChatRequest, codec: TextCodec, *, no_images: str, unreadable: Unreadable
+) -> tuple[ChatRequest, list[Unread]]:
+    """Return the request that the model can be shown, and what it lacks. `no_images` is
+    why messages must have no images, "" if they may.
+
+    Raises RequestError for what must be refused.
+    """
+    if chat.prompt is not None:
+        unread = list(chat.unread)
+        _check(unread, unreadable, no_images)
+        return chat, unread
+    thinks = codec.thinking is not None
+    arguments, left = resolve(chat.asks, codec.template_variables, thinks=thinks)
+    missing = {"images": bool(no_images), "thoughts": not thinks}
+    unread = [*(one for one in chat.unread if not one.needs or missing[one.needs]), *left]
+    if chat.tools and chat.call is None and not _shows_tools(codec, arguments):
+        rule = "must be none: this model's chat template shows none"
+        unread.append(Unread(field="tools", value=len(chat.tools), rule=rule, action="left out"))
+        chat = msgspec.structs.replace(chat, tools=(), reads_calls=False)
+    _check(unread, unreadable, no_images)
+    return (
+        msgspec.structs.replace(
+            chat,
+            messages=tuple(
+                _shown(message, codec.thinking, images=not no_images) for message in chat.messages
+            ),
+            template_arguments=arguments or chat.template_arguments,
+            asks=(),
+            unread=(),
+        ),
+        unread,
+    )
+
+
+def _shows_tools(codec: TextCodec, arguments: str) -> bool:
+    try:
+        return codec.with_arguments(arguments).shows_tools
+    except ChatError:  # the session says what is wrong with the arguments
+        return True
+
+
+def _check(unread: Iterable[Unread], unreadable: Unreadable, no_images: str) -> None:
+    if unreadable == "refuse":
+        for one in unread:
+            why = f": {no_images}" if one.needs == "images" else ""
+            raise bad(one.field, one.rule + why, one.value)
+
+
+def _shown(message: Message, thinking: Thinking | None, *, images: bool) -> Message:
+    """Return the message with its thoughts apart, if the model has any, and with a text
+    in place of each image unless it is shown `images`.
+    """
+    if message.images and not images:
+        parts = [
+            f"[image of type {part.media_type}, which this model cannot see]"
+            if isinstance(part, Image)
+            else part
+            for part in message.parts()
+        ]
+        text = "".join(part for part in parts if isinstance(part, str))
+        message = msgspec.structs.replace(message, content=text, images=(), image_places=())
+    if message.role != "assistant":
+        return message
+    if thinking is None:
+        return msgspec.structs.replace(message, thoughts="") if message.thoughts else message
+    if not message.thoughts:
+        thoughts, content = thinking.split_sent(message.content)
+        if thoughts:
+            return msgspec.structs.replace(message, thoughts=thoughts, content=content)
+    return message
+
+
+class IgnoredFields:
+    """The fields of a session's requests that had no effect, each with the number of
+    requests that had it.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], Ignored] = {}
+
+    def add(self, unread: Iterable[Unread]) -> None:
+        """Record what one request had."""
+        of_request = {(one.field, one.action): one for one in (each.recorded() for each in unread)}
+        for key, one in of_request.items():
+            if key not in self._found and len(self._found) >= MOST:
+                key = (OTHERS, "ignored")
+                one = Ignored(field=OTHERS, value="")
+            known = self._found.get(key)
+            count = 1 if known is None else known.requests + 1
+            self._found[key] = msgspec.structs.replace(known or one, requests=count)
+
+    def entries(self) -> tuple[Ignored, ...]:
+        """Return what was recorded, in order of its first request."""
+        return tuple(self._found.values())

@@ -1,0 +1,78 @@
+"""A child that the tests' server forks starts as one that `Popen` starts."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forking import Forked
+
+STATE = """
+import json, locale, os, resource, signal, sys, tempfile, time
+import rollweave.io.wire  # the server imports it, and what it needs, before the fork
+import numpy.random
+
+names = ("Umask", "SigBlk", "SigIgn", "NoNewPrivs", "Seccomp", "Cpus_allowed")
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+state = {
+    "status": {name: status[name].strip() for name in names},
+    "handled": [n for n in signal.valid_signals() if callable(signal.getsignal(n))],
+    "temporary": tempfile.gettempdir(),
+    "locale": [locale.setlocale(category) for category in (locale.LC_CTYPE, locale.LC_NUMERIC)],
+    "timezone": [time.tzname, time.localtime(0).tm_hour],
+    "limits": [resource.getrlimit(limit) for limit in range(16)],
+    "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    "cwd": os.getcwd(),
+    "env": {name: value for name, value in sorted(os.environ.items()) if name != "_"},
+    "flags": list(sys.flags),
+    "warnings": sys.warnoptions,
+    "group": os.getpgid(0) == os.getpid(),
+    "encodings": [sys.getfilesystemencoding(), sys.stdout.encoding, sys.stdout.errors],
+    "recursion": sys.getrecursionlimit(),
+    "names": [__name__, sys.argv],
+}
+drawn = [numpy.random.random(), __import__("random").random()]
+print(json.dumps([state, drawn]))
+"""
+
+
+@pytest.fixture
+def unlike_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give this process a state that the server, which is older, does not have."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.chdir(tmp_path)
+    umask, files = os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)
+    cpus = os.sched_getaffinity(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (900, files[1]))
+    os.sched_setaffinity(0, {min(cpus)})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    former = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGUSR2, former)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    os.sched_setaffinity(0, cpus)
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    os.umask(umask)
+
+
+def started(by: type[subprocess.Popen[Any]], **env: str) -> Any:
+    with by([sys.executable, "-c", STATE, "x"], stdout=-1, env={**os.environ, **env}) as child:
+        return json.loads(child.communicate(timeout=60)[0])
+
+
+@pytest.mark.usefixtures("unlike_the_server")
+@pytest.mark.parametrize("env", [{}, {"PYTHONWARNINGS": "error", "LC_ALL": "C"}])
+def test_a_forked_child_has_the_state_of_a_new_interpreter(env: dict[str, str]) -> None:
+    forked, drawn = started(Forked, **env)
+    again, drawn_again = started(Forked, **env)
+    new, _ = started(subprocess.Popen, **env)
+    assert forked == again == new
+    assert not {*drawn} & {*drawn_again}, "each child draws its own random numbers"
