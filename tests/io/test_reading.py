@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from rollweave.io import reading
+from rollweave.io.json_lines import json_lines
 from rollweave.io.reading import kind_at, lines, named, opened, whole
+from rollweave.io.tokenizer import read_tokenizer
+from rollweave.schema.errors import ConfigError
 
 
 def bound(path: Path) -> None:
@@ -75,3 +78,11 @@ def test_lines_that_are_too_long_are_left_out(
     path = tmp_path / "file"
     path.write_bytes(b"one\n" + b"x" * 50 + b"\n1234567\n12345678\nlast")
     assert list(lines(path)) == [b"one\n", b"1234567\n", b"last"]
+
+
+def test_files_that_a_user_gives_are_read_in_the_same_way(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"must be a tokenizer: .*got a named pipe"):
+        read_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"options\.corpus must be a readable file, .*named pipe"):
+        list(json_lines(str(tmp_path / "tokenizer.json"), "options.corpus"))
