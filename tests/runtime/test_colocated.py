@@ -21,6 +21,7 @@ from rollweave.runtime.launch import train
 from rollweave.runtime.links.trainer import ProcessTrainer, TrainerSpec
 from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from tests.support.host_agents import Agents, agents, secret
 from tests.support.real_runs import (
@@ -221,7 +222,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns_and_one_host_is_lost(
         eval={"every": 3, "episodes": 2, "final_episodes": 8},
     )
     lineage = Lineage()
-    agents.start("a", "b", resource="both=1")
+    agents.start("a", "b", resource="both=1", programs=Programs())
     with living(config) as life:
         core = life.until(lambda core: core.state.trainer.step > 1, "two steps")
         hosts = core.state.hosts

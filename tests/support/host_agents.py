@@ -14,15 +14,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollweave.schema.hosts import Programs
 from tests.support.fake_runs import FAKES
 from tests.support.forking import Forked
 
 ROOT = Path(__file__).parents[2]
 
 SECRET = "a secret of the tests"
-
-MAIN = f"from benchmarks.agent_main import main; main(**{msgspec.structs.asdict(FAKES)!r})"
-"""Program of an agent whose processes are fakes, as in `tests.support.fake_runs`."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +42,19 @@ class Agents:
         self.port = port
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *names: str, resource: str | None = None, user_code: bool = True) -> None:
+    def start(
+        self,
+        *names: str,
+        resource: str | None = None,
+        user_code: bool = True,
+        programs: Programs = FAKES,
+    ) -> None:
+        modules = msgspec.structs.asdict(programs)
+        main = f"from benchmarks.agent_main import main; main(**{modules!r})"
         for name in names:
             self.processes[name] = Forked(
                 [
-                    *(sys.executable, "-c", MAIN),
+                    *(sys.executable, "-c", main),
                     *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),
                     *("--join-s", "60", *(["--user-code"] if user_code else [])),
                     *(["--resource", resource] if resource is not None else []),
