@@ -310,6 +310,18 @@ for path in (*(way + SECRET_PATH for way in ways), "/etc/shadow", "/etc/ssh", "/
     escaped(path)
 held()
 """,
+    "packages and answers of the host": """
+# The interpreter that runs Rollweave is here; the packages that it imports are not.
+for at, folders, names in os.walk("/"):
+    if at == "/": folders[:] = [name for name in folders if name not in ("proc", "sys", "dev")]
+    for name in folders + names:
+        if name.endswith((".dist-info", ".egg-info", ".egg-link")) or name == "swe_repos":
+            escaped(f"{at}/{name}")
+    if "code_solutions.py" in names or "bugs.toml" in names: escaped(at)
+for path in [path for path in sys.path if path.endswith("-packages")] + ["/opt", "/srv", "/usr/src", "/usr/share/doc", "/var/lib"]:
+    if os.path.isdir(path) and os.listdir(path): escaped(path)
+held()
+""",
     "other architectures": """
 # x32 numbers on x86-64: keyctl and ptrace by their second names
 for number in (250, 521, 425, 272):

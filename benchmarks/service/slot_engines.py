@@ -33,6 +33,7 @@ from rollweave.io.http.listening import listening
 from rollweave.schema.errors import EngineError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
+    Beating,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -155,6 +156,10 @@ class PacedEngine:
             kv_total_tokens=CONTEXT_TOKENS,
             busy_s=sum(part.busy_s for part in self._parts),
         )
+
+    async def beat(self) -> Beating:
+        """Return nothing: it computes nothing."""
+        return Beating()
 
     def rerank(self, request_id: str, rank: float) -> None:
         """Do nothing: turns are served first come, first served."""

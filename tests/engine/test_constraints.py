@@ -2,6 +2,7 @@
 form.
 """
 
+import asyncio
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.engine.constraints import Grammars, grammar_of
+from rollweave.engine.constraints import Grammars, Matcher, grammar_of
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     Constraint,
@@ -42,6 +43,12 @@ SCHEMA: dict[str, Any] = {
 
 def regex(text: str) -> Constraint:
     return Constraint(kind="regex", text=text)
+
+
+def forbidden(matcher: Matcher) -> Any:
+    """Return which tokens of the vocabulary cannot follow."""
+    bits = np.frombuffer(matcher.allowed(), dtype=np.uint8)
+    return ~np.unpackbits(bits, bitorder="little").view(np.bool_)
 
 
 def encode(text: str) -> list[int]:
@@ -81,13 +88,13 @@ def test_allowed_tokens_are_those_with_which_the_text_can_match(
     matcher = grammars.matcher(regex(pattern), ends=[END])
     text, tokens = data.draw(st.from_regex(re.compile(pattern), fullmatch=True)), list[int]()
     for token in encode(text):
-        assert not matcher.forbidden()[token], (pattern, text, tokens)
+        assert not forbidden(matcher)[token], (pattern, text, tokens)
         matcher.feed(token)
         tokens.append(token)
     matcher = grammars.matcher(regex(pattern), ends=[END])
     tokens = []
     for _ in range(12):
-        allowed = np.flatnonzero(~matcher.forbidden())
+        allowed = np.flatnonzero(~forbidden(matcher))
         token = int(data.draw(st.sampled_from(allowed.tolist())))
         if token == END:
             assert re.fullmatch(pattern, bpe().decode(tokens))
@@ -152,9 +159,9 @@ def test_multiples_can_be_demanded(grammars: Grammars, step: float) -> None:
     text = json.dumps({"type": "number", "multipleOf": step})
     matcher = grammars.matcher(Constraint(kind="json", text=text), ends=[END])
     for token in encode(f"{step * 3:g}"):
-        assert not matcher.forbidden()[token]
+        assert not forbidden(matcher)[token]
         matcher.feed(token)
-    assert not matcher.forbidden()[END]
+    assert not forbidden(matcher)[END]
 
 
 def test_a_property_may_have_the_name_of_the_keyword() -> None:
@@ -166,10 +173,10 @@ def test_matchers_of_one_constraint_are_independent(grammars: Grammars) -> None:
     first, second = (grammars.matcher(regex("abc|b"), ends=[END]) for _ in range(2))
     a, b = encode("a")[0], encode("b")[0]
     first.feed(a)
-    assert not second.forbidden()[b]
-    assert not second.forbidden()[a]
+    assert not forbidden(second)[b]
+    assert not forbidden(second)[a]
     third = grammars.matcher(regex("abc|b"), ends=[END])
-    assert not third.forbidden()[b]
+    assert not forbidden(third)[b]
 
 
 def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars, tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars, tmp_path: Pa
     with pytest.raises(ValueError, match=r"sampling\.constraint cannot be met"):
         matcher.feed(encode("c")[0])
     with pytest.raises(ValueError, match="cannot be met"):
-        matcher.check()
+        matcher.allowed()
     with pytest.raises(EngineError, match=r"needs a tokenizer, and .* is missing"):
         Grammars(tmp_path, vocab=10)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -260,7 +267,32 @@ async def test_a_constrained_turn_resumes_and_ends_without_a_stop_token(director
     (resumed,) = await turn(directory, (pattern, begun))
     assert re.fullmatch("ab[cd]{2}", bpe().decode([t for t in resumed.tokens if t != END]))
     assert resumed.resumed_tokens == 2
-    with pytest.raises(EngineError, match=r"sampling\.constraint cannot be met"):
-        await turn(directory, (pattern, wrong))
-    with pytest.raises(EngineError, match=r"sampling\.constraint cannot be constrained: look"):
-        await turn(directory, (constrained(regex("a(?=b)")), None))
+    refused = await turn(directory, (pattern, wrong), (constrained(regex("a(?=b)")), None))
+    assert [one.finish for one in refused] == [FinishReason.REFUSED] * 2
+    assert refused[0].error.startswith("sampling.constraint cannot be met: ")
+    assert refused[1].error.startswith("sampling.constraint cannot be constrained: look")
+
+
+async def test_turns_go_on_while_a_grammar_is_compiled(directory: Path) -> None:
+    """The pattern takes longer than its bound: it is refused, once all others are done,
+    constrained ones among them.
+    """
+    hostile = constrained(regex("a?" * 16_000))
+    beside = [Sampling(max_tokens=30, seed=1), constrained(regex("[ab]{3}"), stop_token_ids=())]
+    ended = list[str]()
+    async with engine(directory) as tiny:
+        started = await tiny.generate(
+            GenerateRequest(id="first", tokens=(1,), sampling=constrained(regex("[ab]{3}")))
+        )
+        assert started.finish is FinishReason.STOP
+        turns = {
+            f"{at}": tiny.generate(GenerateRequest(id=f"{at}", tokens=(1,), sampling=sampling))
+            for at, sampling in enumerate([hostile, *beside])
+        }
+        for id, turn_ in turns.items():
+            turn_.add_done_callback(lambda _, id=id: ended.append(id))
+        results = await asyncio.gather(*turns.values())
+    assert ended[0] == "1", "no turn without a constraint waits for a grammar"
+    assert results[0].finish is FinishReason.REFUSED
+    assert results[0].error.endswith("it takes too much CPU time")
+    assert [one.finish for one in results[1:]] == [FinishReason.LENGTH, FinishReason.STOP]

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from rollweave.engine.loop import EngineLoop
+from rollweave.engine.planner.batching import StepWork
 from rollweave.schema.serving import (
     Abort,
     Add,
+    Beat,
+    Beating,
     EngineFatal,
     EngineReply,
     FinishReason,
@@ -577,6 +580,10 @@ def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
         msgspec.structs.replace(request("budget", [1]), budget_s=float("nan")),
         request("allowed", [1], allowed=(VOCAB,)),
         request("text", [1], stop=("end",)),
+        request("stops", [1], stop=("end",) * 65),
+        request("stop", [1], stop=("e" * 4097,)),
+        request("ids", [1], stop_token_ids=(1,) * 4097),
+        request("all", [1], allowed=(1,) * (VOCAB + 1)),
         request("edge", long, max_tokens=50),
     ]
     outcome = drive(spec(path), requests)
@@ -592,6 +599,10 @@ def test_invalid_requests_are_refused_with_the_reason(path: str) -> None:
     assert "budget_s must be 0 (none) or more" in errors["budget"]
     assert "allowed" in errors["allowed"]
     assert "tokenizer" in errors["text"]
+    assert "sampling.stop must have at most 64, got 65" in errors["stops"]
+    assert "strings of at most 4096 characters, got one of 4097" in errors["stop"]
+    assert "sampling.stop_token_ids must have at most 4096" in errors["ids"]
+    assert "sampling.allowed must have at most 97" in errors["all"]
     assert (
         sum(
             result.id == "twice" and result.finish is FinishReason.LENGTH
@@ -636,6 +647,34 @@ def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
     loop.post(Shutdown())
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
+    """With the step that is under way, and its seconds; nothing while there is none."""
+    replies, clock = Queue[EngineReply](), Seconds()
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def watch(work: StepWork, seconds: float) -> None:
+        in_step.set()
+        go_on.wait(60)
+
+    engine = EngineLoop(spec(path), replies.put, watch=watch, clock=clock)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    assert isinstance(replies.get(timeout=60), Ready)
+    engine.post(Add(request=request("a", PROMPTS[0], max_tokens=2)))
+    assert in_step.wait(60)
+    clock.now += 7.0
+    engine.post(Beat())
+    beating = replies.get(timeout=60)
+    assert isinstance(beating, Beating)
+    count = len(PROMPTS[0])
+    assert beating.doing == f"a step of 0 sequences and {count} prompt tokens"
+    assert beating.for_s >= 7.0
+    go_on.set()
+    assert isinstance(replies.get(timeout=60), Generated)
+    engine.post(Shutdown())
+    thread.join(60)
 
 
 # Deterministic mode.

@@ -49,6 +49,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(kind))
     return save(build("qwen3"), directory)
 
 

@@ -11,15 +11,15 @@ from rollweave.runtime.manifests import Manifests
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights
 from rollweave.schema.events import EngineLost, EngineSlot
-from rollweave.schema.serving import EngineStats, LoadCheckpoint
+from rollweave.schema.serving import Beating, LoadCheckpoint
 from rollweave.schema.weights import WeightManifest
 from tests.support.migration import A, B, staged
 from tests.support.pipelines import OneWordEngine
 
-BEAT = {"reply_s": 0.05, "heartbeat_s": 0.01}
+BEAT = {"reply_s": 0.05, "heartbeat_s": 0.01, "slow_s": 0.1}
 
 
-class Beating(OneWordEngine):
+class BeatingEngine(OneWordEngine):
     """Engine `a` does not answer the heartbeats in `silent`; `b` answers all."""
 
     def __init__(self, silent: set[int] | None) -> None:
@@ -27,14 +27,15 @@ class Beating(OneWordEngine):
         self.silent = silent
         self.beats = itertools.count()
         self.answered = asyncio.Event()
+        self.doing = Beating()
 
-    async def stats(self) -> EngineStats:
+    async def beat(self) -> Beating:
         beat = next(self.beats)
         if self.silent is None or beat in self.silent:
             await asyncio.Event().wait()
         if beat > 8:
             self.answered.set()
-        return EngineStats(version=0, running=0, waiting=0, kv_used_tokens=0, kv_total_tokens=1)
+        return self.doing
 
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         self.silent = None
@@ -42,17 +43,17 @@ class Beating(OneWordEngine):
 
 
 def supervisor_of(
-    engines: dict[tuple[EngineId, int], Beating], silent: set[int]
-) -> Callable[[EngineSlot, int], Beating]:
-    def make(slot: EngineSlot, epoch: int) -> Beating:
-        engines[slot.id, epoch] = Beating(silent if slot.id == A else set())
+    engines: dict[tuple[EngineId, int], BeatingEngine], silent: set[int]
+) -> Callable[[EngineSlot, int], BeatingEngine]:
+    def make(slot: EngineSlot, epoch: int) -> BeatingEngine:
+        engines[slot.id, epoch] = BeatingEngine(silent if slot.id == A else set())
         return engines[slot.id, epoch]
 
     return make
 
 
 async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: Path) -> None:
-    engines: dict[tuple[EngineId, int], Beating] = {}
+    engines: dict[tuple[EngineId, int], BeatingEngine] = {}
     async with staged(supervisor_of(engines, {1, 2}), tmp_path, **BEAT) as stage:
         (lost,) = await stage.until(EngineLost)
         assert (lost.engine_id, lost.epoch) == (A, 0)
@@ -63,14 +64,14 @@ async def test_an_engine_that_misses_two_heartbeats_in_a_row_is_lost(tmp_path: P
 
 
 async def test_an_engine_that_misses_single_heartbeats_is_not_lost(tmp_path: Path) -> None:
-    engines: dict[tuple[EngineId, int], Beating] = {}
+    engines: dict[tuple[EngineId, int], BeatingEngine] = {}
     async with staged(supervisor_of(engines, {0, 2, 4, 6}), tmp_path, **BEAT) as stage:
         await engines[A, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]
 
 
 async def test_no_heartbeat_is_sent_while_weights_are_loaded(tmp_path: Path) -> None:
-    engines: dict[tuple[EngineId, int], Beating] = {}
+    engines: dict[tuple[EngineId, int], BeatingEngine] = {}
     manifests = Manifests()
     manifests.published(
         WeightManifest(version=0, publication_id=0, location="", tensors=(), nbytes=0, digest=""),
@@ -82,3 +83,15 @@ async def test_no_heartbeat_is_sent_while_weights_are_loaded(tmp_path: Path) -> 
         stage.engines.load(LoadWeights(engine_id=A, version=0, publication_id=0))
         await engines[B, 0].answered.wait()
         assert not [event for event in stage.events if isinstance(event, EngineLost)]
+
+
+async def test_an_engine_in_a_long_step_is_slow_and_then_hangs(tmp_path: Path) -> None:
+    """It is alive as long as it answers, and is waited for up to a limit."""
+    engines: dict[tuple[EngineId, int], BeatingEngine] = {}
+    async with staged(supervisor_of(engines, set()), tmp_path, **BEAT) as stage:
+        engines[A, 0].doing = Beating(doing="a step of 3 sequences", for_s=0.09)
+        await engines[A, 0].answered.wait()
+        assert not [event for event in stage.events if isinstance(event, EngineLost)]
+        engines[A, 0].doing = Beating(doing="a step of 3 sequences", for_s=0.11)
+        (lost,) = await stage.until(EngineLost)
+        assert (lost.engine_id, lost.error) == (A, "a step of 3 sequences takes more than 0.1 s")

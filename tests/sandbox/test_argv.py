@@ -2,8 +2,12 @@
 review.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from rollweave.sandbox import devices
 from rollweave.sandbox.argv import apptainer, bubblewrap
 from rollweave.sandbox.base import Limits, SandboxSpec
 
@@ -27,7 +31,8 @@ def words(*lines: str, processes: int = 128) -> list[str]:
     ]
 
 
-def test_bubblewrap() -> None:
+def test_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "MASKED", ("cmdline", "none"))
     spec = SandboxSpec(env={"A": "b c"}, hostname="box", workdir="/project")
     got = bubblewrap(spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3")
     assert got == words(
@@ -36,8 +41,9 @@ def test_bubblewrap() -> None:
         "--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent "
         "--new-session --cap-drop ALL",
         "--hostname box --seccomp 4 --bind /run/r/root / --dev-bind /run/r/root/dev /dev",
-        "--proc /proc --ro-bind /proc/sys /proc/sys --remount-ro /proc --clearenv --setenv PATH",
-        f"{PATH} --setenv HOME /home/agent --setenv LANG C.UTF-8 --setenv A b_c",
+        "--proc /proc --ro-bind /proc/sys /proc/sys --ro-bind /dev/null /proc/cmdline",
+        f"--remount-ro /proc --clearenv --setenv PATH {Path(sys.executable).parent}:{PATH}",
+        "--setenv HOME /home/agent --setenv LANG C.UTF-8 --setenv A b_c",
         "--chdir /project -- /usr/bin/python3 -I -S /run/rollweave/boot.py {}",
         "/project /run/rollweave/inside --fd 3",
     )

@@ -55,7 +55,11 @@ async def test_every_writable_memory_file_system_is_bounded(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "attack", ["files of the host", "network", "environment of the host", "settings of the kernel"]
+    "attack",
+    [
+        *("files of the host", "network", "environment of the host", "settings of the kernel"),
+        pytest.param("packages and answers of the host", marks=pytest.mark.extended),
+    ],
 )
 async def test_attacks_succeed_without_isolation(
     attack: str, monkeypatch: pytest.MonkeyPatch

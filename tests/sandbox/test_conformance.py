@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from rollweave.sandbox import running
 from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.plain import Plain
 from rollweave.sandbox.processes import Table, started
@@ -69,12 +70,33 @@ async def test_files_round_trip_and_commands_see_them(backend: Backend) -> None:
 
 
 @pytest.mark.variants
+async def test_files_of_any_size_arrive_in_parts(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PART_BYTES", 1000)
+    sandbox = await backend.start(SandboxSpec())
+    for size in (999, 1000, 1001, 2000, 5500):
+        data = os.urandom(size)
+        await sandbox.write("big", data, mode=0o750)
+        assert await sandbox.read("big", limit=size) == data
+        with pytest.raises(SandboxRefusedError, match=f"path must have at most {size - 1} bytes"):
+            await sandbox.read("big", limit=size - 1)
+    await sandbox.exec(["mkdir", "folder"])
+    with pytest.raises(SandboxRefusedError, match="path must be a regular file"):
+        await sandbox.write("folder", bytes(1001))
+    listed = await sandbox.exec(["sh", "-c", "stat -c %a big; ls -A"])
+    assert listed.stdout.split() == [b"750", b"big", b"folder"]
+
+
+@pytest.mark.variants
 async def test_data_beyond_the_limit_is_refused_and_the_sandbox_survives(
     backend: Backend,
 ) -> None:
     sandbox = await backend.start(SandboxSpec())
-    with pytest.raises(SandboxRefusedError, match=r"write: body must have at most 67108864 bytes"):
-        await sandbox.write("big", bytes((64 << 20) + 1))
+    big = bytes((64 << 20) + 1)
+    await sandbox.write("big", big)
+    assert await sandbox.read("big", limit=len(big)) == big
+    await sandbox.exec(["rm", "big"])
     with pytest.raises(SandboxRefusedError, match=r"exec: body must have at most 67108864 bytes"):
         await sandbox.exec(["cat"], stdin=bytes((64 << 20) + 1))
     assert (await sandbox.exec(["ls"])).stdout == b""
@@ -380,6 +402,16 @@ async def test_a_missing_command_is_refused_and_the_sandbox_survives(backend: Ba
 def test_refuses_invalid_specifications(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.convert(wrong, SandboxSpec)
+
+
+async def test_cells_see_the_variables_of_their_own_sandbox(backend: Backend) -> None:
+    """Also those which an interpreter reads once, where a zygote read its own."""
+    pytest.importorskip("IPython")
+    env = {"TZ": "ABC-9", "TMPDIR": "/tmp"}
+    sandbox = await backend.start(SandboxSpec(env=env, packages=("ipython",)))
+    cells = IPython(sandbox)
+    cell = "import os, tempfile, time; (time.tzname[0], time.timezone, tempfile.gettempdir())"
+    assert (await cells.run(cell)).result == "('ABC', -32400, '/tmp')"
 
 
 @pytest.mark.variants

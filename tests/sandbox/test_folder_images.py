@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rollweave.sandbox import running
 from rollweave.sandbox.apptainer import Apptainer
 from rollweave.sandbox.base import Backend, SandboxSpec
 from rollweave.sandbox.registry import backend
@@ -150,6 +151,20 @@ async def test_apptainers_contract(
         await sandbox.snapshot()
     await sandbox.stop()
     assert sandbox.ended == "stopped"
+
+
+async def test_apptainer_gets_a_folder_file_by_file(
+    apptainer: Backend, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PART_BYTES", 1000)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "tool").write_text("#!/bin/sh\necho tool\n")
+    (tmp_path / "sub" / "tool").chmod(0o755)
+    (tmp_path / "big").write_bytes(bytes(2500))
+    (tmp_path / "link").symlink_to("sub/tool")
+    sandbox = await apptainer.start(SandboxSpec(image=folder, folder=str(tmp_path)))
+    seen = await sandbox.exec(["sh", "-c", "./link; ls; cat big"])
+    assert seen.stdout == b"tool\nbig\nlink\nsub\n" + bytes(2500)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandboxes have other uids")

@@ -18,7 +18,7 @@ from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.tools import Bash
 from rollweave.sandbox.tunnel import MAX_IN_FLIGHT, tunnel
 from rollweave.schema.errors import SandboxLostError, SandboxRefusedError
-from tests.support.sandboxes import ISOLATING, NAMES, SPEC, opened
+from tests.support.sandboxes import ISOLATING, NAMES, opened
 from tests.support.scripted_gateway import Script, gateway
 
 from .service import Spy, output_of, run, spied
@@ -43,8 +43,11 @@ def talk(text):
 """
 
 
+WITH_CLIENT = SandboxSpec(packages=("openai",))
+
+
 @contextlib.asynccontextmanager
-async def sandboxed(name: str, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
+async def sandboxed(name: str, spec: SandboxSpec = WITH_CLIENT) -> AsyncIterator[Sandbox]:
     """Start a sandbox. When it is stopped, no task of a tunnel is left."""
     async with opened(name) as backend:
         sandbox = await backend.start(spec)
@@ -200,7 +203,7 @@ async def test_a_snapshot_during_a_call_and_a_tunnel_into_the_branch() -> None:
     source = TALK + "print(talk('hi'))"
     for name in ISOLATING:
         async with opened(name) as backend, gateway(script) as (_, client):
-            pool = Pool(backend, SPEC, size=1)
+            pool = Pool(backend, SandboxSpec(), size=1)
             sandbox = await pool.take()
             await pool.close()
             async with tunnel(sandbox, client.base_url) as url:

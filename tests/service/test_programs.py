@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.api import call, game
 from tests.support.fake_runs import make_config, run
-from tests.support.programs import agent_program
+from tests.support.programs import CLIENT, agent_program
 from tests.support.rollout_service import service_config, serving
 from tests.support.services import ZYGOTE, nothing_left
 
@@ -36,7 +36,7 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 
 async def test_a_program_runs_a_rollout(tmp_path: Path) -> None:
-    member = await rollout(tmp_path, command=TALKS, score=COUNTS)
+    member = await rollout(tmp_path, packages=CLIENT, command=TALKS, score=COUNTS)
     result = member["result"]
     assert (member["stop_reason"], result["error"]) == ("finished", "")
     outcome = json.loads(result["result"])
@@ -50,7 +50,11 @@ async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     member = await rollout(
-        tmp_path, command=agent_program("say('go')\nwhile True: pass"), score=COUNTS, timeout_s=5.0
+        tmp_path,
+        packages=CLIENT,
+        command=agent_program("say('go')\nwhile True: pass"),
+        score=COUNTS,
+        timeout_s=5.0,
     )
     assert (member["stop_reason"], member["result"]["reward"]) == ("env_error", None)
     assert "did not end within timeout_s" in member["result"]["error"]
@@ -59,7 +63,7 @@ async def test_a_program_that_hangs_gets_no_reward_and_leaves_nothing(
 @pytest.mark.extended
 def test_a_run_trains_on_the_output_of_a_program(tmp_path: Path) -> None:
     with nothing_left():
-        options = {"command": TALKS, "score": COUNTS}
+        options = {"packages": CLIENT, "command": TALKS, "score": COUNTS}
         summary = run(
             make_config(
                 tmp_path, task=TASK, options=options, sandbox={**ZYGOTE, "warm": 1}, steps=2

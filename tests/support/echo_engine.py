@@ -22,6 +22,8 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.serving import (
     Abort,
     Add,
+    Beat,
+    Beating,
     EngineCommand,
     EngineReply,
     EngineSpec,
@@ -125,6 +127,8 @@ class EchoLoop:
                 case LoadCheckpoint(version=version):
                     self._version = version
                     self._reply(Loaded(version=version, load_s=0.0, recompute_tokens=0))
+                case Beat():
+                    self._reply(Beating())
                 case Stats():
                     stats = EngineStats(
                         version=self._version,

@@ -34,6 +34,7 @@ from rollweave.schema.rollouts import (
 )
 from rollweave.schema.serving import (
     STREAM_S,
+    Beating,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -224,6 +225,9 @@ class OneWordEngine:
 
     async def stats(self) -> EngineStats:
         raise EngineError("has none")
+
+    async def beat(self) -> Beating:
+        return Beating()
 
     async def close(self) -> None:
         self.kill()

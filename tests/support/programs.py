@@ -83,6 +83,9 @@ def say(text):
     return answer.choices[0].message.content
 """
 
+CLIENT = ["openai"]
+"""The packages of `agent_program`."""
+
 PYTHON = sys.executable
 
 

@@ -24,6 +24,7 @@ from rollweave.core.state import (
     Queued,
     Stage,
     State,
+    Suspected,
     Trajectory,
     Turn,
     Worker,
@@ -112,6 +113,29 @@ def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None
         _withdraw_prompt(run, trajectory, turn, turn.prompt)
     costs.charge(run, engine)
     run.fleet.vacate(engine, trajectory.id, turn)
+    if engine.isolates == trajectory.id:
+        open_again(run, engine)
+
+
+def acquit(run: Run, turn: Turn) -> None:
+    """Record the answer of a turn. If it was the last suspect of the loss of an engine,
+    that was a failure of the engine itself.
+    """
+    suspicion = turn.suspicion
+    lost = None if suspicion is None else run.state.engines.get(suspicion.engine)
+    if suspicion is None or lost is None or suspicion.epoch not in lost.doubted:
+        return
+    lost.doubted[suspicion.epoch] -= 1
+    if not lost.doubted[suspicion.epoch]:
+        del lost.doubted[suspicion.epoch]
+        lost.restarts += 1
+
+
+def open_again(run: Run, engine: Engine) -> None:
+    """Let an engine get turns again that was for a suspect."""
+    engine.isolates = None
+    run.fleet_changed()
+    run.dirty_queues += [None, engine.id]
 
 
 def _withdraw_prompt(run: Run, trajectory: Trajectory, turn: Turn, prompt: Prompt) -> None:
@@ -157,6 +181,11 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         case Queued():
             del run.state.turns.queue[trajectory.id]
             run.turn_queues.leave(trajectory.id)
+        case Suspected():
+            del run.state.turns.suspects[trajectory.id]
+            for engine in run.state.engines.values():
+                if engine.isolates == trajectory.id:
+                    open_again(run, engine)
         case OnEngine(engine=engine_id):
             abort(run, trajectory, turn, engine_id)
             vacate(run, run.state.engines[engine_id], trajectory, turn)

@@ -23,6 +23,8 @@ from rollweave.core.state import (
     Queued,
     RelayStatus,
     Stage,
+    Suspected,
+    Suspicion,
     TrainerStatus,
     Trajectory,
     WorkerStatus,
@@ -39,6 +41,7 @@ def check(run: Run) -> None:
         assert run.length_index == run.fresh_length_index(), "the order is what a fresh sort gives"
     _check_indices(run)
     _check_turns(run)
+    _check_suspects(run)
     _check_groups(run)
     _check_bounds(run)
     _check_affinity(run)
@@ -83,7 +86,7 @@ def _check_indices(run: Run) -> None:
 
 def _check_turns(run: Run) -> None:
     state = run.state
-    waiting: set[str] = set(state.turns.queue)
+    waiting, suspects = set(state.turns.queue), set(state.turns.suspects)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
     prompts: dict[str, EngineId] = {}  # trajectory → the prefill engine that has its prompt
     for engine in state.engines.values():
@@ -114,6 +117,9 @@ def _check_turns(run: Run) -> None:
         match turn.place:
             case Queued():
                 waiting.remove(trajectory.id)
+            case Suspected():
+                assert turn.suspicion is not None, trajectory
+                suspects.remove(trajectory.id)
             case OnEngine(engine=engine_id):
                 assert served.pop(trajectory.id, None) == engine_id, trajectory
             case Held():
@@ -136,8 +142,32 @@ def _check_turns(run: Run) -> None:
     ]
     assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"
     assert not waiting, f"{waiting} are queued without an open turn"
+    assert not suspects, f"{suspects} are suspects without an open turn"
     assert not served, f"{served} are on engines without an open turn"
     assert not prompts, f"{prompts} are on prefill engines, and no turn waits for them"
+
+
+def _check_suspects(run: Run) -> None:
+    """Assert that a suspect is alone on its engine, that an engine waits for one that
+    waits for it, and that the losses in doubt are of former processes.
+    """
+    state = run.state
+    for engine in state.engines.values():
+        for name in engine.active:
+            turn = state.trajectories[name].open_turn
+            if turn.suspicion is not None and engine.isolates == name:
+                assert list(engine.active) == [name], engine
+        isolated = engine.isolates
+        assert isolated is None or isolated in {**engine.active, **state.turns.suspects}, engine
+    kept = [engine.isolates for engine in state.engines.values() if engine.isolates is not None]
+    assert len(kept) == len(set(kept)), f"two engines are for one suspect: {kept}"
+    for engine in run.state.engines.values():
+        for epoch, count in engine.doubted.items():
+            suspicion = Suspicion(engine=engine.id, epoch=epoch)
+            turns_ = [run.state.trajectories[member].turn for member in run.state.pools.run]
+            open_ = sum(turn is not None and turn.suspicion == suspicion for turn in turns_)
+            assert epoch < engine.epoch, engine
+            assert open_ <= count, f"{engine} doubts fewer turns than are suspects"
 
 
 def _check_borrowed(run: Run) -> None:

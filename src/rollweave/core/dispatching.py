@@ -1,8 +1,12 @@
 """The queue of turns, and their dispatch: a queued turn is given to an engine that
 would run it at once, the highest rank first.
 
-Invariant: an engine is given more turns than it has slots only by a turn that preempts
-(Heddle Alg. 1): it runs the highest ranks of those that it has.
+Turns that were on an engine when it was lost are not queued, but run before all others,
+each alone on an engine (`core/policy/suspicion`).
+
+Invariants: an engine is given more turns than it has slots only by a turn that preempts
+(Heddle Alg. 1): it runs the highest ranks of those that it has. An engine that runs a
+suspect has no other turn.
 """
 
 from collections.abc import Mapping
@@ -11,16 +15,23 @@ from rollweave.core import assignment, attempts, costs, elastic, phases, turn_pr
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import EngineLoad, choose
+from rollweave.core.policy.suspicion import engine_for_suspect, may_isolate
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, OnEngine, Queued, Trajectory, Turn
+from rollweave.core.state import Engine, OnEngine, Queued, Suspected, Trajectory, Turn
 from rollweave.core.turn_queues import QueuedTurn, QueueKey
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import StartTurn
 
 
 def enqueue(run: Run, trajectory: Trajectory, turn: Turn) -> None:
-    """Queue the open turn for its trajectory's assigned engine, or for any."""
+    """Queue the open turn for its trajectory's assigned engine, or for any; or among
+    the suspects, if it is one.
+    """
     state = run.state
+    if turn.suspicion is not None:
+        turn.place = Suspected()
+        state.turns.suspects[trajectory.id] = None
+        return
     state.turns.arrivals += 1
     turn.arrival = state.turns.arrivals
     turn.rank = turn_priority.rank_of(run, trajectory, turn)
@@ -91,9 +102,13 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     of these engines, or all if none are named.
     """
     state = run.state
-    if not state.turns.queue or (
+    if not (state.turns.queue or state.turns.suspects) or (
         "free_stepping" in run.config.ablation.without and _any_environment_steps(run)
     ):
+        return
+    if state.turns.suspects:
+        _start_suspects(run)
+    if not state.turns.queue:
         return
     if run.turn_queues.is_overgrown(state):
         run.rebuild_turn_queues()
@@ -107,6 +122,52 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
             pass
     if run.scheduling.steals:
         _steal_work(run, waited_for)
+
+
+def _start_suspects(run: Run) -> None:
+    """Give suspects to engines that are empty, and keep engines empty for others."""
+    state = run.state
+    for trajectory_id in list(state.turns.suspects):
+        trajectory = state.trajectories[trajectory_id]
+        turn = trajectory.open_turn
+        engine = _engine_for_suspect(run, trajectory, turn)
+        if engine is None or engine.active:
+            continue
+        del state.turns.suspects[trajectory_id]
+        if run.scheduling.assigns and trajectory.assigned_engine != engine.id:
+            _reassign(run, trajectory, engine.id)
+        _give(run, trajectory, turn, engine)
+
+
+def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine | None:
+    """Return the engine that gets no turns but this one, now or once it is empty."""
+    engines, loads = run.state.engines, _loads_for(run, trajectory, turn)
+    isolating = {engine.id: engine for engine in engines.values() if engine.isolates is not None}
+    own = next((one for one in isolating.values() if one.isolates == trajectory.id), None)
+    if own is not None and any(load.id == own.id for load in loads):
+        return own
+    if own is not None:  # it takes no turns for a while, or has other weights
+        attempts.open_again(run, own)
+        del isolating[own.id]
+    if not may_isolate(isolating=len(isolating), engines=len(run.fleet.loads)):
+        return None
+    chosen = engine_for_suspect(loads, avoid=turn.avoid, isolating=isolating)
+    if chosen is None:
+        return None
+    engine = engines[chosen]
+    engine.isolates = trajectory.id
+    run.fleet_changed()
+    requeue_from(run, engine)
+    return engine
+
+
+def _loads_for(run: Run, trajectory: Trajectory, turn: Turn) -> list[EngineLoad]:
+    """Return the loads of the engines that can run the trajectory's turns now."""
+    if run.pacing.interchangeable:
+        return list(_loads_of(run, assignment.pool_for(run, trajectory)).values())
+    assigned = assignment.queue_of(run, trajectory, turn.avoid)
+    load = None if assigned is None else run.fleet.loads.get(assigned)
+    return [] if load is None else [load]
 
 
 def _steal_work(run: Run, waited_for: list[EngineId | None] | None) -> None:
@@ -279,10 +340,15 @@ def _assigned_or_free_engine(run: Run, queued: QueuedTurn) -> EngineId | None:
 
 def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     trajectory, turn, _ = queued
-    state, engine = run.state, run.state.engines[chosen]
-    counted = state.counters.scheduling
-    del state.turns.queue[trajectory.id]
+    del run.state.turns.queue[trajectory.id]
     run.turn_queues.leave(trajectory.id)
+    _give(run, trajectory, turn, run.state.engines[chosen])
+
+
+def _give(run: Run, trajectory: Trajectory, turn: Turn, engine: Engine) -> None:
+    """Give a turn that was taken from its queue to an engine."""
+    state, chosen = run.state, engine.id
+    counted = state.counters.scheduling
     counted.preemptions += len(engine.active) >= engine.max_slots
     counted.queue_s += run.now - turn.since
     state.turns.given += 1
@@ -291,7 +357,8 @@ def _start_turn(run: Run, queued: QueuedTurn, chosen: EngineId) -> None:
     if run.scheduling.assigns and not trajectory.kv_resident:
         trajectory.kv_resident = True
         run.reindex(trajectory)
-    prompt = phases.prompt_for(run, trajectory, turn, engine)
+    suspect = turn.suspicion is not None
+    prompt = None if suspect else phases.prompt_for(run, trajectory, turn, engine)
     attempts.occupy(run, engine, trajectory, turn)
     if prompt is None:
         _emit_start(run, trajectory, turn, chosen)

@@ -12,12 +12,15 @@ from rollweave.core import (
     costs,
     dispatching,
     membership,
+    suspects,
     turns,
     weights,
 )
 from rollweave.core.policy.retry import Failover, failover
+from rollweave.core.policy.suspicion import excuses
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
+from rollweave.core.suspects import Verdict
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
     RemoveEngine,
@@ -120,42 +123,37 @@ def on_joined(run: Run, event: EngineJoined) -> None:
 def on_lost(run: Run, event: EngineLost) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is not None:
-        turns.fail_all(run, engine, f"engine lost: {event.error}", abort=False)
-        restart(run, engine, f"lost: {event.error}")
+        restart(run, engine, f"lost: {event.error}", lost=True)
 
 
-def restart(run: Run, engine: Engine, reason: str) -> None:
+def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> None:
     """Restart the engine in place, or give up the engine or its host after repeated
-    failure (RollArt §8, Laminar §3.3). The engines of the host start elsewhere.
+    failure (RollArt §8, Laminar §3.3), unless one of its turns may be to blame. The
+    engines of the host start elsewhere.
 
-    The run ends if no engine is left.
+    The run ends if no engine is left. With `lost`, its process is gone.
     """
-    turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
+    error = f"engine {reason}" if lost else f"engine restarted: {reason}"
+    verdict = suspects.lose_turns(run, engine, error, abort=not lost)
     if run.state.phase is Phase.FINISHED:
         return
     if engine.departing or engine.lender:  # another lender may take its place
         remove(run, engine, reason)
         _end_if_last(run, engine, reason)
         return
-    limit = run.config.watchdog.restarts
-    match failover(
-        restarts=engine.restarts,
-        limit=limit,
-        elsewhere=_serving_elsewhere(run, engine.host),
-        moved=engine.moved,
-    ):
+    match _after_failure(run, engine, verdict):
         case Failover.EVICT_MACHINE:
             engine.moved = True
             evict(
                 run,
                 engine.host,
-                f"engine {engine.id} failed {engine.restarts + 1} times; last: {reason}",
+                f"engine {engine.id} failed {engine.restarts} times; last: {reason}",
             )
             return
         case Failover.REMOVE_ENGINE:
             run.warn(
                 engine.id,
-                f"removed after {engine.restarts} restarts: {reason}",
+                f"removed after {engine.restarts - 1} restarts: {reason}",
                 count="engine_removed",
             )
             remove(run, engine, reason)
@@ -164,12 +162,12 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
         case Failover.RESTART:
             pass
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
-    engine.restarts += 1
     engine.epoch += 1
     engine.version = engine.publication_id = engine.loading_id = -1
     engine.staging_id = engine.staged_id = engine.unstaged_id = -1
     engine.released = False
     engine.consecutive_timeouts = engine.load_failures = 0
+    engine.unanswered, engine.isolates = {}, None
     enter(run, engine, EngineStatus.STARTING)
     assignment.engines_changed(run)
     run.pacing.unassign_engine(run, engine)
@@ -184,6 +182,24 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
         reason=reason,
     )
     run.emit(command)
+
+
+def _after_failure(run: Run, engine: Engine, verdict: Verdict) -> Failover:
+    """Record the loss of the engine, and return what follows."""
+    former, limit = verdict.former, run.config.watchdog.restarts
+    if former is not None and excuses(elsewhere=former.engine != engine.id, excused=engine.excused):
+        engine.excused += 1
+        return Failover.RESTART
+    if verdict.accused and engine.restarts <= limit:
+        engine.doubted[engine.epoch] = verdict.accused
+        return Failover.RESTART
+    engine.restarts += 1
+    return failover(
+        restarts=engine.restarts - 1,
+        limit=limit,
+        elsewhere=_serving_elsewhere(run, engine.host),
+        moved=engine.moved,
+    )
 
 
 def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:

@@ -38,8 +38,9 @@ def charge(run: Run) -> None:
 
 def cause_of_waiting(run: Run) -> str:
     """The reason why serving engines have no turns."""
-    state = run.state
-    if state.pools.init or len(state.pools.run) > run.fleet.active + len(state.turns.queue):
+    state, turns = run.state, run.state.turns
+    waiting = len(turns.queue) + len(turns.suspects)
+    if state.pools.init or len(state.pools.run) > run.fleet.active + waiting:
         return "environment"
     if state.pools.run:
         # all turns are on other engines, or wait for one that is loading weights

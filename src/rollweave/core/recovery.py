@@ -112,6 +112,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state = run.state
     state.life = event.life
     state.turns.queue.clear()
+    state.turns.suspects.clear()
     run.rebuild_turn_queues()
     state.migrations.open.clear()
     state.unassigned.clear()

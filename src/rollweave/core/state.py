@@ -52,6 +52,12 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pool: str = ""  # pool whose engines it prefers, if it waits for any engine
 
 
+class Suspected(msgspec.Struct, frozen=True, tag=True):
+    """The turn was on an engine that was lost, and waits to run apart from other
+    suspects (core/policy/suspicion).
+    """
+
+
 class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An engine has the turn and owes its answer."""
 
@@ -92,6 +98,13 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     publication_id: int
 
 
+class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine, and its epoch, that was lost while it had a turn."""
+
+    engine: EngineId
+    epoch: int
+
+
 class Turn(msgspec.Struct, kw_only=True):
     """A turn that the episode waits for, and its place."""
 
@@ -99,11 +112,12 @@ class Turn(msgspec.Struct, kw_only=True):
     context_tokens: int
     streamed: bool = False  # a program reads its tokens while they are sampled
     since: float  # when it was requested, given to its engine, or taken from one
-    place: Held | Queued | OnEngine = Held()
+    place: Held | Queued | Suspected | OnEngine = Held()
     arrival: int = 0  # number of its arrival in the queue, in this run
     rank: float = 0.0
     dispatch: int = 0
     failures: int = 0
+    suspicion: Suspicion | None = None  # it may be the reason why an engine was lost
     output_tokens: int = (
         0  # tokens sampled, as last reported by its engine: KV beside that of the context
     )
@@ -253,6 +267,8 @@ class Engine(msgspec.Struct):
     resting_until: float | None = None
     heard_at: float = 0.0  # when its lender was last reported as lent to the run
     moved: bool = False  # it replaces an engine whose failures made its host be given up
+    # the suspect for which it is kept empty, or which it runs: it gets no other turns
+    isolates: TrajectoryId | None = None
     leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
     turns_given: int = 0  # turns that it was given so far
@@ -285,8 +301,12 @@ class Engine(msgspec.Struct):
     # of a prefill engine: the trajectories whose prompts it computes
     prompts: dict[TrajectoryId, None] = {}
     prompts_since: float = 0.0  # when it began the prompt that it computes
-    restarts: int = 0
+    restarts: int = 0  # after failures of its own
+    # epochs lost with suspects, of whom none is guilty yet → those without an answer
+    doubted: dict[int, int] = {}
+    excused: int = 0  # losses in a row for which a turn is to blame
     consecutive_timeouts: int = 0
+    unanswered: dict[TrajectoryId, int] = {}  # turns that timed out since it last answered one
     load_failures: int = 0
     launched: int = 0  # trajectories launched under its weights (mode decoupled)
     # most KV tokens of its trajectories at earlier checks (core/consolidation)
@@ -299,8 +319,8 @@ class Engine(msgspec.Struct):
 
     @property
     def open(self) -> bool:
-        """True if the engine may get turns, as far as it lends itself."""
-        return self.takes and self.resting_until is None
+        """True if the engine may get turns: it lends itself, and is for no suspect."""
+        return self.takes and self.resting_until is None and self.isolates is None
 
     @property
     def departing(self) -> bool:
@@ -543,6 +563,7 @@ class Turns(msgspec.Struct):
     """The queued turns (owner: `core/turns`)."""
 
     queue: dict[TrajectoryId, int] = {}  # → its arrival number
+    suspects: dict[TrajectoryId, None] = {}  # that wait for an engine, first to run first
     arrivals: int = 0
     given: int = 0  # turns given to all engines
 

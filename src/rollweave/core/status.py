@@ -16,6 +16,7 @@ from rollweave.core.state import (
     Phase,
     Queued,
     Stage,
+    Suspected,
     TrainerStatus,
     Trajectory,
 )
@@ -51,7 +52,7 @@ def status(run: Run, now: float, waits: Iterable[Wait]) -> RunStatus:
             "awaiting reward": len(pools.eval_queued) + len(pools.eval),
             "ending": len(pools.closing),
         },
-        queued_turns=len(state.turns.queue),
+        queued_turns=len(state.turns.queue) + len(state.turns.suspects),
         buffered=len(state.buffer),
         wanted=run.config.rollout.groups_per_step if training else 0,
         version=state.publication.version,
@@ -198,6 +199,9 @@ def _awaited(run: Run, trajectory: Trajectory) -> tuple[str, str, float, float]:
                     return "any engine with a free slot", "all are taken", turn.since, 0.0
                 case Queued(engine=engine):
                     return f"engine {engine}", "a free slot of it", turn.since, 0.0
+                case Suspected():
+                    what = "they were on one that was lost, and run apart from each other"
+                    return "an engine", what, turn.since, 0.0
                 case OnEngine(engine=engine):
                     limit_s = run.config.watchdog.turn_s
                     return f"engine {engine}", "sampling their turns", turn.since, limit_s

@@ -151,7 +151,7 @@ def _learn_failure(run: Run, trajectory: Trajectory, reason: StopReason) -> None
 
 def cancel(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
     """Stop the current attempt at any stage. `failure` describes a failure for which it
-    is given up.
+    is given up, for its record.
 
     What the world holds is closed first; an attempt for which it holds nothing ends at
     once.
@@ -169,7 +169,12 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str
         trajectory.closing = reason
         move(run, trajectory, Stage.CLOSING)
         run.emit(
-            CancelTrajectory(trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason)
+            CancelTrajectory(
+                trajectory_id=trajectory.id,
+                attempt=trajectory.attempt,
+                reason=reason,
+                error=failure,
+            )
         )
     else:
         end_attempt(run, trajectory, reason)

@@ -1,9 +1,9 @@
 """Turns: requested, answered or failed, and retried elsewhere when their engine fails.
 
-Invariants: a queued turn is in `state.turns.queue`, one on an engine in exactly that
-engine's `active`, and one that is held in neither, while its trajectory's KV moves;
-`dispatch` fences late answers. `core/dispatching` queues turns and gives them to
-engines.
+Invariants: a queued turn is in `state.turns.queue` or, if it is a suspect, in
+`state.turns.suspects`, one on an engine in exactly that engine's `active`, and one that
+is held in none of these, while its trajectory's KV moves; `dispatch` fences late
+answers. `core/dispatching` queues turns and gives them to engines.
 """
 
 import msgspec
@@ -30,6 +30,7 @@ from rollweave.core.state import (
     Prompt,
     Queued,
     Stage,
+    Suspected,
     Trajectory,
     Turn,
 )
@@ -76,14 +77,16 @@ def on_done(run: Run, event: TurnDone) -> None:
     if len(engine.active) > engine.max_slots:
         engine.oversubscribed_at = run.now
     attempts.vacate(run, engine, trajectory, turn)
+    attempts.acquit(run, turn)
     if not event.replayed:
         time = costs.learn_turn(run, engine, turn, event)
         phases.learn_turn(run, trajectory, engine, turn, event.output_tokens)
         affinity.learn_turn(run, trajectory, engine, turn, event, time)
     run.dirty_queues += [None, engine.id]
-    engine.consecutive_timeouts = engine.returns = 0
+    engine.consecutive_timeouts = engine.returns = engine.excused = 0
+    engine.unanswered = {}
     if run.state.serving:
-        engine.restarts = 0  # it loads no weights, which resets this in training
+        engine.restarts, engine.doubted = 0, {}  # loaded weights reset these in training
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
     if not event.replayed:
         _count(run, trajectory, turn, event)
@@ -233,7 +236,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
             dispatching.requeue(run, QueuedTurn(trajectory, turn, place))
         case OnEngine():
             turn_priority.rerank(run, trajectory)
-        case Held():
+        case Held() | Suspected():
             pass
 
 

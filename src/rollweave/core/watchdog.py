@@ -121,6 +121,7 @@ def _check_turns(run: Run, engine: Engine) -> None:
         if waits or not turns.is_late(run, engine, trajectory.open_turn):
             continue
         engine.consecutive_timeouts += 1
+        engine.unanswered[trajectory_id] = trajectory.open_turn.number
         turns.time_out(run, engine, trajectory)
         if engine.consecutive_timeouts >= TIMEOUTS_BEFORE_RESTART:
             engines.restart(

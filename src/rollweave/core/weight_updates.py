@@ -93,7 +93,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         return
     if engine.version >= 0:
         # it has survived from one update to the next: earlier failures are forgiven
-        engine.restarts, engine.moved = 0, False
+        engine.restarts, engine.doubted, engine.moved = 0, {}, False
         counted, staged = run.state.counters.weights, engine.staged_id == event.publication_id
         counted.updates += 1
         counted.staged += staged

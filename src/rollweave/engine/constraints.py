@@ -1,35 +1,35 @@
 """Constrained decoding: the tokens that may continue a text which must be JSON of a
 schema, or match a regular expression. llguidance computes them.
 
+The work that a grammar takes is not bounded by its size: a pattern of 40 kB can take
+half a minute and gigabytes before the first token, and another one as long at a later
+token. So grammars are compiled, and masks computed, in a process that can be ended
+(`engine/constraint_process`), which alone calls `grammar_of`, `check_grammar` and
+`Grammars`.
+
 Invariant: log-probs are not affected. A token's log-prob is that of the model's full
 distribution, as the trainer computes it, and not that of the distribution from which
 the constraint lets the engine sample (docs/ENGINES.md#constrained-turns).
 """
 
-import functools
 import json
 import math
-import re
+import time
 from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from rollweave.engine.matchers import CANNOT
 from rollweave.io.tokenizer import read_tokenizer
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
-CACHED = 256
-"""Number of cached grammars: the requests of an agent program repeat few of them."""
-
 MOST_MULTIPLE = 10_000
 """Maximum of the least common multiple of all numbers of whose multiples a schema
 speaks, without their decimal points. llguidance builds an automaton of that many states
-before the first token: 10,000 take 0.2 s, 99,991 take 1.7 s, and no limit of its own
-ends that.
+before the first token: 10,000 take 0.2 s, 99,991 take 1.7 s.
 """
 
 LIMITS = LLParserLimits(max_grammar_size=30_000)
@@ -42,6 +42,11 @@ CACHED_MATCHERS = 32
 milliseconds to build, and some megabytes.
 """
 
+FIRST_S, TOKEN_S = 5.0, 0.02
+"""CPU seconds that the masks of one turn may take: `FIRST_S` in all, and `TOKEN_S` more
+for each token. The first mask of a schema of 300 optional properties takes 7 ms.
+"""
+
 UNUSED = "<|end of a constrained text|>"
 """A special token that no tokenizer has."""
 
@@ -49,7 +54,6 @@ SILENT = 0
 """llguidance's level of messages to the standard error."""
 
 
-@functools.lru_cache(CACHED)
 def grammar_of(constraint: Constraint) -> str:
     """Return the grammar of a constraint in llguidance's form.
 
@@ -59,7 +63,10 @@ def grammar_of(constraint: Constraint) -> str:
     if not text:
         raise ValueError("it is empty")
     if is_json:
-        _check_multiples(json.loads(text, parse_float=Decimal))
+        try:
+            _check_multiples(json.loads(text, parse_float=Decimal))
+        except RecursionError as error:
+            raise ValueError("it has too many levels") from error
     if constraint.kind == "lark":
         grammar = LLMatcher.grammar_from_lark(text)
     elif is_json:
@@ -74,32 +81,21 @@ def grammar_of(constraint: Constraint) -> str:
     return grammar
 
 
-def lark_of(constraint: Constraint) -> str:
-    """Return the grammar of a constraint that can be constrained as llguidance's Lark,
-    which servers take.
-    """
-    return constraint.text if constraint.kind == "lark" else f"start: {rule_of(constraint)}"
-
-
-def rule_of(constraint: Constraint) -> str:
-    """Return the right-hand side of a rule of llguidance's Lark: for JSON of a schema,
-    or a match of a regular expression.
-    """
-    text = constraint.text
-    return f"%json {json.dumps(json.loads(text))}" if constraint.kind == "json" else _lark(text)
-
-
 class Grammars:
     """The constraints of one model's texts. `vocab` is the size of the model's
-    vocabulary.
+    vocabulary. Without a checkpoint, a token is a byte.
 
     Raises EngineError for a checkpoint whose tokenizer cannot be read.
     """
 
-    def __init__(self, checkpoint: Path, *, vocab: int) -> None:
-        path, self._vocab = checkpoint / "tokenizer.json", vocab
+    def __init__(self, checkpoint: Path | None, *, vocab: int = 0) -> None:
         self._matchers: dict[Constraint, LLMatcher] = {}
         """A matcher of an empty text for each of the last constraints."""
+        if checkpoint is None:
+            self._tokenizer = LLTokenizer("byte")
+            self._vocab = self._unused = self._tokenizer.vocab_size
+            return
+        path, self._vocab = checkpoint / "tokenizer.json", vocab
         try:
             read = read_tokenizer(checkpoint)
         except ConfigError as error:
@@ -129,13 +125,15 @@ class Grammars:
         """Return a matcher of a text that begins now. `ends` are the tokens that end
         it. Raises ValueError for what cannot be constrained.
         """
-        try:
-            grammar = grammar_of(constraint)
-        except ValueError as error:
-            raise ValueError(f"sampling.constraint cannot be constrained: {error}") from error
-        matcher = self._matchers.pop(constraint, None) or LLMatcher(
-            self._tokenizer, grammar, log_level=SILENT, limits=LIMITS
-        )
+        matcher = self._matchers.pop(constraint, None)
+        if matcher is None:
+            try:
+                grammar = grammar_of(constraint)
+            except ValueError as error:
+                raise ValueError(f"{CANNOT}{error}") from error
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=SILENT, limits=LIMITS)
+            if matcher.is_error():
+                raise ValueError(f"{CANNOT}{_in_one_line(matcher.get_error())}")
         self._matchers[constraint] = matcher  # the last one is that of the newest use
         if len(self._matchers) > CACHED_MATCHERS:
             del self._matchers[next(iter(self._matchers))]
@@ -148,42 +146,54 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, *, vocab: int, ends: list[int], unused: int) -> None:
         self._matcher, self._vocab, self._ends, self._unused = matcher, vocab, ends, unused
-        self._error = ""
-        self.check()
+        self._tokens, self._spent_s = 0, 0.0
 
     def feed(self, token: int) -> None:
         """Append a token that does not end the text. Raises ValueError for one that is
         not allowed.
         """
         self._matcher.consume_token(token)
-        self.check()
+        self._tokens += 1
+        self._check()
 
     @property
     def is_complete(self) -> bool:
         """True if the text is complete and no token can end it or continue it."""
         return not self._ends and self._matcher.is_stopped()
 
-    def forbidden(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens cannot follow; [vocab]. If no token can, `check` raises
-        from now on.
-        """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
-        allowed[self._unused :][:1] = False
-        if self._matcher.is_accepting():
-            allowed[self._ends] = True
-        if self._matcher.is_error():
-            self._error = _in_one_line(self._matcher.get_error())
-        elif not allowed.any():
-            self._error = "no token can continue the text"
-        return np.zeros(self._vocab, dtype=np.bool_) if self._error else ~allowed
+    def allowed(self) -> bytes:
+        """Return which tokens may follow, one bit for each token of the vocabulary, the
+        lowest bit of a byte first.
 
-    def check(self) -> None:
+        Raises ValueError if none may, or if the masks of this text take too long.
+        """
+        started = time.process_time()
+        bits = bytearray(self._matcher.compute_bitmask())
+        self._spent_s += time.process_time() - started
+        self._check()
+        if self._unused < self._vocab:
+            bits[self._unused // 8] &= ~(1 << self._unused % 8)
+        if self._matcher.is_accepting():
+            for end in self._ends:
+                bits[end // 8] |= 1 << end % 8
+        del bits[-(-self._vocab // 8) :]
+        if self._vocab % 8:
+            bits[-1] &= (1 << self._vocab % 8) - 1
+        limit_s = FIRST_S + TOKEN_S * self._tokens
+        if self._spent_s > limit_s:
+            raise _unmet(f"its masks must take at most {limit_s:.1f} s of CPU time, and took more")
+        if not any(bits):
+            raise _unmet("no token can continue the text")
+        return bytes(bits)
+
+    def _check(self) -> None:
         """Raise ValueError if the text can no longer be what it must be."""
-        if not self._error and self._matcher.is_error():
-            self._error = _in_one_line(self._matcher.get_error())
-        if self._error:
-            raise ValueError(f"sampling.constraint cannot be met: {self._error}")
+        if self._matcher.is_error():
+            raise _unmet(_in_one_line(self._matcher.get_error()))
+
+
+def _unmet(reason: str) -> ValueError:
+    return ValueError(f"sampling.constraint cannot be met: {reason}")
 
 
 def _check_multiples(schema: object) -> None:
@@ -217,17 +227,10 @@ def _check_begins(grammar: str) -> None:
         raise ValueError("its references lead back to themselves, so that no text is of this form")
 
 
-def _lark(regex: str) -> str:
-    """Return a regular expression in Lark's form, in which a slash ends it."""
-    return "/" + _ENDS_REGEX.sub(lambda found: _ESCAPED.get(found[0], found[0]), regex) + "/"
-
-
-_ENDS_REGEX = re.compile(r"\\.|[/\n]", re.DOTALL)
-_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-
-
 def _in_one_line(error: str) -> str:
-    """Return llguidance's error without its picture of the grammar."""
+    """Return llguidance's error without its picture of the grammar, and without its
+    advice to raise limits.
+    """
     lines = error.splitlines()
     reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
-    return reason.removeprefix("error: ")
+    return reason.removeprefix("error: ").partition("; either increase limits")[0]

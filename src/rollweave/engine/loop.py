@@ -2,13 +2,16 @@
 work, and sleeps otherwise.
 
 Commands are posted from any thread and never wait for a computation; replies are called
-on the loop's thread. Every request is answered exactly once, including one that is
-refused or aborted, or whose handling raises. New weights are verified before anything
-changes, beside the steps if there is room for a second copy (`engine/staging`); after
-the swap the KV of all live requests is recomputed under them, and tokens sampled from
-then on carry the new version. An engine that has given back its memory computes nothing
-until it has loaded weights. A failure of the loop itself is reported as
-`EngineFatal`, after which nothing more is answered.
+on the loop's thread, except for those to heartbeats (`engine/activity`). Every request
+is answered exactly once, including one that is refused or aborted, or whose handling
+raises. New weights are verified before anything changes, beside the steps if there is
+room for a second copy (`engine/staging`); after the swap the KV of all live requests is
+recomputed under them, and tokens sampled from then on carry the new version. An engine
+that has given back its memory computes nothing until it has loaded weights. A failure
+of the loop itself is reported as `EngineFatal`, after which nothing more is answered.
+
+The masks of constrained turns are computed by another process (`engine/matchers`). A
+turn whose next mask is late is held, and the others go on without it.
 """
 
 import math
@@ -18,18 +21,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
+from rollweave.engine.activity import Activity
 from rollweave.engine.admission import validate
+from rollweave.engine.constrained_texts import ConstrainedTexts
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
+from rollweave.engine.matchers import Matchers
 from rollweave.engine.measure import step_times
 from rollweave.engine.planner.batching import Batcher, Entry, StepPlan, StepWork
 from rollweave.engine.planner.blocks import BlockLedger
@@ -43,6 +47,7 @@ from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     Abort,
     Add,
+    Beat,
     EngineCommand,
     EngineFatal,
     EngineReply,
@@ -73,9 +78,6 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import read_tensors
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
-
-if TYPE_CHECKING:
-    from rollweave.engine.constraints import Grammars
 
 NO_WEIGHTS = -2
 """Weights id of an engine that has given back its memory: no KV has it."""
@@ -110,9 +112,11 @@ class EngineLoop:
         make_pool: Callable[..., PagedPool] = PagedPool,
         wake: threading.Condition | None = None,
         loads_beside: bool = False,
+        activity: Activity | None = None,
     ) -> None:
         self.spec, self._make_pool, self._loads_beside = spec, make_pool, loads_beside
         self._reply, self._watch, self._clock = reply, watch, clock
+        self._activity = activity or Activity(clock)
         self._inbox: deque[EngineCommand | CallBetweenSteps] = deque()
         self._wake = wake or threading.Condition()
         self._live: dict[str, RequestState] = {}
@@ -127,8 +131,6 @@ class EngineLoop:
         self._deadline = math.inf
         self._version = spec.version
         self._tokenizer: Tokenizer | None = None
-        self._grammars: Grammars | None = None
-        """The model's constraints, from the first constrained turn on."""
         self._tainted = False
         self._packed: tuple[list[Entry], RowParams] | None = None
         self._started_s = 0.0
@@ -141,8 +143,11 @@ class EngineLoop:
         """Queue a command.
 
         Commands run in the order in which they were posted, all pending ones before
-        each step.
+        each step. A heartbeat is answered at once.
         """
+        if isinstance(command, Beat):
+            self._reply(self._activity.beating())
+            return
         self._put(command)
 
     def _put(self, item: EngineCommand | CallBetweenSteps) -> None:
@@ -159,10 +164,10 @@ class EngineLoop:
             if device_named(self.spec.device).type == "cpu":
                 torch.set_num_threads(self.spec.threads)
             self.build()
-            with torch.inference_mode(), closing(self._exchange), closing(self._staging):
+            with torch.inference_mode(), closing(self):
                 while self._handle_commands():
-                    if self.has_work:
-                        self._step()
+                    if self.has_work and not self._step():
+                        self._await_command()
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
 
@@ -200,10 +205,13 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """True if there is a step to compute."""
-        return not self._stands_still and bool(self._batcher.live)
+        return not self._stands_still and len(self._batcher.live) > self._texts.held
 
     def take_commands(self) -> bool:
-        """Handle all pending commands. Return False after `Shutdown`."""
+        """Handle all pending commands, among them the masks for the next step. Return
+        False after `Shutdown`.
+        """
+        self._texts.wait()
         with self._wake:
             items = list(self._inbox)
             self._inbox.clear()
@@ -219,8 +227,8 @@ class EngineLoop:
             self._finish(self._live[id], finish)
 
     def close(self) -> None:
-        """End the threads of the engine."""
-        for part in ("_exchange", "_staging"):
+        """End the threads of the engine, and the process of its masks."""
+        for part in ("_exchange", "_staging", "_texts"):
             if hasattr(self, part):
                 getattr(self, part).close()
 
@@ -257,6 +265,14 @@ class EngineLoop:
             call_between_steps=lambda function: self._put(CallBetweenSteps(function)),
             reply=self._reply,
         )
+        vocab = self._runner.shape.vocab
+        self._texts = ConstrainedTexts(
+            lambda reply: Matchers(Path(spec.model), vocab=vocab, reply=reply),
+            vocab=vocab,
+            wake=self._wake,
+            between_steps=lambda function: self._put(CallBetweenSteps(function)),
+            finish=self._finish,
+        )
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
@@ -281,14 +297,17 @@ class EngineLoop:
         """Handle all pending commands, after waiting for one if there is nothing to
         compute. Return False once the loop must end.
         """
+        if not self.has_work:
+            self._await_command()
+        return self.take_commands()
+
+    def _await_command(self) -> None:
+        self._activity.end()
         with self._wake:
-            while not self._inbox and (self._stands_still or not self._batcher.live):
-                self._wake.wait()
-            items = list(self._inbox)
-            self._inbox.clear()
-        return all(self._handle(item) for item in items)
+            self._wake.wait_for(lambda: self._inbox)
 
     def _handle(self, item: EngineCommand | CallBetweenSteps) -> bool:
+        self._activity.begin(f"command {type(item).__name__}")
         match item:
             case CallBetweenSteps(function=function):
                 function()
@@ -331,6 +350,8 @@ class EngineLoop:
                 self._exchange.release(id)
             case Shutdown():
                 return False
+            case Beat():
+                raise AssertionError("it was answered when it was posted")
             case _:
                 assert_never(item)
         return True
@@ -341,6 +362,8 @@ class EngineLoop:
             state = self._admit(request, now)
             finished = state.resume()
             self._batcher.add(state.entry)
+            if finished is None and request.sampling.constraint is not None:
+                self._texts.begin(state, request.sampling.constraint)
         except Exception as error:  # the tokenizer may fail to decode the resumed tokens
             error_text = (
                 str(error)
@@ -388,13 +411,6 @@ class EngineLoop:
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(Path(self.spec.model))
             state.stop_strings = StopStrings(self._tokenizer, sampling.stop)
-        if sampling.constraint is not None:
-            if self._grammars is None:
-                from rollweave.engine.constraints import Grammars  # loads llguidance
-
-                vocab = self._runner.shape.vocab
-                self._grammars = Grammars(Path(self.spec.model), vocab=vocab)
-            state.constraint = self._grammars.matcher(sampling.constraint, ends=state.stop_ids)
         return state
 
     def _load_published(self, manifest: WeightManifest) -> None:
@@ -481,6 +497,8 @@ class EngineLoop:
         plan = self._batcher.plan()
         work = plan.work if self._watch is not None else None
         self._track_slots(plan, started)
+        prompts = sum(count for _, count in plan.prefill)
+        self._activity.begin(f"a step of {len(plan.decode)} sequences and {prompts} prompt tokens")
         if not plan.decode and not plan.prefill:
             return False  # blocks are absent, or prompts have no share of this step
         self._compute(plan)
@@ -507,7 +525,7 @@ class EngineLoop:
             self._recomputed_tokens += self._batcher.advance(entry, count)
         if entries:
             positions = [len(entry.tokens) for entry in entries]
-            forbidden = self._forbidden(entries) if self._grammars is not None else None
+            forbidden = self._texts.forbidden([self._live[entry.id] for entry in entries])
             tokens, logprobs, reports = sample(logits, positions, self._params(entries), forbidden)
             self._output_tokens += len(tokens)
             for row, report in reports.items():
@@ -581,15 +599,6 @@ class EngineLoop:
             self._packed = (list(entries), params)
         return self._packed[1]
 
-    def _forbidden(self, entries: list[Entry]) -> dict[int, npt.NDArray[np.bool_]]:
-        """Return the tokens that the rows with a constraint must not get."""
-        forbidden = {}
-        for row, entry in enumerate(entries):
-            constraint = self._live[entry.id].constraint
-            if constraint is not None:
-                forbidden[row] = constraint.forbidden()
-        return forbidden
-
     def _accept(self, state: RequestState, token: int, logprob: float) -> None:
         """Append a sampled token, and finish the request if the token ends it.
 
@@ -622,11 +631,15 @@ class EngineLoop:
             self._finish(state, FinishReason.STOP)
         elif len(state.logprobs) >= state.limit:
             self._finish(state, FinishReason.LENGTH)
+        elif state.text_id:
+            self._texts.extend(state, token)
 
     def _finish(self, state: RequestState, finish: FinishReason, error: str = "") -> None:
         now = self._clock()
         step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
         del self._live[state.request.id]
+        if state.text_id:
+            self._texts.end(state)
         if self._streams.pop(state.request.id, None) is not None:
             self._schedule_progress()
         self._batcher.remove(state.request.id)

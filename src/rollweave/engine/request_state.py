@@ -12,7 +12,9 @@ its budget.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from rollweave.engine.detokenize import StopStrings
 from rollweave.engine.planner.batching import Entry
@@ -24,9 +26,6 @@ from rollweave.schema.serving import (
     TokenDelta,
     VersionSpan,
 )
-
-if TYPE_CHECKING:
-    from rollweave.engine.constraints import Matcher
 
 
 class RequestState:
@@ -40,10 +39,10 @@ class RequestState:
         "_queue_s",
         "_slot_since",
         "_waiting_since",
-        "constraint",
         "deadline",
         "entry",
         "first_token_s",
+        "forbidden",
         "limit",
         "logprobs",
         "min_tokens",
@@ -56,6 +55,7 @@ class RequestState:
         "served",
         "stop_ids",
         "stop_strings",
+        "text_id",
         "top_logprobs",
         "version_starts",
     )
@@ -87,7 +87,10 @@ class RequestState:
         self.version_starts: list[tuple[int, int]] = []
         """The (start, version) of each run of output tokens sampled by one version."""
         self.stop_strings: StopStrings | None = None
-        self.constraint: Matcher | None = None
+        self.text_id = ""
+        """Id of its text, if that is constrained (`engine/matchers`)."""
+        self.forbidden: npt.NDArray[np.bool_] | None = None
+        """The tokens [vocab] that must not follow, if its text is constrained."""
         self.reported = 0
         """Number of output tokens that were reported by `Progress` or resumed."""
         self.report_s = math.inf
@@ -139,19 +142,12 @@ class RequestState:
         """Return whether the turn ends with `token`, its newest one. Call it once per
         token.
 
-        Decoding may raise anything. Raises ValueError for a token that the constraint
-        does not allow.
+        Decoding may raise anything.
         """
-        if self.constraint is not None:
-            self.constraint.check()
         if token in self.stop_ids:
             return True
-        complete = False
-        if self.constraint is not None:
-            self.constraint.feed(token)
-            complete = self.constraint.is_complete
         stopped = self.stop_strings is not None and self.stop_strings.feed(token)
-        return complete or (stopped and len(self.logprobs) >= self.min_tokens)
+        return stopped and len(self.logprobs) >= self.min_tokens
 
     def first_token(self, now: float) -> None:
         """Record that the first token is sampled."""

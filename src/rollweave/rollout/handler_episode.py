@@ -423,6 +423,9 @@ class HandlerEpisode:
                 raise
             finally:
                 self._rearm()
+            if answer.result.finish is FinishReason.REFUSED:  # no turn, but its time counts
+                self._budget.env_s += self._clock() - requested_at
+                return answer.result
             return self._accept(answer.result, answer.engine_id, requested_at, len(tokens))
 
     def _accept(

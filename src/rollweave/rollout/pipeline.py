@@ -73,6 +73,7 @@ class _Attempt:
     worker: WorkerPort
     turns: Turns
     cancelled: StopReason | None = None
+    cancelled_error: str = ""
 
     @property
     def key(self) -> Key:
@@ -224,7 +225,7 @@ class Pipeline:
                 TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason)
             )
             return
-        active.cancelled = command.reason
+        active.cancelled, active.cancelled_error = command.reason, command.error
         active.turns.close()
         active.worker.send(command)
 
@@ -308,8 +309,13 @@ class Pipeline:
         for image in report.images:
             self._store.images.add(image)
         stored = trajectory
-        if trajectory.stop_reason is StopReason.ENGINE_FAILURE and not trajectory.error:
-            stored = msgspec.structs.replace(trajectory, error=attempt.turns.last_failure)
+        reason = attempt.cancelled_error or (
+            attempt.turns.last_failure
+            if trajectory.stop_reason is StopReason.ENGINE_FAILURE
+            else ""
+        )
+        if reason and not trajectory.error:
+            stored = msgspec.structs.replace(trajectory, error=reason)
         self._append_end(command, stored)
         attempt.turns.close()
         del self._attempts[attempt.key]

@@ -539,6 +539,10 @@ class Turns:
             self.withdraw(turn.number)
             self._answer(command, stop=StopReason.MAX_TOKENS, error=result.error)
             return
+        if result.finish is FinishReason.REFUSED:
+            self.withdraw(turn.number)
+            self._answer(command, result=result)
+            return
         if result.finish is FinishReason.RETURNED:
             turn.partial_turn.finish(result)
             self.post(

@@ -38,7 +38,7 @@ from rollweave.schema.rollouts import (
     TurnAsked,
     TurnGivenUp,
 )
-from rollweave.schema.serving import Sampling
+from rollweave.schema.serving import FinishReason, Sampling
 from rollweave.schema.text import shortened
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason, TokenSequence, Unscored
 
@@ -120,6 +120,8 @@ class RemoteTurns:
             raise
         finally:
             self._open = self._on_tokens = None
+        if result.result.finish is FinishReason.REFUSED:
+            return result  # the controller has forgotten this turn
         self._base, self._known = number, tokens + result.result.tokens
         self._known_images = keys
         return result

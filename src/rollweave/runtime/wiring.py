@@ -22,7 +22,7 @@ from rollweave.runtime.effects import Handlers, Timer, rollout_handlers
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.pump import Pump, RunClock
-from rollweave.runtime.supervisors.engines import EngineSupervisor
+from rollweave.runtime.supervisors.engines import SLOW_S, EngineSupervisor
 from rollweave.runtime.supervisors.workers import MakeWorker, WorkerSupervisor
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import Command, StartInit, Warn
@@ -101,6 +101,7 @@ class RolloutRuntime:
             manifests=self.manifests,
             hosts=wiring.hosts,
             reply_s=reply_s,
+            slow_s=max(SLOW_S, wiring.config.watchdog.turn_s / 2),
             checkpoint=checkpoint,
         )
         limit = waiting_limit(wiring.config)

@@ -7,12 +7,14 @@ ends. This back end is not yet tested with the real program: a contract test cov
 command line.
 """
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
 
 from rollweave.sandbox.argv import apptainer
 from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
+from rollweave.sandbox.folders import check_folder, put_folder
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.running import RunningSandbox, started
 from rollweave.schema.errors import SandboxError
@@ -39,14 +41,23 @@ class Apptainer:
         argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
         _check_way(spec.image)
+        if spec.folder:
+            await asyncio.to_thread(check_folder, spec.folder)
         # Apptainer finds its helpers on PATH; --cleanenv keeps PATH from the sandbox.
-        return await started(
+        sandbox = await started(
             spec,
             self._launcher,
             requested_spec=requested_spec,
             argv=argv,
             env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"},
         )
+        if spec.folder:
+            try:
+                await put_folder(sandbox, spec.folder, spec.workdir)
+            except BaseException:
+                sandbox.kill()
+                raise
+        return sandbox
 
     async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         raise SandboxError(

@@ -8,6 +8,7 @@ one, the seccomp program as SECCOMP_FD. Nothing of our environment is passed on.
 import json
 
 from rollweave.sandbox.base import HOST, Limits, SandboxSpec
+from rollweave.sandbox.devices import masked
 
 CHANNEL_FD, SECCOMP_FD = 3, 4
 
@@ -83,10 +84,10 @@ def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list
         "--ro-bind",
         "/proc/sys",
         "/proc/sys",
-        "--remount-ro",
-        "/proc",
-        "--clearenv",
     ]
+    for name in masked():
+        argv += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    argv += ["--remount-ro", "/proc", "--clearenv"]
     for name, value in spec.environment().items():
         argv += ["--setenv", name, value]
     return [*argv, "--chdir", spec.workdir, "--", *server({}, spec.workdir, python=python)]

@@ -8,9 +8,11 @@ result.
 """
 
 import itertools
+import os
 import posixpath
 import re
 import secrets
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +25,8 @@ from rollweave.schema.base import Struct
 MIB = 1 << 20
 
 HOST = "host"
-"""Name of the image that has this machine's /usr and Python, read-only, and an empty
-root, home and /tmp.
+"""Name of the image that has this machine's programs, libraries and interpreter,
+read-only (`host.py`), and an empty root, home and /tmp.
 """
 
 HOME = "/home/agent"
@@ -42,6 +44,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 _HOSTNAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._, -]*\])?")
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -94,6 +97,14 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
     python3 (for apptainer also a .sif file). `envs.handlers.sandboxes` also takes what
     the cache of images resolves to such a folder (`is_reference`).
     """
+    packages: tuple[str, ...] = ()
+    """Python packages of this machine that the image HOST has, with what they require:
+    `numpy`, or with extras `pydantic-ai-slim[openai]`.
+    """
+    folder: str = ""
+    """Absolute path of a folder of this machine, whose files are in `workdir` at the
+    start. They belong to the sandbox; the folder itself is not changed.
+    """
     limits: Limits = Limits()
     network: bool = False
     """True shares the host's network, with all its servers, and gives the sandbox an
@@ -118,6 +129,15 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
                 f"image must be {HOST!r} or an absolute path without '..', or sha256:DIGEST, or "
                 f"the path of an archive or of a recipe ({RECIPE}), got {self.image!r}"
             )
+        for package in self.packages:
+            if not _PACKAGE.fullmatch(package):
+                raise ValueError(f"packages must be names of Python packages, got {package!r}")
+        if self.packages and self.image != HOST:
+            raise ValueError(
+                f"packages must be empty for an image, which has its own, got {self.packages[0]!r}"
+            )
+        if self.folder and not _plain_path(self.folder):
+            raise ValueError(f"folder must be an absolute path without '..', got {self.folder!r}")
         if (
             not _plain_path(self.workdir)
             or self.workdir == "/"
@@ -140,9 +160,14 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
                 )
 
     def environment(self) -> dict[str, str]:
-        """Return all environment variables of a process in the sandbox."""
+        """Return all environment variables of a process in the sandbox.
+
+        On the image HOST, `python` and `python3` are the interpreter that runs
+        Rollweave.
+        """
+        programs = f"{os.path.dirname(sys.executable)}:" if self.image == HOST else ""
         base = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+            "PATH": f"{programs}/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
             "HOME": HOME,
             "LANG": "C.UTF-8",
         }
@@ -217,11 +242,13 @@ class Sandbox(Protocol):
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
         """Return a regular file's bytes. Raises SandboxError if it is not one, or is
-        longer than `limit`.
+        longer than `limit`. A large file arrives in parts, between which it may change.
         """
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Replace a file, with at most 64 MiB of data. Raises SandboxError."""
+        """Replace a file, at once, whatever the size of the data. Raises
+        SandboxError.
+        """
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
         """Store the writes so far, while commands are paused. Raises SandboxError,

@@ -7,7 +7,7 @@ import shutil
 from rollweave.sandbox.argv import bubblewrap, rlimits
 from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.rootfs import layers_of, python_of, root_of
+from rollweave.sandbox.rootfs import python_of, root_of, view_of
 from rollweave.sandbox.running import RunningSandbox, started
 from rollweave.schema.errors import SandboxError
 
@@ -30,7 +30,7 @@ class Bubblewrap:
 
     async def start(self, spec: SandboxSpec) -> RunningSandbox:
         check_image(spec.image)
-        return await self._started(spec, layers_of(spec))
+        return await self._started(spec, await self._launcher.layers_of(spec))
 
     async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         return await self._started(snapshot.spec, snapshot.layers)
@@ -43,7 +43,8 @@ class Bubblewrap:
         argv = bubblewrap(
             spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec)
         )
-        root = root_of(spec, support=self._launcher.support, layers=layers)
+        view = await view_of(spec)
+        root = root_of(spec, view, support=self._launcher.support, layers=layers)
         return await started(
             spec,
             self._launcher,

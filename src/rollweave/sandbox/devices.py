@@ -29,7 +29,17 @@ SHM_BYTES = 64 << 20
 SHM_FILES = 8192
 """Maximum number of files in /dev/shm."""
 
+MASKED = ("cmdline", "key-users", "keys", "timer_list")
+"""Files of /proc that say how the machine was started, and name others' processes and
+keys.
+"""
+
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
+
+
+def masked() -> list[str]:
+    """Return the masked files of /proc that this kernel has."""
+    return [name for name in MASKED if os.path.exists(f"/proc/{name}")]
 
 
 def mount_devices(dev: str) -> None:

@@ -26,7 +26,10 @@ from typing import Any
 
 from rollweave.io import locked_folders
 from rollweave.package import DIRECTORY
+from rollweave.sandbox.base import SandboxSpec
 from rollweave.sandbox.cgroups import remove_all_stale
+from rollweave.sandbox.folders import copy_folder
+from rollweave.sandbox.rootfs import image_layers
 from rollweave.schema.errors import SandboxError, SandboxLostError
 
 HERE = Path(__file__).parent
@@ -117,6 +120,8 @@ class Launcher:
         self._ids = itertools.count(1)
         self._handles: dict[str, SandboxHandle] = {}
         self._opening: asyncio.Task[None] | None = None
+        self._layers: dict[tuple[str, str], asyncio.Task[str]] = {}
+        """Layers by the folder of the host that they have, and its path in them."""
         self._lost = ""
         # Sandboxes of root have other uids: the path to their root must be open to all
         # users, as /run is.
@@ -223,8 +228,25 @@ class Launcher:
         """Make a folder that is removed with the supervisor."""
         return Path(tempfile.mkdtemp(prefix="kept-", dir=self._snapshots))
 
+    async def layers_of(self, spec: SandboxSpec) -> tuple[str, ...]:
+        """Return the layers of a sandbox that begins with its image and folder, which
+        is copied when the first sandbox needs it. Raises ConfigError, SandboxError.
+        """
+        below = image_layers(spec)
+        if not spec.folder:
+            return below
+        key = (spec.folder, spec.workdir)
+        task = self._layers.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            layer = str(self.folder())
+            task = self._layers[key] = asyncio.get_running_loop().create_task(
+                asyncio.to_thread(_layer, *key, layer), name=f"copy {spec.folder}"
+            )
+        return (await asyncio.shield(task), *below)
+
     async def close(self) -> None:
         """End the supervisor and its sandboxes; return when nothing is left of them."""
+        await asyncio.gather(*self._layers.values(), return_exceptions=True)
         if self._opening is not None:
             await asyncio.wait([self._opening])
             if not self._opening.cancelled() and self._opening.exception() is None:
@@ -249,7 +271,8 @@ class Launcher:
     def _spawn(self, child_end: socket.socket) -> "subprocess.Popen[bytes]":
         source = str(DIRECTORY.parent)
         code = (
-            f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
+            f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; "
+            "del sys.path[0]; main()"
         )
         arguments = [
             str(child_end.fileno()),
@@ -361,6 +384,11 @@ def _populate(base: Path) -> None:
     compileall.compile_dir(
         support, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
     )
+
+
+def _layer(folder: str, at: str, layer: str) -> str:
+    copy_folder(folder, layer, at)
+    return layer
 
 
 def _remove(folders: Sequence[str], locks: Sequence[int]) -> None:

@@ -82,7 +82,7 @@ class Copy:
                 os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
             elif stat.S_ISLNK(status.st_mode):
                 link_target = os.readlink(name, dir_fd=source)
-                if self._only and _leads_out(link_target, where.count("/")):
+                if self._only and leads_out(link_target, where.count("/")):
                     continue
                 os.symlink(link_target, name, dir_fd=target)
                 os.chown(name, self._owner, self._owner, dir_fd=target, follow_symlinks=False)
@@ -223,7 +223,7 @@ def _descend(layer: int, folder: str) -> tuple[int, bool]:
     return here, is_new
 
 
-def _leads_out(link: str, depth: int) -> bool:
+def leads_out(link: str, depth: int) -> bool:
     """Return whether a symbolic link in a folder `depth` levels below the top may lead
     out of it. After a name, `..` need not lead back, because the name may be a link,
     too.

@@ -14,6 +14,7 @@ import msgspec
 
 from rollweave.sandbox.argv import rlimits, server
 from rollweave.sandbox.base import HOME, HOST, SandboxSpec, Snapshot, addressed
+from rollweave.sandbox.folders import copy_folder
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.layers import Copy
 from rollweave.sandbox.running import RunningSandbox, started
@@ -35,7 +36,7 @@ class Plain:
             )
         if spec.fakeroot:
             raise ValueError("fakeroot must be false for plain, got true")
-        return await self._started(spec, str(self._launcher.folder()))
+        return await self._started(spec, str(self._launcher.folder()), spec.folder)
 
     async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         folder = str(self._launcher.folder())
@@ -48,8 +49,8 @@ class Plain:
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def _started(self, spec: SandboxSpec, folder: str) -> RunningSandbox:
-        path = os.environ.get("PATH", os.defpath)
+    async def _started(self, spec: SandboxSpec, folder: str, content: str = "") -> RunningSandbox:
+        path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
         home = folder + HOME
         workdir = home if spec.workdir == HOME else spec.workdir
         env = {"PATH": path, "HOME": home, **addressed(spec).env}
@@ -57,6 +58,8 @@ class Plain:
         # NPROC counts all processes of our user here, so it cannot limit a sandbox.
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
         argv = server(limits, here.workdir, python=sys.executable, support=self._launcher.support)
+        if content:
+            await asyncio.to_thread(copy_folder, content, "/", workdir)
         writes = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         return await started(
             here,

@@ -5,6 +5,7 @@ supervisor. It is the same for every back end.
 import asyncio
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,11 @@ import msgspec
 
 from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot, check_snapshot_paths
 from rollweave.sandbox.channel import Channel, Reply
-from rollweave.sandbox.inside.frames import FrameError
+from rollweave.sandbox.folders import FOLDER_BYTES
+from rollweave.sandbox.inside.frames import BODY_BYTES, FrameError
 from rollweave.sandbox.launcher import CLOSED, SUPERVISOR_GONE, Launcher, SandboxHandle
 from rollweave.sandbox.layers import Copy, LayerError, copy_selected
-from rollweave.sandbox.rootfs import layers_of
+from rollweave.sandbox.rootfs import image_layers
 from rollweave.sandbox.stage import ensure_folder
 from rollweave.sandbox.supervisor import ENDED, KILLED, OVERDUE, STOPPED
 from rollweave.schema.errors import (
@@ -32,7 +34,10 @@ machine.
 """
 
 FILE_S = 10.0
-"""Maximum seconds for reading or writing a file, which is in memory."""
+"""Maximum seconds for reading or writing a part of a file, which is in memory."""
+
+PART_BYTES = BODY_BYTES // 2
+"""Size in bytes of the parts in which a large file is read or written."""
 
 EXIT_S = 1.0
 """Maximum seconds from the end of a server's socket to the end of its process."""
@@ -137,10 +142,36 @@ class RunningSandbox:
             raise self._lost_error() from error
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        return (await self.call("read", timeout_s=FILE_S, path=path, limit=limit)).body
+        if limit <= PART_BYTES:
+            return (await self.call("read", timeout_s=FILE_S, path=path, limit=limit)).body
+        data = bytearray()
+        while True:
+            reply = await self.call(
+                "read", timeout_s=FILE_S, path=path, offset=len(data), limit=PART_BYTES
+            )
+            data += reply.body
+            if len(data) > limit:
+                raise SandboxRefusedError(f"path must have at most {limit} bytes: {path}")
+            if len(reply.body) < PART_BYTES:
+                return bytes(data)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await self.call("write", data, timeout_s=FILE_S, path=path, mode=mode)
+        if len(data) <= PART_BYTES:
+            await self.call("write", data, timeout_s=FILE_S, path=path, mode=mode)
+            return
+        part = secrets.token_hex(8)
+        for offset in range(0, len(data), PART_BYTES):
+            body, last = data[offset : offset + PART_BYTES], offset + PART_BYTES >= len(data)
+            await self.call(
+                "write",
+                body,
+                timeout_s=FILE_S,
+                path=path,
+                mode=mode,
+                part=part,
+                offset=offset,
+                last=last,
+            )
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
         check_snapshot_paths(only, at)
@@ -154,6 +185,7 @@ class RunningSandbox:
             try:
                 folder = str(self._launcher.folder())
                 writes, limit_bytes = os.dup(self._handle.writes), self.spec.limits.disk_bytes
+                limit_bytes += FOLDER_BYTES if self.spec.folder else 0
                 if only:
                     workdir = self._requested_spec.workdir
                     written = await asyncio.to_thread(
@@ -169,7 +201,7 @@ class RunningSandbox:
                 self._launcher.post(self._handle, "thaw")
         return Snapshot(
             spec=self._requested_spec,
-            layers=(folder, *(layers_of(self._requested_spec) if only else below)),
+            layers=(folder, *(image_layers(self._requested_spec) if only else below)),
             bytes=written,
         )
 

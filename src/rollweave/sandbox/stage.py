@@ -12,6 +12,7 @@ tmpfs, or on /dev/shm, with their limits. Standard library alone.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -43,6 +44,9 @@ _OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = (
 """Mount options by which every entry of the upper folder is stored completely;
 `userxattr` implies the second.
 """
+
+
+_READ_ONLY = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,13 @@ def _populate(root: Root, path: str, owner: int) -> None:
     temporary = ensure_folder(top, "tmp", owner)
     os.fchmod(temporary, 0o1777)
     os.close(temporary)
+    mounts = [*root.binds, *(("", where) for where in root.hidden)]
+    # A folder is mounted before the mounts in it.
+    for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):
+        if source:
+            _bind(source, where, top, owner)
+        else:
+            _mount_empty(where, top, owner)
     for link_target, link in root.links:
         folder, name = _parent(top, link, owner)
         remove(name, folder)
@@ -225,13 +236,6 @@ def _populate(root: Root, path: str, owner: int) -> None:
         os.write(made, text.encode())
         os.close(made)
         os.close(folder)
-    mounts = [*root.binds, *(("", where) for where in root.hidden)]
-    # A folder is mounted before the mounts in it.
-    for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):
-        if source:
-            _bind(source, where, top, owner)
-        else:
-            _mount_empty(where, top, owner)
     for where in root.hidden:
         _seal(where, top)
     for path_inside in root.folders:
@@ -241,6 +245,14 @@ def _populate(root: Root, path: str, owner: int) -> None:
 
 def _bind(source: str, where: str, top: int, owner: int) -> None:
     target = ensure_folder(top, where, owner)
+    try:
+        kernel.bind_read_only(source, target)
+        os.close(target)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+    # A kernel before 5.12, or a filter of system calls that does not know the new ones.
     at = f"/proc/self/fd/{target}"  # by descriptor, so that no path is resolved again
     kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
     os.close(target)
@@ -250,7 +262,7 @@ def _bind(source: str, where: str, top: int, owner: int) -> None:
     kernel.mount(
         "none",
         at,
-        flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked,
+        flags=_READ_ONLY | kernel.MS_NODEV | locked,
     )
     os.close(target)
 
@@ -269,10 +281,7 @@ def _mount_empty(where: str, top: int, owner: int) -> None:
 
 def _seal(where: str, top: int) -> None:
     target = ensure_folder(top, where)
-    flags = (
-        kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    )
-    kernel.mount("none", f"/proc/self/fd/{target}", flags=flags)
+    kernel.mount("none", f"/proc/self/fd/{target}", flags=_READ_ONLY | kernel.MS_NODEV)
     os.close(target)
 
 
@@ -322,8 +331,12 @@ def _make_if_missing(top: int, path: str, owner: int) -> None:
     for count in range(1, len(names) + 1):
         here, name = _parent(top, "/".join(names[:count]), owner)
         try:
-            if not stat.S_ISDIR(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode):
+            status = os.stat(name, dir_fd=here, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
                 return
+            # Root's folder of a layer whose owner could not be mapped.
+            if count == len(names) and status.st_uid == 0 < owner:
+                os.chown(name, owner, owner, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             os.mkdir(name, 0o755, dir_fd=here)
             os.chown(name, owner, owner, dir_fd=here, follow_symlinks=False)

@@ -11,10 +11,15 @@ supported, because its interpreter is ours.
 from rollweave.sandbox.argv import UID, rlimits
 from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot, addressed
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.rootfs import layers_of, root_of
+from rollweave.sandbox.rootfs import root_of, view_of
 from rollweave.sandbox.running import RunningSandbox, started
 
 PROCESS = "rollweave.sandbox.zygote_process"
+
+PRELOADED_PACKAGE = "ipython"
+"""The package that the zygote has loaded, and that a sandbox without it must not
+have.
+"""
 
 
 class Zygote:
@@ -31,7 +36,7 @@ class Zygote:
                 f"image must be {HOST!r} for zygote, whose interpreter is the "
                 f"host's, got {spec.image!r}"
             )
-        return await self._started(spec, layers_of(spec))
+        return await self._started(spec, await self._launcher.layers_of(spec))
 
     async def branch(self, snapshot: Snapshot) -> RunningSandbox:
         return await self._started(snapshot.spec, snapshot.layers)
@@ -41,6 +46,7 @@ class Zygote:
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> RunningSandbox:
         requested_spec, spec = spec, addressed(spec)
+        view = await view_of(spec)
         inside = {
             "root": self._launcher.root,
             "uid": 0 if spec.fakeroot else UID,
@@ -48,9 +54,10 @@ class Zygote:
             "hostname": spec.hostname,
             "workdir": spec.workdir,
             "env": spec.environment(),
+            "preloaded": PRELOADED_PACKAGE in view.names,
         }
         support = self._launcher.support
-        root = root_of(spec, support=support, layers=layers)
+        root = root_of(spec, view, support=support, layers=layers)
         # The server was loaded from that path, and finds its files by it.
         root["binds"].append((support, support))
         return await started(

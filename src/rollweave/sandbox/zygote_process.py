@@ -17,13 +17,16 @@ import importlib
 import os
 import runpy
 import signal
+import site
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
+from rollweave.sandbox.devices import masked
 from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
@@ -33,6 +36,12 @@ CHANNEL = 3
 """Descriptor of the server's socket; 4 is a seccomp program for runtimes that load one
 themselves.
 """
+
+_preloaded: list[str] = []
+"""Names of the modules that were loaded for cells: IPython, and what it imports."""
+
+_ours: list[str] = []
+"""Names of Rollweave's modules, which no code inside should import."""
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -68,6 +77,7 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
     _mount(inside["root"])
     kernel.pivot_root(inside["root"])
     _forget_host_files()
+    _forget_modules(keep_preloaded=inside["preloaded"])
     os.setsid()
     kernel.drop_capabilities()
     kernel.no_new_privileges()
@@ -80,9 +90,19 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
     _serve(inside, serve_calls)
 
 
+def _forget_modules(*, keep_preloaded: bool) -> None:
+    """Forget Rollweave's modules, and those that were loaded for cells, unless the
+    sandbox has their packages.
+    """
+    for name in (*_ours, *(() if keep_preloaded else _preloaded)):
+        sys.modules.pop(name, None)
+
+
 def _mount(root: str) -> None:
     kernel.mount(root, root, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.mount("proc", f"{root}/proc", "proc", _QUIET | kernel.MS_NODEV)
+    for name in masked():
+        kernel.mount(f"{root}/dev/null", f"{root}/proc/{name}", flags=kernel.MS_BIND)
     kernel.mount(f"{root}/proc/sys", f"{root}/proc/sys", flags=kernel.MS_BIND)
     read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
     for path in ("proc/sys", "proc"):
@@ -118,11 +138,19 @@ def _status(wait_status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _forget_environment() -> None:
+    """Forget what the interpreter read from the variables of the zygote."""
+    time.tzset()
+    if (files := sys.modules.get("tempfile")) is not None:
+        vars(files)["tempdir"] = None
+
+
 def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
     try:
         kernel.set_dumpable(0)
         os.environ.clear()
         os.environ.update(inside["env"])
+        _forget_environment()
         os.umask(0o022)
         os.chdir(inside["workdir"])
         serve_calls(["--fd", str(CHANNEL)])
@@ -133,6 +161,9 @@ def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 def main() -> None:
     """Serve as `supervisor.main` does, with the server loaded from BASE."""
     serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
+    # An agent could make the folders that .pth files add, and that no sandbox has.
+    known = (sys.base_prefix, *site.getsitepackages())
+    sys.path[:] = [path for path in sys.path if path.startswith(known)]
     gc.freeze()  # no garbage collection writes to the pages that forks share
     serve(lambda request: enter(request, serve_calls))
 
@@ -147,7 +178,14 @@ def _loaded(folder: str) -> Callable[[list[str]], None]:
         for name, module in sys.modules.items()
         if getattr(module, "__path__", None) == [folder]
     )
+    before = set(sys.modules)
     with contextlib.suppress(ImportError):
         importlib.import_module(PRELOADED)
+    for name in sys.modules:
+        top = name.partition(".")[0]
+        if top == __name__.partition(".")[0]:
+            _ours.append(name)
+        elif name not in before and top not in sys.stdlib_module_names:
+            _preloaded.append(name)
     serve_calls: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
     return serve_calls

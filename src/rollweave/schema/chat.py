@@ -65,6 +65,13 @@ class Message(Struct, frozen=True, kw_only=True):
             )
 
     @property
+    def chars(self) -> int:
+        """The number of characters that a chat template may show."""
+        calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
+        texts = (self.content, self.thoughts, self.tool_call_id, self.name)
+        return calls + sum(map(len, texts))
+
+    @property
     def places(self) -> tuple[int, ...]:
         """The characters of the content before which the images stand."""
         return self.image_places or (0,) * len(self.images)

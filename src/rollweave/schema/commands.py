@@ -141,13 +141,14 @@ class CancelComparison(TaggedStruct, frozen=True, kw_only=True):
 
 
 class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
-    """Stop generation, environment and timers of the attempt, whatever its stage. →
-    TrajectoryEnded with `reason`
+    """Stop generation, environment and timers of the attempt, whatever its stage. The
+    record gets the text `error` if it has none. → TrajectoryEnded with `reason`
     """
 
     trajectory_id: TrajectoryId
     attempt: int
     reason: StopReason
+    error: str = ""
 
 
 class Evict(TaggedStruct, frozen=True, kw_only=True):

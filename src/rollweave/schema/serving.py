@@ -123,6 +123,7 @@ class FinishReason(enum.StrEnum):
     ABORTED = "aborted"
     CONTEXT = "context"  # the prompt, with the tokens of its images, exceeds the engine's context
     RETURNED = "returned"  # an engine that is lent needs its time or memory for its own users
+    REFUSED = "refused"  # no engine can meet the constraint: the client is to blame
     ERROR = "error"
 
 
@@ -491,6 +492,10 @@ class Stats(TaggedStruct, frozen=True, kw_only=True):
     """Sample the engine's state. Answered by `Sampled`."""
 
 
+class Beat(TaggedStruct, frozen=True, kw_only=True):
+    """Answer by `Beating` now, and not between two steps."""
+
+
 class Shutdown(TaggedStruct, frozen=True, kw_only=True):
     """End the loop."""
 
@@ -508,6 +513,7 @@ EngineCommand = (
     | Load
     | LoadCheckpoint
     | Stats
+    | Beat
     | Shutdown
 )
 
@@ -625,6 +631,15 @@ class Sampled(TaggedStruct, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class Beating(TaggedStruct, frozen=True, kw_only=True):
+    """A heartbeat: the engine has been doing this for so many seconds; "" if it does
+    nothing.
+    """
+
+    doing: str = ""
+    for_s: float = 0.0
+
+
 class KvExported(TaggedStruct, frozen=True, kw_only=True):
     """The KV can be fetched as the manifest describes."""
 
@@ -664,6 +679,7 @@ EngineReply = (
     | Loaded
     | LoadFailed
     | Sampled
+    | Beating
     | KvExported
     | KvImported
     | KvRefused

@@ -28,6 +28,7 @@ class StopReason(enum.StrEnum):
     REWARD_UNAVAILABLE = "reward_unavailable"  # a reward's URL or judge gave none
     TEACHER_ERROR = "teacher_error"  # the teacher gave no log-probs
     ENGINE_FAILURE = "engine_failure"  # a turn failed more often than the retry policy allows
+    ENGINES_LOST = "engines_lost"  # two engines were lost while they had the same turn
     STALE = "stale"  # aborted by the staleness bound
     SURPLUS = "surplus"  # a spare member or group that is no longer needed
     WORLD_LOST = "world_lost"  # the controller restarted, and the trajectory could not continue
@@ -61,6 +62,7 @@ BLAME_OF: dict[StopReason, Blame] = {
     StopReason.REWARD_UNAVAILABLE: Blame.INFRASTRUCTURE,
     StopReason.TEACHER_ERROR: Blame.INFRASTRUCTURE,
     StopReason.ENGINE_FAILURE: Blame.INFRASTRUCTURE,
+    StopReason.ENGINES_LOST: Blame.AGENT,
     StopReason.STALE: Blame.INFRASTRUCTURE,
     StopReason.SURPLUS: Blame.INFRASTRUCTURE,
     StopReason.WORLD_LOST: Blame.INFRASTRUCTURE,

@@ -119,6 +119,7 @@ FAILED_STAGE: Mapping[str, str] = {
     StopReason.REWARD_UNAVAILABLE: "eval",
     StopReason.TIME_BUDGET: "timeout",
     StopReason.WORLD_LOST: "run",
+    StopReason.ENGINES_LOST: "run",
     StopReason.WORKER_LOST: "run",
     StopReason.IMAGE_ERROR: "run",
 }

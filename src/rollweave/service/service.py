@@ -111,7 +111,7 @@ class Service:
             "eval": len(state.pools.eval) + len(state.pools.eval_queued),
             "closing": len(state.pools.closing),
             "engines": len(self.engines.serving()),
-            "turns_waiting": len(state.turns.queue),
+            "turns_waiting": len(state.turns.queue) + len(state.turns.suspects),
             "turns_running": sum(len(engine.active) for engine in state.engines.values()),
             "submitted": state.counters.submitted,
             "output_tokens": state.counters.output_tokens,

@@ -22,7 +22,7 @@ from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.summary import AccountError, summarize
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import Struct
+from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.sim.scenarios import (
@@ -158,6 +158,7 @@ class Chaos:
         self.world = World(config, observer=NullObserver(), journal=self._journal, work=work)
         self.world.core = core
         self._oracle = TrainerOracle(config, self.world.rollouts.scored)
+        self._seed = seed
         self._hook()
 
     def close(self) -> None:
@@ -205,6 +206,9 @@ class Chaos:
         def hooked(command: c.Command) -> None:
             self._oracle.on_command(command)
             execute(command)
+            if isinstance(command, c.StartTurn) and self._is_hostile(command.trajectory_id):
+                self.faults["engine ended by a turn"] += 1
+                world.fleet.lose(command.engine_id, "ended by a turn")
 
         world.post = post  # type: ignore[method-assign]
         world.effects.execute = hooked  # type: ignore[method-assign]
@@ -220,6 +224,11 @@ class Chaos:
         if world.workers is not None:
             world.workers._post = post
         world.each_event = lambda: world.core.check()
+
+    def _is_hostile(self, trajectory_id: TrajectoryId) -> bool:
+        """Return whether the trajectory's turns end their engines."""
+        draw = random.Random(f"hostile/{self._seed}/{trajectory_id}")
+        return draw.random() < self._rates.hostile
 
     # Messages.
 

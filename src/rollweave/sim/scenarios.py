@@ -78,6 +78,10 @@ DECOUPLED_SHARE = 0.25
 """Share of scenarios in mode decoupled."""
 
 
+HOSTILE_SHARE = 0.3
+"""Share of scenarios in which some turns end their engines."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Rates of faults in a run of seconds, and shares of affected messages."""
@@ -89,6 +93,7 @@ class Rates:
     delayed: float  # the sender's later messages wait behind it
     reordered: float  # the sender's later messages overtake it
     env: float  # share of attempts whose environment or reward fails, hangs or is slow
+    hostile: float  # share of trajectories whose turns end their engines
     stop_s: float | None  # time of the user's stop request
 
 
@@ -290,6 +295,7 @@ def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:
         delayed=0.05 * heat,
         reordered=0.005 * heat,
         env=min(0.5, 0.05 * heat),
+        hostile=0.05 if random.Random(f"hostile/{seed}").random() < HOSTILE_SHARE else 0.0,
         stop_s=storm_s * draw.random() if draw.random() < 0.1 else None,
     )
 

@@ -215,6 +215,7 @@ async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind
     stats = await client.stats()  # taken after the request: the engine has seen it, and holds it
     assert stats.kv_total_tokens > 0
     assert not waiting.done()
+    assert (await client.beat()).for_s < 60
     client.resume()
     assert (await waiting).id == "r0"
 

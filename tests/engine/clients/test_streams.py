@@ -22,6 +22,7 @@ from rollweave.engine.vllm.control import ABORT
 from rollweave.engine.vllm.versions import OwnVllm
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import (
+    Constraint,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -154,6 +155,22 @@ async def test_answers_are_streamed_only_if_their_tokens_are_wanted() -> None:
 
     async with serving(whole, probed=probed) as wire, connected(wire) as engine:
         assert (await engine.generate(request())).tokens == (6,)
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_before_the_server_gets_it() -> None:
+    """vLLM would compile it without a bound, on the process of all its requests."""
+
+    async def asked(exchange: Exchange) -> None:
+        raise AssertionError(f"the server was asked: {exchange.json_body}")
+
+    hostile = Constraint(kind="regex", text="a?" * 16_000)
+    sampling = Sampling(stop_token_ids=(7,), constraint=hostile)
+    async with serving(asked, probed=probed) as wire, connected(wire) as engine:
+        result = await engine.generate(GenerateRequest(id="r", tokens=(1,), sampling=sampling))
+        assert (result.finish, result.error) == (
+            FinishReason.REFUSED,
+            "sampling.constraint cannot be constrained: it takes too much CPU time",
+        )
 
 
 async def test_parts_that_are_split_between_packets_are_joined() -> None:

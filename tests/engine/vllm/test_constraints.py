@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from rollweave.engine.clients.dialects import Vllm
 from rollweave.engine.clients.resuming import remaining_request
-from rollweave.engine.constraints import lark_of
+from rollweave.engine.matchers import lark_of
 from rollweave.engine.servers.process import PLUGIN
 from rollweave.engine.vllm.versions import OwnVllm
 from rollweave.schema.errors import EngineError
@@ -62,15 +62,7 @@ def test_a_grammar_stays_as_it_is() -> None:
     assert lark_of(Constraint(kind="lark", text=text)) == text
 
 
-def test_what_cannot_be_constrained_is_refused_in_one_line() -> None:
-    dialect = OwnVllm(version=0, stop_ids=(END,))
-    for constraint, reason in (
-        (Constraint(kind="regex", text="a(?=b)"), "look-around"),
-        (Constraint(kind="json", text='{"not": {}}'), "Unimplemented keys"),
-    ):
-        with pytest.raises(EngineError, match=rf"sampling\.constraint .*{reason}") as refused:
-            dialect.fields(request(constraint))
-        assert "\n" not in str(refused.value)
+def test_a_constraint_needs_a_token_that_ends_the_turn() -> None:
     with pytest.raises(EngineError, match="needs a token that ends the turn"):
         OwnVllm(version=0, stop_ids=()).fields(request(REGEX))
 
@@ -209,3 +201,38 @@ def test_a_complete_answer_ends_with_its_own_stop_tokens(
     assert [at for at in range(31, 64) if bits[at]] == ([END, 63] if complete else [])
     plugin.allow_ends(row, OWN, [OWN], complete=True)
     assert (int(row[0]) >> 31) & 1
+
+
+def test_an_answer_whose_masks_take_too_long_ends(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Grammar:
+        def __init__(self, **fields: Any) -> None:
+            vars(self).update(fields)
+
+        def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+            return True
+
+        def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+            clock[0] += 3.0
+
+    class Backend:
+        def compile_grammar(self, kind: Any, text: str, stops: Any = None) -> Grammar:
+            matcher = SimpleNamespace(is_error=lambda: False, is_accepting=lambda: False)
+            tokens = SimpleNamespace(eos_token=OWN)
+            return Grammar(ll_matcher=matcher, ll_tokenizer=tokens, vocab_size=64)
+
+    clock, name = [0.0], "vllm.v1.structured_output.backend_guidance"
+    for at in range(4):
+        module = ".".join(name.split(".")[: at + 1])
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    vars(sys.modules[name])["GuidanceGrammar"] = Grammar
+    monkeypatch.setattr(plugin.time, "thread_time", lambda: clock[0])
+    plugin._end(Backend)
+    grammar = Backend().compile_grammar("grammar", "start: /a/", [END])
+    row = torch.zeros(1, 2, dtype=torch.int32)
+    answers = []
+    for _ in range(3):
+        grammar.fill_bitmask(row, 0)
+        answers.append(grammar.accept_tokens("r", [1]))
+    assert answers == [True, False, False]

@@ -15,9 +15,10 @@ import pytest
 
 from rollweave.envs.base import Score, Split, payload_of
 from rollweave.envs.handlers.base import Endpoint, Job, Tool
-from rollweave.envs.handlers.program import FOLDER_BYTES, FOLDER_FILES, SCORE_S, Outcome, Program
+from rollweave.envs.handlers.program import OUTPUTS_BYTES, SCORE_S, Outcome, Program
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.sandbox.base import Limits
+from rollweave.sandbox.folders import FILES, FOLDER_BYTES
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.work import Unreadable
 from tests.support.pages import table_rows
@@ -78,6 +79,7 @@ TYPES: dict[object, str] = {
     str: "text",
     str | Sequence[str]: "text or list of text",
     Sequence[str]: "list of text",
+    Sequence[str] | None: "list of text",
     Mapping[str, str] | None: "table of text",
     Mapping[str, Any] | None: "table",
     Unreadable: "text",
@@ -98,12 +100,22 @@ def test_the_options_of_program_are_those_of_the_code() -> None:
             return "must be set"
         return f"`{json.dumps({} if value is None else value)}`"
 
-    expected = [[f"`{p.name}`", TYPES[p.annotation], default(p.default)] for p in parameters]
+    expected = [
+        [
+            f"`{p.name}`",
+            TYPES[p.annotation],
+            '`["."]` for a command, none for a function'
+            if p.name == "submission"
+            else default(p.default),
+        ]
+        for p in parameters
+    ]
     rows = rows_after("All options of `program`")
     assert [row[:3] for row in rows] == expected
     (limits,) = (row[3] for row in rows if row[0] == "`limits`")
     assert re.findall(r"`(\w+)`", limits) == list(Limits.__struct_fields__)
-    assert f"{FOLDER_FILES:,} files and {FOLDER_BYTES >> 20} MiB" in PAGE.read_text()
+    assert f"{FILES:,} files and {FOLDER_BYTES >> 20:,} MiB" in PAGE.read_text()
+    assert f"{OUTPUTS_BYTES >> 20} MiB together" in PAGE.read_text()
     assert f"`step_s` or {SCORE_S:.0f} s" in PAGE.read_text()
 
 
@@ -123,7 +135,7 @@ def test_the_page_shows_the_files_of_the_agent() -> None:
 def agent_and_task() -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options of the example's handler, and its first task."""
     (domain,) = tomllib.loads((AGENT / "agent.toml").read_text())["tasks"]
-    names = ("command", "folder", "hidden", "score")
+    names = ("command", "packages", "folder", "hidden", "score")
     task = json.loads((AGENT / "tasks.jsonl").read_text().splitlines()[0])
     return {name: domain["options"][name] for name in names}, task
 

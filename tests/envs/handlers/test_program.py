@@ -5,6 +5,7 @@ score.
 import asyncio
 import gc
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollweave.envs.handlers.base import AgentHandler
 from rollweave.envs.handlers.program import Program
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.gateway.sessions import SessionLimits
+from rollweave.sandbox import folders
 from rollweave.sandbox.base import Sandbox, SandboxSpec, Snapshot
 from rollweave.schema.errors import (
     ConfigError,
@@ -26,9 +28,10 @@ from rollweave.schema.errors import (
     SandboxLostError,
     SandboxSpoiledError,
 )
-from tests.support.programs import HERE, agent_program, job, lived, scripted
-from tests.support.sandboxes import ISOLATING, needs
+from tests.support.programs import CLIENT, HERE, agent_program, job, lived, scripted
+from tests.support.sandboxes import ISOLATING, NAMES, needs
 from tests.support.scripted_gateway import CALL, Script
+from tests.support.variants import mostly_extended
 
 pytestmark = pytest.mark.variants
 
@@ -53,6 +56,7 @@ async def test_scores_a_programs_output_and_hides_fields(
     sandboxes: Sandboxes,
 ) -> None:
     handler: AgentHandler = Program(
+        packages=CLIENT,
         command=agent_program("print(say(task['question']) if 'answer' not in task else 'seen')"),
         score=BY_ANSWER,
         hidden=["answer"],
@@ -94,6 +98,55 @@ async def test_files_folder_environment_and_outputs(sandboxes: Sandboxes, tmp_pa
     assert result["stdout"].startswith("x\nhttp://127.0.0.1:")
 
 
+@pytest.mark.parametrize("name", mostly_extended(NAMES, {"bubblewrap"}))
+async def test_a_folder_of_any_size_is_in_the_home_with_modes_and_links(
+    name: str, tmp_path: Path
+) -> None:
+    """A native binary of hundreds of megabytes, for example, which takes nothing of the
+    sandbox's disk.
+    """
+    needs(name)
+    folder = tmp_path / "agent"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "bin/tool").write_text("#!/bin/sh\necho tool; tail -c 4 native\n")
+    (folder / "bin/tool").chmod(0o750)
+    (folder / "run").symlink_to("bin/tool")
+    (folder / "programs").symlink_to("bin")
+    with (folder / "native").open("wb") as native:
+        native.truncate(600 << 20)
+        native.seek(0, os.SEEK_END)
+        native.write(b"end\n")
+    script = "./run; programs/tool; ls; stat -c %a bin/tool; echo more >> bin/tool; echo x > new"
+    judge = (
+        "ls; ls $SUBMISSION; tail -1 $SUBMISSION/bin/tool; stat -c %s $SUBMISSION/native; echo 1"
+    )
+    handler = Program(
+        command=["sh", "-c", script],
+        folder=str(folder),
+        score=["sh", "-c", judge],
+        score_files={"judge": ""},
+        limits={"disk_bytes": 64 << 20},
+    )
+    boxes = Sandboxes(name)
+    try:
+        for _ in range(2):  # the second attempt has the folder as it was
+            async with scripted(Script()) as (_, agent):
+                assert await lived(handler, job(boxes), agent) == Score(reward=1.0)
+            result = handler.final_result()
+            assert result["stdout"].split() == [
+                *("tool", "end", "tool", "end"),
+                *("bin", "empty", "native", "programs", "run", "task.json", "750"),
+            ]
+            assert result["score"].split() == [
+                *("judge", "bin", "empty", "native", "new", "programs", "run", "task.json"),
+                *("more", str((600 << 20) + 4), "1"),
+            ]
+    finally:
+        await boxes.close()
+    assert (folder / "bin/tool").read_text().count("\n") == 2
+
+
 TESTS = """
 import json, os, sys
 told = json.load(sys.stdin)
@@ -112,6 +165,7 @@ import subprocess
 subprocess.Popen(["sh", "-c", ": forever; while :; do sleep 1; done"], start_new_session=True)
 """
     handler = Program(
+        packages=CLIENT,
         command=agent_program(source),
         score=["python", "-I", "tests.py"],
         score_files={"tests.py": TESTS},
@@ -173,6 +227,7 @@ async def test_scoring_finds_only_the_submission_and_runs_none_of_its_code(
     sandboxes: Sandboxes,
 ) -> None:
     handler = Program(
+        packages=CLIENT,
         command=agent_program(LEFT),
         submission=["out", "alone", "missing", "not/there"],
         score=["sh", "-c", "python check.py && python -I check.py"],
@@ -196,6 +251,7 @@ async def test_a_command_scores_without_isolation_too() -> None:
         "print(len(open(os.environ['SUBMISSION'] + '/work.txt').read()) / 10)"
     )
     handler = Program(
+        packages=CLIENT,
         command=agent_program('open("work.txt", "w").write(say("write"))'),
         score=["python", "-I", "tests.py"],
         score_files={"tests.py": check},
@@ -262,7 +318,7 @@ try:
 except openai.RateLimitError as error:
     print(error.code, len(said))
 """
-    handler = Program(command=agent_program(source), score=BY_ANSWER)
+    handler = Program(packages=CLIENT, command=agent_program(source), score=BY_ANSWER)
     async with scripted(Script(), limits=SessionLimits(calls=3)) as (gateway_, agent):
         assert (
             await lived(handler, job(sandboxes, answer="insufficient_quota 3"), agent)
@@ -298,7 +354,7 @@ async def test_a_program_that_does_not_end_fails_and_its_turn_is_cancelled(
 
 async def test_an_attempt_that_is_cancelled_leaves_no_sandbox(sandboxes: Sandboxes) -> None:
     script = Script(hold=True)
-    handler = Program(command=ECHO, score=BY_ANSWER)
+    handler = Program(packages=CLIENT, command=ECHO, score=BY_ANSWER)
     async with scripted(script) as (_, agent):
         life = asyncio.create_task(lived(handler, job(sandboxes, question="?"), agent))
         await script.started.get()
@@ -313,7 +369,9 @@ async def test_an_attempt_that_is_cancelled_leaves_no_sandbox(sandboxes: Sandbox
 
 async def test_attributes_the_end_of_the_sandbox(sandboxes: Sandboxes) -> None:
     async def ended(limits: dict[str, Any], source: str) -> Score | None:
-        handler = Program(command=agent_program(source), score=BY_ANSWER, limits=limits)
+        handler = Program(
+            packages=CLIENT, command=agent_program(source), score=BY_ANSWER, limits=limits
+        )
         async with scripted(Script()) as (_, agent):
             with pytest.raises(SandboxLostError) as lost:
                 await lived(handler, job(sandboxes), agent)
@@ -346,6 +404,7 @@ async def test_scores_names_and_text_that_are_not_utf_8(sandboxes: Sandboxes) ->
         "check.py": "import os\nprint(len(os.listdir(os.environ['SUBMISSION'])) > 1)\nprint(0.5)"
     }
     handler = Program(
+        packages=CLIENT,
         command=agent_program(NO_TEXT),
         score=["python", "-I", "check.py"],
         score_files=files,
@@ -386,7 +445,7 @@ for _ in range(10_000):
 async def test_a_program_that_spoils_its_sandbox_has_no_reward(
     sandboxes: Sandboxes, source: str
 ) -> None:
-    handler = Program(command=agent_program(source), score=["echo", "1"])
+    handler = Program(packages=CLIENT, command=agent_program(source), score=["echo", "1"])
     async with scripted(Script()) as (_, agent):
         with pytest.raises(SandboxSpoiledError) as lost:
             await lived(handler, job(sandboxes), agent)
@@ -434,16 +493,41 @@ def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
         Program(**{"command": ["x"], "score": BY_ANSWER, **options})
 
 
-async def test_refuses_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
-    plain = Sandboxes("plain")
-    for folder, message in (
-        (tmp_path / "none", "must be a folder"),
-        (tmp_path, "only files and folders"),
-    ):
-        (tmp_path / "link").exists() or (tmp_path / "link").symlink_to("/etc/passwd")
-        with pytest.raises(ConfigError, match=message):
-            await Program(command=["x"], score=BY_ANSWER, folder=str(folder)).init(job(plain))
-    await plain.close()
+HOST_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({"folder": "none"}, "options.folder must be a folder, got '.*/none'"),
+    "link": (
+        {"folder": "link"},
+        "options.folder must have only links within it, .*/up -> [.][.]/x",
+    ),
+    "fifo": ({"folder": "fifo"}, "options.folder must have only files, .*, got .*/fifo/pipe"),
+    "size": (
+        {"folder": "size"},
+        r"options.folder must have at most .* bytes, .* as of .*/size/two with 600 bytes: make an",
+    ),
+    "missing": (
+        {"packages": ["no-such-package"]},
+        "options.packages must be installed on this host, got 'no-such-package'",
+    ),
+    "ours": ({"packages": ["rollweave"]}, "options.packages must not have rollweave"),
+}
+
+
+@pytest.mark.parametrize("case", HOST_OPTIONS)
+def test_refuses_before_a_run_what_no_sandbox_can_have(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("link", "fifo", "size"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+    (tmp_path / "link/up").symlink_to("../x")
+    os.mkfifo(tmp_path / "fifo/pipe")
+    for name in ("one", "two"):
+        (tmp_path / "size" / name).write_bytes(bytes(600))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders, "FOLDER_BYTES", 1000)
+    options, message = HOST_OPTIONS[case]
+    options = {"command": ["x"], "score": BY_ANSWER, **options}
+    with pytest.raises(ConfigError, match=message):
+        Program.make_task(index=0, seed=3, split=Split.TRAIN, options=options)
 
 
 def test_tasks_are_lines_and_no_line_is_in_two_splits(tmp_path: Path) -> None:
@@ -523,6 +607,7 @@ async def test_the_agents_sdk_runs_unchanged_inside(sandboxes: Sandboxes) -> Non
     """Requires the extra `agents`."""
     pytest.importorskip("agents", reason="needs the extra `agents`")
     handler = Program(
+        packages=["openai-agents"],
         command=["python", "agent.py"],
         files={"agent.py": SDK},
         score=HERE + "by_files",

@@ -13,7 +13,8 @@ import pytest
 
 from rollweave.envs.base import Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import LimitError
-from rollweave.envs.handlers.swe_bench import SweBench, outcomes
+from rollweave.envs.handlers.pytest_judge import matched
+from rollweave.envs.handlers.swe_bench import SweBench, printed_outcomes
 from rollweave.envs.handlers.swe_instances import folder_of, instances
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import (
@@ -235,7 +236,8 @@ async def test_a_command_of_the_users(repository: Path, tmp_path: Path) -> None:
     options |= {"test": ["python", "-c", script], "check_base": True}
     score, result = await tried([MEND, SUBMIT], options)
     assert (score.reward, result["FAIL_TO_PASS"]) == (1.0, {"adds": True})
-    assert outcomes("PASSED adds\nERROR divides\nPASSED divides", names) == {
+    printed = printed_outcomes("PASSED adds\nERROR divides\nPASSED divides")
+    assert matched(printed or [], names) == {
         "adds": True,
         "divides": False,
     }
@@ -310,10 +312,10 @@ SKIPPED [1] tests/test_x.py:3: no
 """
     short = BOTH.partition(" ")[0]
     names = [EMPTY, SOME, BOTH, ONE, short, "tests/test_x.py::test_missing"]
-    assert outcomes(output, names) == dict(
+    assert matched(printed_outcomes(output) or [], names) == dict(
         zip(names, [True, False, False, True, False, False], strict=True)
     )
-    assert outcomes("no module named pytest", names) is None
+    assert printed_outcomes("no module named pytest") is None
 
 
 # --- the files ---
@@ -368,7 +370,8 @@ def test_folders_and_images_of_instances(repository: Path, tmp_path: Path) -> No
     ("options", "error"),
     [
         ({}, r"options\.repositories must be a folder"),
-        ({"repositories": "r", "test": []}, r"options\.test must be a command, a list, got \[\]"),
+        ({"repositories": "r", "test": "x"}, r"options\.test must be a command, a list, got 'x'"),
+        ({"repositories": "r", "python": []}, r"options\.python must be a command, a list"),
         ({"repositories": "r", "test_s": 0}, r"options\.test_s must be positive"),
         ({"image": "no path"}, "options of the sandbox: image must be"),
         ({"repositories": "r", "limits": {"memory": 1}}, "options of the sandbox: .*memory"),

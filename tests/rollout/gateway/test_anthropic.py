@@ -166,10 +166,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    (
-        {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-        "output_config.format.schema",
-    ),
     ({"top_k": -1}, "top_k"),
     ({"surprise": 1}, "surprise"),
 ]

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer
 
-from rollweave.engine.constraints import Grammars
+from rollweave.engine.constraints import Grammars, Matcher
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import Hermes
 from rollweave.rollout.gateway.calls import call_constraint
-from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.serving import Constraint
 from tests.support.chats import bpe
@@ -48,6 +48,11 @@ def chat(*, call: str | None, constraint: Constraint | None = None, **strict: bo
     return ChatRequest(
         model="m", tools=tuple(shown), call=call, constraint=constraint, reads_calls=True
     )
+
+
+def allowed(matcher: Matcher) -> Any:
+    """Return which tokens of the vocabulary can follow."""
+    return np.unpackbits(np.frombuffer(matcher.allowed(), dtype=np.uint8), bitorder="little")
 
 
 def called(name: str, arguments: str) -> str:
@@ -94,23 +99,28 @@ def test_the_grammar_of_calls(
     def may_end(text: str) -> bool:
         matcher = grammars.matcher(constraint, ends=[END])
         for token in tokenizer.encode(text, add_special_tokens=False).ids:
-            if matcher.forbidden()[token]:
+            if not allowed(matcher)[token]:
                 return False
             matcher.feed(token)
-        return not matcher.forbidden()[END]
+        return bool(allowed(matcher)[END])
 
     assert [text for text in good if not may_end(text)] == []
     assert [text for text in bad if may_end(text)] == []
 
 
-def test_a_turn_without_strict_tools_is_free_and_bad_parameters_are_refused() -> None:
+async def test_a_turn_without_strict_tools_is_free_and_bad_parameters_are_refused() -> None:
+    """By the field of the tool, also if others are sound."""
     assert call_constraint(chat(call=None), Hermes(), PLAIN) is None
     wrong = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
-    for call in (None, "", "f"):
-        declared = (json.dumps({"type": "function", "function": wrong}),)
-        asked = ChatRequest(model="m", tools=declared, call=call, reads_calls=True)
-        with pytest.raises(RequestError, match=r"tools\.0\.function\.parameters must be a JSON"):
-            call_constraint(asked, Hermes(), PLAIN)
+    declared = [{"type": "function", "function": tool} for tool in (*tools(), wrong)]
+    field = "tools.2.function.parameters"
+    async with gateway(Script()) as (_, client):
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+            status, answer = await client.post(ask(tools=declared, tool_choice=choice))
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert answer["error"]["message"].startswith(f"{field} must be a JSON schema that can")
+        wait = {"type": "function", "function": {"name": "wait"}}
+        assert (await client.post(ask(tools=declared, tool_choice=wait)))[0] == 200
 
 
 def valid(name: str, arguments: str | dict[str, Any]) -> bool:

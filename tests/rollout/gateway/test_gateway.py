@@ -520,15 +520,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},
-            }
-        },
-        "response_format.json_schema.schema",
-    ),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     (
         {
@@ -538,8 +529,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "tool_choice",
     ),
-    ({"regex": "a(?=b)"}, "regex"),
-    ({"json_schema": "{"}, "json_schema"),
     ({"guided_grammar": "start: x"}, "guided_grammar"),
     ({"functions": [{}]}, "functions"),
     ({"n": True}, "n"),
@@ -548,9 +537,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["no"]}, "bad_words"),
     ({"min_tokens": 5}, "min_tokens"),
     ({"ignore_eos": True}, "ignore_eos"),
-    ({"guided_json": {"type": "thing"}}, "guided_json"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"best_of": 2}, "best_of"),
     ({"chat_template_kwargs": {"a": 1}, "enable_thinking": 3}, "enable_thinking"),
     (
@@ -621,52 +608,109 @@ JSON = Constraint(kind="json", text=json.dumps(SCHEMA))
 AB = Constraint(kind="regex", text="a|b")
 
 
-@pytest.mark.parametrize(
-    ("fields", "constraint"),
-    [
-        ({"response_format": {"type": "text"}}, None),
-        (
-            {"response_format": {"type": "json_object"}},
-            Constraint(kind="json", text='{"type": "object"}'),
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
-                }
-            },
-            JSON,
-        ),
-        ({"structured_outputs": {"json": SCHEMA}}, JSON),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, AB),
-        ({"structured_outputs": {"regex": "a|b"}}, AB),
-        ({"guided_json": SCHEMA}, JSON),
-        ({"guided_regex": "a|b"}, AB),
-        ({"guided_choice": ["a", "b"]}, AB),
-        ({"regex": "a|b"}, AB),
-        ({"json_schema": json.dumps(SCHEMA)}, JSON),
-    ],
-)
-async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling(
-    fields: dict[str, Any], constraint: Constraint | None
-) -> None:
+FORMS: list[tuple[dict[str, Any], Constraint | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    (
+        {"response_format": {"type": "json_object"}},
+        Constraint(kind="json", text='{"type": "object"}'),
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+            }
+        },
+        JSON,
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, JSON),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, AB),
+    ({"structured_outputs": {"regex": "a|b"}}, AB),
+    ({"guided_json": SCHEMA}, JSON),
+    ({"guided_regex": "a|b"}, AB),
+    ({"guided_choice": ["a", "b"]}, AB),
+    ({"regex": "a|b"}, AB),
+    ({"json_schema": json.dumps(SCHEMA)}, JSON),
+]
+
+
+async def test_the_form_of_an_answer_is_a_constraint_of_its_sampling() -> None:
     """Except that a turn may call a tool instead, if there are any."""
     script = Script()
     async with gateway(script) as (_, client):
-        for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-            assert (await client.post(ask(**fields, **more)))[0] == 200
+        for fields, constraint in FORMS:
+            for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+                assert (await client.post(ask(**fields, **more)))[0] == 200
+                assert script.requests[-1][2].constraint == constraint
+            assert (await client.post(ask(**fields, tools=[TOOL])))[0] == 200
+            either = script.requests[-1][2].constraint
+            assert (either is None) is (constraint is None)
+            assert either is None or either.text.startswith("start: calls | answer")
+            body = {"model": "m", "prompt": "a", **fields}
+            assert (await client.post(body, path="/completions"))[0] == 200
             assert script.requests[-1][2].constraint == constraint
-        assert (await client.post(ask(**fields, tools=[TOOL])))[0] == 200
-        either = script.requests[-1][2].constraint
-        if constraint is None:
-            assert either is None
-        else:
-            assert either is not None
-            assert either.text.startswith("start: calls | answer")
-        body = {"model": "m", "prompt": "a", **fields}
-        assert (await client.post(body, path="/completions"))[0] == 200
-        assert script.requests[-1][2].constraint == constraint
+
+
+UNCONSTRAINABLE: list[tuple[str, dict[str, Any], str, str]] = [
+    (
+        CHAT,
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},
+            }
+        },
+        "response_format.json_schema.schema",
+        'that can be constrained: Unimplemented keys: ["not"]',
+    ),
+    (CHAT, {"regex": "a(?=b)"}, "regex", "look-around"),
+    (CHAT, {"json_schema": "{"}, "json_schema", "must be a JSON schema that can be constrained"),
+    (CHAT, {"guided_json": {"type": "thing"}}, "guided_json", "Invalid type"),
+    (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+    (
+        "/responses",
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+        "text.format.schema",
+        "Unimplemented keys",
+    ),
+    (
+        "/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        "output_config.format.schema",
+        "Unimplemented keys",
+    ),
+    (CHAT, {"guided_regex": "a?" * 40_000}, "guided_regex", "must have at most 32768 characters"),
+    (CHAT, {"guided_regex": "a?" * 16_000}, "guided_regex", "it takes too much CPU time"),
+    ("/completions", {"guided_regex": "a?" * 16_000}, "guided_regex", "CPU time"),
+    (CHAT, {"guided_choice": ["a" * 50_000]}, "guided_choice", "must have at most 32768"),
+]
+
+
+async def test_a_form_that_cannot_be_constrained_is_refused_by_its_field() -> None:
+    """Also one whose compilation takes too long, and the turns of other sessions go on
+    meanwhile.
+    """
+    script = Script()
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: ask(),
+        "/messages": ask(max_tokens=9),
+        "/responses": {"model": "m", "input": "a"},
+        "/completions": {"model": "m", "prompt": "a"},
+    }
+    async with gateway(script) as (server, client):
+        for path, fields, param, reason in UNCONSTRAINABLE:
+            asked = asyncio.create_task(client.post(bodies[path] | fields, path=path))
+            other = Client(client.http, client.url, server.open("beside"))
+            assert (await other.post(ask()))[0] == 200
+            server.close("beside")
+            status, answer = await asked
+            message = answer["error"]["message"]
+            assert (status, message.startswith(param), reason in message) == (400, True, True), (
+                answer
+            )
+            assert "\n" not in message
+            assert path == "/messages" or answer["error"]["param"] == param
+        assert all(sampling.constraint is None for _, _, sampling in script.requests)
 
 
 async def test_template_arguments_change_the_prompt_or_are_refused() -> None:
@@ -911,6 +955,15 @@ def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed() -> None:
         assert time.process_time() - began < 1.0
     text = '",[{\\' * 200_000
     assert parse_chat(json.dumps(ask(text)).encode()).messages[0].content == text
+
+
+def test_numbers_are_checked_in_linear_time() -> None:
+    """Each has a digit less than the shortest that may be infinite."""
+    numbers = ",".join(["9" * 308] * 3000)
+    body = json.dumps(ask(metadata={"a": []})).replace("[]", f"[{numbers}]").encode()
+    began = time.process_time()
+    parse_chat(body)
+    assert time.process_time() - began < 0.5
 
 
 def test_an_error_ends_the_validation() -> None:

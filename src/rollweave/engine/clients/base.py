@@ -14,6 +14,7 @@ from typing import Protocol
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     STREAM_S,
+    Beating,
     EngineCommand,
     EngineStats,
     GenerateRequest,
@@ -133,6 +134,11 @@ class EngineBackend(Protocol):
 
     async def stats(self) -> EngineStats:
         """Return a sample of the engine's state."""
+
+    async def beat(self) -> Beating:
+        """Return what the engine is doing, whatever that is: a process that answers is
+        alive.
+        """
 
     async def close(self) -> None:
         """Ask the engine to end, and kill it if it does not."""

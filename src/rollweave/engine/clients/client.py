@@ -16,6 +16,8 @@ from rollweave.schema.serving import (
     STREAM_S,
     Abort,
     Add,
+    Beat,
+    Beating,
     EngineFatal,
     EngineReply,
     EngineStats,
@@ -79,6 +81,7 @@ class EngineClient:
         self._staging: deque[asyncio.Future[Staged | StageFailed]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
         self._sampling: deque[asyncio.Future[EngineStats]] = deque()
+        self._beating: deque[asyncio.Future[Beating]] = deque()
         self._kv_waiters: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
         self._numbers = itertools.count()
         self._fatal = ""
@@ -186,6 +189,9 @@ class EngineClient:
     async def stats(self) -> EngineStats:
         return await self._request(Stats(), self._sampling, "report its state")
 
+    async def beat(self) -> Beating:
+        return await self._request(Beat(), self._beating, "answer a heartbeat")
+
     async def close(self) -> None:
         if not self._lost.done():
             self._link.send(Shutdown())
@@ -198,7 +204,7 @@ class EngineClient:
 
     async def _request(
         self,
-        command: Suspend | Stage | Load | LoadCheckpoint | Stats,
+        command: Suspend | Stage | Load | LoadCheckpoint | Stats | Beat,
         table: deque[asyncio.Future[T]],
         what: str,
     ) -> T:
@@ -244,6 +250,8 @@ class EngineClient:
                 _resolve(self._loading.popleft() if self._loading else None, reply)
             case Sampled(stats=stats):
                 _resolve(self._sampling.popleft() if self._sampling else None, stats)
+            case Beating():
+                _resolve(self._beating.popleft() if self._beating else None, reply)
             case KvExported() | KvImported() | KvRefused():
                 self._on_kv_reply(reply)
             case Ready():
@@ -285,6 +293,7 @@ class EngineClient:
             self._staging,
             self._loading,
             self._sampling,
+            self._beating,
         )
         for waiter in [*waiters, *itertools.chain.from_iterable(queues)]:
             if not waiter.done():

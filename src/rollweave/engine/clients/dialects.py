@@ -91,6 +91,10 @@ class Dialect(Protocol):
     """True if the server takes images beside the tokens of a request. Its refusal of a
     prompt that is too long with them has one of `TOO_LONG`.
     """
+    checks_grammars: bool
+    """True if a constraint must be compiled here before the server gets it, since the
+    server does not bound the time that this takes.
+    """
 
     def encode(self, request: GenerateRequest) -> bytes:
         """Return the body of the POST. Raises `EngineError` for parameters that the
@@ -113,7 +117,7 @@ class Rollweave:
 
     generate_path, ready_path, stats_path = GENERATE_PATH, READY_PATH, STATS_PATH
     keeps_time = resumes = True
-    takes_images = False
+    takes_images = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(request)
@@ -139,6 +143,7 @@ class Vllm:
     generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
     keeps_time = resumes = False
     takes_images = True
+    checks_grammars = False
 
     def __init__(self, model: str = "") -> None:
         self._model = model or None
@@ -205,7 +210,7 @@ class Completions:
     """
 
     generate_path, ready_path, stats_path = "/v1/completions", "", ""
-    keeps_time = resumes = takes_images = False
+    keeps_time = resumes = takes_images = checks_grammars = False
 
     def __init__(
         self, model: str = "", *, encode_text: Callable[[str], Sequence[int]] | None = None
@@ -270,7 +275,7 @@ class Sglang:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = takes_images = False
+    keeps_time = resumes = takes_images = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(self.fields(request))
@@ -346,7 +351,7 @@ class Prorl:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = takes_images = False
+    keeps_time = resumes = takes_images = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling

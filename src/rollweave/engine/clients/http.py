@@ -45,11 +45,14 @@ from rollweave.engine.clients.transport import (
     StatusError,
     Transport,
 )
+from rollweave.engine.grammar_check import GrammarCheck
+from rollweave.engine.matchers import CANNOT
 from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
+    Beating,
     DialectName,
     EngineStats,
     FinishReason,
@@ -176,6 +179,7 @@ class HttpEngine:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[str, _Call] = {}
         self._slots = asyncio.Semaphore(spec.slots)
+        self._grammars = GrammarCheck()
         self._logprobs = Logprobs.UNKNOWN
         self._started_at = time.monotonic()
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._version = (
@@ -265,6 +269,11 @@ class HttpEngine:
             uptime_s=time.monotonic() - self._started_at,
         )
 
+    async def beat(self) -> Beating:
+        """Return nothing: health checks show whether the server is alive."""
+        self._wire.raise_if_lost()
+        return Beating()
+
     async def suspend(self, *, release: bool = False) -> Suspended:
         self._refuse(EngineError, "suspended")
 
@@ -297,6 +306,7 @@ class HttpEngine:
         self._wire.mark_lost("killed")
         self._watcher.cancel()
         self._wire.disconnect()
+        self._grammars.close()
 
     # One request
 
@@ -331,11 +341,14 @@ class HttpEngine:
         self, request: GenerateRequest, work: asyncio.Task[GenerateResult]
     ) -> GenerateResult:
         """Return the answer, or `FinishReason.CONTEXT` for a prompt that is too long
-        with the tokens of its images, which only the server knows.
+        with the tokens of its images, which only the server knows, or
+        `FinishReason.REFUSED` if the server cannot meet the constraint.
         """
         try:
             return work.result()
         except StatusError as error:
+            if error.status == 400 and request.sampling.constraint is not None:
+                return GenerateResult.empty(request.id, FinishReason.REFUSED, str(error))
             too_long = error.status == 400 and any(text in str(error) for text in TOO_LONG)
             if not request.images or not too_long:
                 raise
@@ -361,6 +374,8 @@ class HttpEngine:
         await asyncio.shield(self._ready)
         if why := objection(self._logprobs, request.sampling) or self._token_error(request):
             raise EngineError(f"{self._name}: {why}")
+        if why := await self._constraint_error(request):
+            return GenerateResult.empty(request.id, FinishReason.REFUSED, f"{CANNOT}{why}")
         rest = (
             request
             if self._dialect.resumes
@@ -418,6 +433,13 @@ class HttpEngine:
         if not request.tokens:
             return "tokens must have at least one token, got none"
         return f"tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}"
+
+    async def _constraint_error(self, request: GenerateRequest) -> str:
+        """Return why the request's text cannot be constrained, or ""."""
+        constraint = request.sampling.constraint
+        if constraint is None or not self._dialect.checks_grammars:
+            return ""
+        return await self._grammars.why_not(constraint)
 
     async def _post_checked(self, request: GenerateRequest) -> tuple[GenerateResult, float]:
         """Return the checked answer, and the seconds that it took."""

@@ -40,6 +40,7 @@ from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
     STREAM_S,
     EngineStats,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     KvManifest,
@@ -161,7 +162,7 @@ class EngineServer:
 
     async def _rollweave(self, request: web.Request) -> web.StreamResponse:
         async def answer(request: web.Request) -> web.StreamResponse:
-            return _json(await self.generate(await self._read(request, GenerateRequest)))
+            return _json(_met(await self.generate(await self._read(request, GenerateRequest))))
 
         return await self._counted(request, answer)
 
@@ -213,7 +214,7 @@ class EngineServer:
         )
         asked = GenerateRequest(id=_new_id(), tokens=body.prompt_ids, sampling=sampling)
         try:
-            result = await self.generate(asked)
+            result = _met(await self.generate(asked))
         except EngineError as error:
             rule = str(error).removeprefix("ValueError: ")
             if not rule.startswith("tokens "):
@@ -329,6 +330,13 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(str(error), 400)
     except web.HTTPException as error:
         return _error(error.reason, error.status, headers=dict(error.headers))
+
+
+def _met(result: GenerateResult) -> GenerateResult:
+    """Return the result. Raises _FieldError if the constraint cannot be met."""
+    if result.finish is FinishReason.REFUSED:
+        raise _FieldError(result.error, "sampling.constraint")
+    return result
 
 
 def _value_of(body: bytes) -> object:

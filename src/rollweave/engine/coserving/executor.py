@@ -31,6 +31,7 @@ from rollweave.core.policy.admission import (
     stalled,
 )
 from rollweave.core.policy.kv_budget import KvBudget
+from rollweave.engine.activity import Activity
 from rollweave.engine.coserving.lending import LendingSocket
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
 from rollweave.engine.coserving.profiles import measure_profile
@@ -47,6 +48,7 @@ from rollweave.io.threads import yield_to_others
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (
     Add,
+    Beating,
     EngineCommand,
     EngineFatal,
     EngineReply,
@@ -93,6 +95,7 @@ class CoServing:
         self._make_budget = budget
         self._slo = Slo(ttft_s=spec.lend.ttft_s, tpot_s=spec.lend.tpot_s)
         self._wake = threading.Condition()
+        self._activity = Activity(clock)
         self._events: deque[Callable[[], None]] = deque()
         self._load = ServingLoad()
         self._borrowed: Tenant | None = None
@@ -113,6 +116,7 @@ class CoServing:
             wake=self._wake,
             watch=self._watch_serving,
             make_pool=self._serving_pool,
+            activity=self._activity,
         )
         self._serving: Tenant | None = None
         self.borrowing = _Borrowing(self)
@@ -126,6 +130,10 @@ class CoServing:
             if isinstance(command, Add):
                 self._load.arrive(command.request.id, self._clock())
             self._serving_loop.post(command)
+
+    def beating(self) -> Beating:
+        """Return what the executor is doing."""
+        return self._activity.beating()
 
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
         """Begin a loan. Return why there is none, or "". A former loan has some time to
@@ -271,6 +279,7 @@ class CoServing:
                 if borrowed.loop.has_commands:
                     return
                 timeout = RETRY_S if borrowed.loop.has_work else LEASES_S
+            self._activity.end()
             self._wake.wait(timeout)
 
     def _serve(self) -> bool:
@@ -397,6 +406,7 @@ class CoServing:
             watch=self._watch_rollouts,
             loads_beside=True,
             make_pool=lambda _, **__: pool,
+            activity=self._activity,
         )
         return Tenant(loop, pool)
 
@@ -572,8 +582,9 @@ class _Borrowing:
     """The executor as the listener calls it (`Lender`)."""
 
     def __init__(self, executor: CoServing) -> None:
-        self.begin, self.post, self.end = (
+        self.begin, self.post, self.end, self.beating = (
             executor.begin,
             executor.borrow_post,
             executor.end,
+            executor.beating,
         )

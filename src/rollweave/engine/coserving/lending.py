@@ -15,11 +15,19 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame
-from rollweave.schema.serving import EngineCommand, EngineFatal, EngineReply, EngineSpec
+from rollweave.schema.serving import (
+    Beat,
+    Beating,
+    EngineCommand,
+    EngineFatal,
+    EngineReply,
+    EngineSpec,
+)
 
 RECEIVE_BYTES = 1 << 18
 
-_spec_of, _command_of = decoder_of(EngineSpec), decoder_of(EngineCommand)
+_spec_of: Callable[[bytes], EngineSpec] = decoder_of(EngineSpec)
+_command_of: Callable[[bytes], EngineCommand] = decoder_of(EngineCommand)
 
 
 class Lender(Protocol):
@@ -30,6 +38,9 @@ class Lender(Protocol):
 
     def post(self, command: EngineCommand) -> None:
         """Queue a command of the borrower."""
+
+    def beating(self) -> Beating:
+        """Return what the executor is doing."""
 
     def end(self) -> None:
         """End the loan: the borrower is gone."""
@@ -74,7 +85,11 @@ class LendingSocket:
             try:
                 for payload in frames:
                     if began:
-                        self._lender.post(_command_of(payload))
+                        command = _command_of(payload)
+                        if isinstance(command, Beat):
+                            outbox.send(encode(self._lender.beating()))
+                        else:
+                            self._lender.post(command)
                         continue
                     refusal = self._lender.begin(
                         _spec_of(payload), lambda reply: outbox.send(encode(reply))

@@ -53,6 +53,10 @@ class Entry:
     """
     scored: int = 0
     """Number of first tokens whose log-probs are wanted: none comes from the cache."""
+    held: bool = False
+    """True while its next token cannot be sampled: it takes no slot, and computes
+    nothing in the one that it has.
+    """
     scored_top: int = 0
     """Number of likeliest tokens that are wanted beside each of them."""
 
@@ -209,8 +213,8 @@ class Batcher:
     # One step
 
     def plan(self) -> StepPlan:
-        """Assign slots and blocks, and return what to compute: never nothing while a
-        request is live.
+        """Assign slots and blocks, and return what to compute: never nothing while all
+        requests are live and none is held.
         """
         size = self.ledger.block_tokens
         for entry in [
@@ -223,6 +227,8 @@ class Batcher:
         prefill: list[tuple[Entry, int]] = []
         budget = self.chunk_tokens
         for entry in self.running:
+            if entry.held:
+                continue
             if entry.missing == 1:
                 if len(decode) < self.decoding:
                     decode.append(entry)
@@ -272,6 +278,8 @@ class Batcher:
     def _admit(self) -> list[Entry]:
         entered: list[Entry] = []
         for entry in self.waiting[:]:
+            if entry.held:
+                continue
             victim = self.running[-1] if len(self.running) >= self.slots else None
             if victim is not None and victim.rank >= entry.rank:
                 break

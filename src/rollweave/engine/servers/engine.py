@@ -40,6 +40,8 @@ from rollweave.schema.serving import (
     STREAM_S,
     Abort,
     Add,
+    Beat,
+    Beating,
     DialectName,
     EngineCommand,
     EngineFatal,
@@ -179,6 +181,9 @@ class ServerEngine:
         self._progress = ProgressReports(reply)
         self._times, self._updated = UpdateTimes(), False
         self._brought_s = 0.0
+        self._asking: asyncio.Task[None] | None = None
+        """The last request for the server's metrics, made at `_asked_at`."""
+        self._asked_at = 0.0
         self._version, self._label = spec.version, "default"
         self._failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
@@ -336,6 +341,8 @@ class ServerEngine:
                 self._staging = self._spawn(self._stage(manifest, self._staging), "stage")
             case Stats():
                 self._spawn(self._sample(), "stats")
+            case Beat():
+                self._beat()
             case ExportKv() | ImportKv():
                 self._spawn(self._move(command), "kv")
             case ReleaseKv(id=id, abandoned=abandoned):
@@ -421,6 +428,18 @@ class ServerEngine:
             preemptions=int(gauges.get("preemptions", 0)),
         )
         self._reply(Sampled(stats=stats))
+
+    def _beat(self) -> None:
+        """Answer a heartbeat. A server that hangs does not answer a request for its
+        metrics, of which one is always under way.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._asking is None or self._asking.done():
+            self._asking, self._asked_at = self._spawn(self._ask(), "heartbeat"), now
+        self._reply(Beating(doing="a request for the server's metrics", for_s=now - self._asked_at))
+
+    async def _ask(self) -> None:
+        await self._control.gauges()
 
     async def _control_all(self) -> NoReturn:
         while True:

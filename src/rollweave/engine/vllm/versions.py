@@ -25,9 +25,10 @@ from rollweave.engine.clients.responses import (
     required,
 )
 from rollweave.engine.clients.streams import Part
+from rollweave.engine.matchers import lark_of
 from rollweave.engine.servers.versions import PER_RANK, KnownVersions
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import Constraint, GenerateRequest, GenerateResult
+from rollweave.schema.serving import GenerateRequest, GenerateResult
 from rollweave.schema.work import Routes
 
 ROUTE_DTYPES = {"uint8": "<u1", "uint16": "<u2"}
@@ -40,6 +41,8 @@ class OwnVllm(Vllm):
     `stop_ids` end a turn beside those of its request. With `routes`, the server records
     them, and an answer without them is an error.
     """
+
+    checks_grammars = True
 
     def __init__(self, *, version: int, stop_ids: tuple[int, ...], routes: bool = False) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ class OwnVllm(Vllm):
         if constraint is not None:
             if not sampling["stop_token_ids"]:
                 raise EngineError("sampling.constraint needs a token that ends the turn, got none")
-            sampling["structured_outputs"] = {"grammar": _grammar_of(constraint)}
+            sampling["structured_outputs"] = {"grammar": lark_of(constraint)}
         sampling["ignore_eos"] = True  # its own list of such tokens may be another one
         sampling["detokenize"] = any(sampling["stop"])
         if self._routes:
@@ -108,20 +111,6 @@ class OwnVllm(Vllm):
             top_k=array.shape[2],
             data=array.astype(dtype).tobytes(),
         )
-
-
-def _grammar_of(constraint: Constraint) -> str:
-    """Return the grammar of a constraint, as the embedded engine reads it.
-
-    Raises EngineError for what cannot be constrained.
-    """
-    from rollweave.engine.constraints import grammar_of, lark_of  # loads llguidance
-
-    try:
-        grammar_of(constraint)
-    except ValueError as error:
-        raise EngineError(f"sampling.constraint cannot be constrained: {error}") from error
-    return lark_of(constraint)
 
 
 class VllmParts:

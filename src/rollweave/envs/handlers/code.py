@@ -15,7 +15,7 @@ from rollweave.envs.base import Options, Score, Split, new_task, payload_of, spl
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, draw_problem
 from rollweave.envs.handlers.sandboxes import SandboxHandler
-from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
+from rollweave.envs.handlers.toolbox import check_positive, check_tools, packages_of, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, fenced_blocks, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
@@ -38,7 +38,9 @@ SPEC = SandboxSpec(
         output_bytes=MIB // 4,
     ),
 )
-"""Specification of the agent's sandbox and of the one in which its program runs."""
+"""Specification of the sandbox in which the agent's program runs, and of the agent's
+own, which also has the packages of its tools.
+"""
 
 PROGRAM_BYTES = 1 << 16
 
@@ -111,7 +113,8 @@ class Code(SandboxHandler):
         self._problem = msgspec.convert(payload_of(job.task), Problem)
         self._seed, self._sandboxes = job.task.seed, job.sandboxes
         if self._tools:
-            self._sandbox = await job.sandboxes.start(SPEC)
+            spec = msgspec.structs.replace(SPEC, packages=packages_of(self._tools))
+            self._sandbox = await job.sandboxes.start(spec)
 
     async def run(self, agent: Agent) -> None:
         """Let the agent write the program."""

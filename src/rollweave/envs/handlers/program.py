@@ -18,19 +18,21 @@ import inspect
 import json
 import os
 import posixpath
-import stat
-import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 import msgspec
 
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job
-from rollweave.envs.handlers.sandboxes import SandboxHandler, StartsSandboxes, forget
+from rollweave.envs.handlers.sandboxes import (
+    SandboxHandler,
+    StartsSandboxes,
+    check_seen,
+    forget,
+)
 from rollweave.envs.handlers.toolbox import check_positive
 from rollweave.envs.records import draw_record, numbered_records, record_at
 from rollweave.envs.registry import load
@@ -52,15 +54,13 @@ from rollweave.schema.work import Task, Unreadable
 
 TASK = "task.json"
 
-FOLDER_FILES = 10_000
-"""Maximum number of files in a folder that is copied in: a larger one should be an
-image.
-"""
-
-FOLDER_BYTES = 256 * MIB
-
 SCORE_S = 600.0
 """Time limit in seconds of a scoring command, for example a test suite."""
+
+OUTPUTS_BYTES = 8 * MIB
+"""Maximum size of all files of `outputs` together: a scoring command gets them as
+JSON.
+"""
 
 TAIL = 4000
 """Number of characters of output that a result keeps."""
@@ -77,11 +77,51 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ran:
+    """The result of a command that ran beside a submission. `rc` is its exit status, or
+    the negated number of a signal.
+    """
+
+    rc: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+class RunsSubmission(Protocol):
+    """Runs a command in a clean sandbox."""
+
+    async def __call__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Ran:
+        """Run `command` in the home of a sandbox that has `files`, and the submission
+        in the folder that the variable SUBMISSION names.
+
+        Each call has a sandbox of its own, so that no code of one reaches another.
+        Raises SandboxSpoiledError, which gives the attempt reward 0 if it propagates,
+        if code inside ends or overloads its sandbox.
+        """
+
+
+async def _no_submission(command: Sequence[str], **_: Any) -> Ran:
+    raise RewardError(
+        "options.submission must list the files beside which outcome.run is to run "
+        f"{' '.join(command)!r:.100}, got none"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The argument of a scoring function.
 
     `task` is the complete task, including hidden fields; `outputs` are the output files
-    that exist.
+    that exist. `run` runs submitted code, where the option `submission` is given, so
+    that the function can judge what it does (`RunsSubmission`).
     """
 
     task: Mapping[str, Any]
@@ -89,6 +129,12 @@ class Outcome:
     stdout: str
     stderr: str
     outputs: Mapping[str, str] = field(default_factory=dict)
+    run: RunsSubmission = field(default=_no_submission, repr=False, compare=False)
+
+    def as_json(self) -> bytes:
+        """Return the fields but `run`, for a scoring command."""
+        fields = {name: value for name, value in vars(self).items() if name != "run"}
+        return json.dumps(fields).encode()
 
 
 class Program(SandboxHandler):
@@ -96,22 +142,22 @@ class Program(SandboxHandler):
     relative to its home, where the program runs.
 
     - `command` is the program and its arguments. On the image `host`, `python` is the
-      interpreter that runs Rollweave.
+      interpreter that runs Rollweave, and `packages` are those that it can import.
     - `score` is `package.module:function`, called with an `Outcome`; it may be async,
       and returns a number or a `Score`. Or it is a command: it runs in the home of a
       clean sandbox, with the `Outcome` as JSON on standard input and the folder of the
       submission in the variable SUBMISSION; the last line that it prints is the reward.
     - `submission` lists the files and folders below the program's home that a scoring
-      command receives; by default the complete home. Other files that the program wrote
+      command receives, by default the complete home, or beside which a scoring function
+      runs commands (`Outcome.run`), by default none. Other files that the program wrote
       are left out, and so are symbolic links that lead out of the home.
     - `score_files` maps paths to texts, written before the scoring command only: the
       tests, for example.
     - `tasks` and `held_out` are JSONL files with one task per line. Without `tasks`
       each task is empty; without `held_out` two eighths of `tasks` are held out.
       `hidden` lists fields of a task that the program does not see.
-    - `files` maps paths to texts; `folder` is a folder of the host whose files are
-      copied into the home; `outputs` lists text files that are read when the program
-      has ended.
+    - `files` maps paths to texts; `folder` is a folder of the host whose files are in
+      the home; `outputs` lists text files that are read when the program has ended.
     - `env` holds further variables. `image`, `limits` and `network` configure the
       sandbox (`docs/SANDBOX.md`). `image_field` names a field of a task; where a task
       has it, it is its image, in place of `image`.
@@ -126,7 +172,7 @@ class Program(SandboxHandler):
         *,
         command: Sequence[str],
         score: str | Sequence[str],
-        submission: Sequence[str] = (".",),
+        submission: Sequence[str] | None = None,
         score_files: Mapping[str, str] | None = None,
         tasks: str = "",
         held_out: str = "",
@@ -137,6 +183,7 @@ class Program(SandboxHandler):
         env: Mapping[str, str] | None = None,
         image: str = HOST,
         image_field: str = "",
+        packages: Sequence[str] = (),
         limits: Mapping[str, Any] | None = None,
         network: bool = False,
         unreadable: Unreadable = "ignore",
@@ -151,7 +198,10 @@ class Program(SandboxHandler):
         if not self._score:
             raise ConfigError(f"options.score must be a function or a command, got {score!r}")
         self._function = _function(score) if isinstance(score, str) else None
-        self._submission = _typed("submission", submission, list[str])
+        self._is_submitted = self._function is None or submission is not None
+        self._submission = _typed(
+            "submission", ["."] if submission is None else submission, list[str]
+        )
         if not self._submission:
             raise ConfigError("options.submission must have at least one path, got []")
         try:
@@ -161,7 +211,6 @@ class Program(SandboxHandler):
         self._score_files = _typed("score_files", score_files or {}, dict[str, str])
         self._hidden = _typed("hidden", hidden, list[str])
         self._files = _typed("files", files or {}, dict[str, str])
-        self._folder = folder
         self._outputs = _typed("outputs", outputs, list[str])
         self._env = _typed("env", env or {}, dict[str, str])
         if unreadable not in get_args(Unreadable):
@@ -172,6 +221,7 @@ class Program(SandboxHandler):
         check_positive(timeout_s=self._timeout_s)
         try:
             spec = {"image": image, "network": network, "limits": limits or {}, "env": self._env}
+            spec |= {"packages": packages, "folder": os.path.abspath(folder) if folder else ""}
             # Without `env`, all programs share one pool.
             self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})
         except (msgspec.ValidationError, ValueError) as error:
@@ -183,10 +233,12 @@ class Program(SandboxHandler):
         self._outcome: Outcome | None = None
         self._task: dict[str, Any] = {}
         self._score_output = ""
+        self._unread: dict[str, str] = {}
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """Return the next line of `tasks`. Raises ConfigError."""
+        check_seen(options)
         path, own = options.get("tasks", ""), mix(seed, split, index)
         if not path:
             return new_task(seed=own)
@@ -221,12 +273,10 @@ class Program(SandboxHandler):
         self._task = payload_of(job.task)
         if self._image_field and self._image_field in self._task:
             image = _image_of(self._task, self._image_field)
-            self._spec = msgspec.structs.replace(self._spec, image=image)
+            packages = self._spec.packages if image == HOST else ()
+            self._spec = msgspec.structs.replace(self._spec, image=image, packages=packages)
         self._sandboxes = job.sandboxes
-        copied = await asyncio.to_thread(_read_folder, self._folder) if self._folder else []
         self._sandbox = await job.sandboxes.start(self._spec)
-        for path, data, mode in copied:
-            await self._sandbox.write(path, data, mode=mode)
         for path, text in self._files.items():
             await self._sandbox.write(path, text.encode())
         visible = {name: value for name, value in self._task.items() if name not in self._hidden}
@@ -248,17 +298,18 @@ class Program(SandboxHandler):
                 "ANTHROPIC_API_KEY": endpoint.token,
                 "CODEX_API_KEY": endpoint.token,
             }
-            env = {**self._path(), **access, **self._env}
+            env = {**access, **self._env}
             result = await sandbox.exec(self._command, env=env, timeout_s=self._timeout_s)
         self._outcome = Outcome(
             task=self._task,
             rc=result.rc,
             **_texts(result),
             outputs=await self._read_outputs(sandbox),
+            run=self._run_submitted if self._is_submitted else _no_submission,
         )
         if result.timed_out:
             raise SandboxError(f"the program did not end within timeout_s, {self._timeout_s:g} s")
-        if self._function is None:
+        if self._is_submitted:
             self._snapshot = await sandbox.snapshot(only=self._submission, at=SUBMITTED)
             self._forget = weakref.finalize(self, forget, self._snapshot)
 
@@ -267,19 +318,19 @@ class Program(SandboxHandler):
         number.
         """
         assert self._outcome is not None, "run comes first"
-        if self._function is not None:
+        try:
+            if self._function is None:
+                return Score(reward=await self._run_score(self._outcome))
             score = self._function(self._outcome)
             score = await score if inspect.isawaitable(score) else score
             return score if isinstance(score, Score) else Score(reward=score)
-        try:
-            return Score(reward=await self._run_score(self._outcome))
         finally:
             if self._forget is not None:
                 await asyncio.to_thread(self._forget)
 
     def final_result(self) -> dict[str, Any]:
         """Return the exit status and the end of the output, of the program and of the
-        scoring command.
+        scoring command, and why files of `outputs` could not be read.
         """
         outcome = self._outcome
         if outcome is None:
@@ -290,23 +341,13 @@ class Program(SandboxHandler):
             "stderr": outcome.stderr[-TAIL:],
             "outputs": {path: text[-TAIL:] for path, text in outcome.outputs.items()},
             "score": self._score_output,
+            **({"unread": self._unread} if self._unread else {}),
         }
 
     async def _run_score(self, outcome: Outcome) -> float:
-        assert self._sandboxes is not None, "init comes first"
-        assert self._snapshot is not None, "run took one"
-        sandbox = await self._sandboxes.branch(self._snapshot)
-        try:
-            for path, text in self._score_files.items():
-                await sandbox.write(path, text.encode())
-            stdin = json.dumps(outcome.__dict__).encode()
-            submitted = posixpath.normpath(
-                f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
-            )
-            env = {**self._path(), **self._env, SUBMISSION: submitted}
-            result = await sandbox.exec(list(self._score), stdin=stdin, env=env, timeout_s=SCORE_S)
-        finally:
-            await sandbox.stop(grace_s=0.0)
+        result = await self._run_beside_submission(
+            list(self._score), outcome.as_json(), self._score_files, SCORE_S
+        )
         output = _texts(result)
         self._score_output = (output["stdout"] + output["stderr"])[-TAIL:]
         if result.rc or result.timed_out:
@@ -325,21 +366,50 @@ class Program(SandboxHandler):
             )
         return reward
 
+    async def _run_submitted(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Ran:
+        """Implements `RunsSubmission`."""
+        result = await self._run_beside_submission(
+            list(command), stdin.encode(), files or {}, timeout_s
+        )
+        return Ran(rc=result.rc, timed_out=result.timed_out, **_texts(result))
+
+    async def _run_beside_submission(
+        self, command: list[str], stdin: bytes, files: Mapping[str, str], timeout_s: float
+    ) -> ExecResult:
+        assert self._sandboxes is not None, "init comes first"
+        assert self._snapshot is not None, "run took one"
+        sandbox = await self._sandboxes.branch(self._snapshot)
+        try:
+            for path, text in files.items():
+                await sandbox.write(path, text.encode())
+            submitted = posixpath.normpath(
+                f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
+            )
+            env = {**self._env, SUBMISSION: submitted}
+            return await sandbox.exec(command, stdin=stdin, env=env, timeout_s=timeout_s)
+        finally:
+            await sandbox.stop(grace_s=0.0)
+
     async def _read_outputs(self, sandbox: Sandbox) -> dict[str, str]:
         outputs: dict[str, str] = {}
+        left = OUTPUTS_BYTES
         for path in self._outputs:
             try:
-                outputs[path] = plain((await sandbox.read(path)).decode(errors="replace"))
+                data = await sandbox.read(path, limit=left)
+                left -= len(data)
+                outputs[path] = plain(data.decode(errors="replace"))
             except SandboxLostError:
                 raise
-            except SandboxError:  # missing, not a file, or too large: the score decides
-                continue
+            except SandboxError as error:  # the score decides what that means
+                self._unread[path] = str(error)
         return outputs
-
-    def _path(self) -> dict[str, str]:
-        if self._spec.image != HOST:
-            return {}
-        return {"PATH": f"{os.path.dirname(sys.executable)}:{self._spec.environment()['PATH']}"}
 
 
 def _image_of(task: Mapping[str, Any], field: str) -> str:
@@ -374,29 +444,3 @@ def _function(reference: str) -> Any:
             f"{type(function).__name__}"
         )
     return function
-
-
-def _read_folder(folder: str) -> list[tuple[str, bytes, int]]:
-    """Return relative path, bytes and mode of each file. Links are not followed.
-
-    Raises ConfigError.
-    """
-    root, files, size = Path(folder), [], 0
-    if not root.is_dir():
-        raise ConfigError(f"options.folder must be a folder, got {folder!r}")
-    for parent, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(parent) / name
-            mode = path.lstat().st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigError(f"options.folder must have only files and folders, got {path}")
-            data = path.read_bytes()
-            size += len(data)
-            files.append((str(path.relative_to(root)), data, stat.S_IMODE(mode)))
-            if size > FOLDER_BYTES or len(files) > FOLDER_FILES:
-                raise ConfigError(
-                    f"options.folder must have at most {FOLDER_FILES} files and {FOLDER_BYTES} "
-                    f"bytes, {folder} has more: make an image of it"
-                )
-    return files

@@ -18,6 +18,7 @@ from rollweave.envs.handlers.toolbox import check_positive, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
 from rollweave.envs.records import draw_record, numbered_records
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
+from rollweave.sandbox.packages import installed
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, EnvError
@@ -25,9 +26,11 @@ from rollweave.schema.work import Task
 
 BOX = r"End with one message that calls no tool and has the final answer in \boxed{}."
 
-SPEC = SandboxSpec(limits=Limits(memory_bytes=2048 * MIB, disk_bytes=256 * MIB, processes=64))
-"""Sandbox specification for scripts and shells: numpy and sympy fit with much to spare.
-"""
+LIMITS = Limits(memory_bytes=2048 * MIB, disk_bytes=256 * MIB, processes=64)
+"""Limits for scripts and shells: numpy and sympy fit with much to spare."""
+
+PACKAGES = ("ipython", "numpy", "scipy", "sympy")
+"""Packages with which an agent computes, as far as they are installed."""
 
 TOOL_S = 25.0
 """Time limit in seconds of a command or cell: two in one message are within the default
@@ -65,7 +68,9 @@ class QuestionHandler(SandboxHandler):
         Raises EnvError for a payload that is no question, SandboxError.
         """
         self._question = question_of(job.task)
-        self._sandbox = await job.sandboxes.start(SPEC)
+        self._sandbox = await job.sandboxes.start(
+            SandboxSpec(limits=LIMITS, packages=installed(*PACKAGES))
+        )
 
     async def solve(
         self, agent: Agent, *, about: str, names: Sequence[str], tools: Sequence[Tool] = ()

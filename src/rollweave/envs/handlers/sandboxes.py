@@ -6,6 +6,8 @@ a sandbox stays in the cache as long as the attempt that uses it.
 """
 
 import asyncio
+import functools
+import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -14,12 +16,14 @@ from typing import Protocol
 
 import msgspec
 
-from rollweave.envs.base import Score
+from rollweave.envs.base import Options, Score
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot, is_reference
+from rollweave.sandbox.folders import check_folder
 from rollweave.sandbox.image_cache import Lease
+from rollweave.sandbox.packages import distributions
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
-from rollweave.schema.errors import ImageError, SandboxError, SandboxSpoiledError
+from rollweave.schema.errors import ConfigError, ImageError, SandboxError, SandboxSpoiledError
 
 KINDS = 8
 """Maximum number of specifications whose sandboxes are kept warm: the first that are
@@ -214,6 +218,23 @@ class SandboxHandler:
         here, too.
         """
         return await self.run_exception(error)
+
+
+def check_seen(options: Options) -> None:
+    """Raise ConfigError for `packages` and a `folder` among a handler's options that no
+    sandbox can have. To be called for every task that is drawn, and so before a run.
+    """
+    for option, check in (("packages", _check_packages), ("folder", check_folder)):
+        if value := options.get(option):
+            try:
+                check(os.path.abspath(value) if option == "folder" else tuple(value))
+            except ConfigError as error:
+                raise ConfigError(f"options.{error}") from error
+
+
+@functools.lru_cache(64)
+def _check_packages(names: tuple[str, ...]) -> None:
+    distributions(names)
 
 
 def forget(snapshot: Snapshot) -> None:

@@ -10,6 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
@@ -25,7 +27,7 @@ from rollweave.envs.handlers.swe_bugs import (
     suite_sources,
     visible_files,
 )
-from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
+from rollweave.envs.handlers.toolbox import check_positive, check_tools, packages_of, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
@@ -39,7 +41,9 @@ ROOT = "/project"
 SPEC = SandboxSpec(
     workdir=ROOT, limits=Limits(memory_bytes=1024 * MIB, disk_bytes=256 * MIB, cpu_s=600.0)
 )
-"""Specification of the agent's sandbox and of the one in which its files are tested."""
+"""Specification of the sandbox in which the agent's files are tested, and of the
+agent's own, which also has the packages of its tools.
+"""
 
 LIST_S = 20.0
 """Time limit in seconds of listing the project's files."""
@@ -90,7 +94,8 @@ class Swe(SandboxHandler):
         if name not in bugs():
             raise ValueError(f"task.payload.bug must be the id of a bug, got {name!r}")
         self._bug, self._sandboxes = bugs()[name], job.sandboxes
-        self._sandbox = await job.sandboxes.start(SPEC)
+        spec = msgspec.structs.replace(SPEC, packages=packages_of(self._tools))
+        self._sandbox = await job.sandboxes.start(spec)
         await _write(self._sandbox, visible_files(self._bug))
 
     async def run(self, agent: Agent) -> None:

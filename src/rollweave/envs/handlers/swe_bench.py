@@ -1,19 +1,17 @@
 """Resolve an issue of a repository of the user's own: instances in the format of
 SWE-bench, tests by name as the reward (ProRL Agent §4).
 
-Invariants: of the agent's sandbox only its changes of text files count; the tests run
-in a fresh sandbox with the base, these changes, and then the files of the test patch;
-where the tests cannot run at the base either, the attempt has no reward.
-
-The code under test runs in the process that prints the outcomes, as with SWE-bench's
-own harness: code that is written for this purpose can forge them.
+Invariants: of the agent's sandbox only its changes of text files count, and of these
+none of the tests' files and of files that decide how tests run; the tests run in a
+fresh sandbox with the base, these changes, and then the files of the test patch; a test
+passes only by a report that the code under test does not write
+(`envs/handlers/pytest_judge.py`); where the tests cannot run at the base either, the
+attempt has no reward.
 """
 
 import asyncio
-import os
-import sys
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -28,7 +26,17 @@ from rollweave.envs.handlers.changes import (
     patch,
     surveyed_changes,
 )
-from rollweave.envs.handlers.sandboxes import SandboxHandler
+from rollweave.envs.handlers.pytest_judge import (
+    LOCATE,
+    PASSED,
+    Outcomes,
+    Run,
+    check_config,
+    folders_of,
+    is_control,
+    matched,
+)
+from rollweave.envs.handlers.sandboxes import SandboxHandler, check_seen
 from rollweave.envs.handlers.swe import LIST_S, end_of_work, first_messages, tools_or_default
 from rollweave.envs.handlers.swe_instances import (
     Instance,
@@ -42,6 +50,7 @@ from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse
 from rollweave.envs.records import draw_record
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.packages import installed
 from rollweave.sandbox.rootfs import python_of
 from rollweave.sandbox.tools import plain
 from rollweave.schema.errors import (
@@ -56,17 +65,6 @@ from rollweave.schema.work import Task
 
 ROOT = "/testbed"
 """The default folder of the repository in a sandbox, that of SWE-bench's images."""
-
-TEST = (
-    *("python", "-m", "pytest", "-rA", "--tb=short", "--show-capture=no"),
-    *("--continue-on-collection-errors", "-p", "no:cacheprovider"),
-)
-"""The default command that runs the tests. The files of the tests follow."""
-
-CONTROLS = frozenset(
-    {"conftest.py", "pytest.ini", "tox.ini", "sitecustomize.py", "usercustomize.py"}
-)
-"""Names of files that control how tests run: changes of them are left out."""
 
 FILE_BYTES = 16 * MIB
 """Maximum bytes of a file at the base that is read."""
@@ -89,11 +87,8 @@ PROMPT = """The repository in {root} has this issue:
 {issue}
 
 Change the repository so that the issue is resolved, then {end}. Hidden tests decide. Your \
-changes of the files of these tests, and of files that control how tests run (conftest.py, \
-pytest.ini), are not taken over."""
-
-PASSED = frozenset({"PASSED", "XFAIL"})
-"""The outcomes that count as passed, as in SWE-bench."""
+changes of the tests, and of files that control how tests run (conftest.py, pytest.ini), are not \
+taken over."""
 
 OUTCOMES = frozenset({*PASSED, "FAILED", "ERROR", "SKIPPED", "XPASS"})
 
@@ -111,9 +106,12 @@ class SweBench(SandboxHandler):
       Without it, the image has the repository in the folder `root`.
     - `image` and `limits` configure the sandboxes; `image_field` names the field of an
       instance with its image.
-    - `test` is the command that runs the tests. It gets the files of the tests (of
-      names without `::`, the names), and prints outcomes as `pytest -rA` does. On the
-      image `host`, `python` is the interpreter that runs Rollweave.
+    - `python` is the command of the interpreter that has pytest and what the tests
+      need. On the image `host` it is the one that runs Rollweave, and `packages` are
+      those that it has besides pytest.
+    - `test` is a command that runs the tests in place of pytest. It gets the files of
+      the tests (of names without `::`, the names), and prints outcomes as `pytest -rA`
+      does.
     - `check_base` runs the tests before the first attempt at an instance in a process:
       FAIL_TO_PASS must fail, and PASS_TO_PASS pass.
     - `held_out` is a file of held-out instances; without it two eighths are held out.
@@ -132,7 +130,9 @@ class SweBench(SandboxHandler):
         image_field: str = "",
         limits: Mapping[str, Any] | None = None,
         root: str = ROOT,
-        test: Sequence[str] = TEST,
+        packages: Sequence[str] = (),
+        python: Sequence[str] = ("python",),
+        test: Sequence[str] = (),
         test_s: float = 40.0,
         check_base: bool = False,
         tools: Sequence[str] | None = None,
@@ -146,19 +146,22 @@ class SweBench(SandboxHandler):
         self._tools = tools_or_default(tools, calls)
         check_tools(self._tools, calls)
         check_positive(timeout_s=timeout_s, output_bytes=output_bytes, test_s=test_s)
-        if isinstance(test, str) or not test:
-            raise ConfigError(f"options.test must be a command, a list, got {test!r}")
+        for option, command in (("test", test), ("python", python)):
+            if isinstance(command, str) or not (command or option == "test"):
+                raise ConfigError(f"options.{option} must be a command, a list, got {command!r}")
         if not (repositories or image_field or image != HOST):
             raise ConfigError(
                 "options.repositories must be a folder of repositories where no image has them, "
                 "got ''"
             )
         try:
-            self._spec = _spec(image, root, limits or {})
+            self._packages = _packages(packages, test)
+            self._spec = _spec(image, root, limits or {}, self._packages)
         except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(f"options of the sandbox: {error}") from error
         self._repositories, self._image_field = repositories, image_field
         self._test, self._test_s, self._check_base = [*test], test_s, check_base
+        self._interpreter = [*python]
         self._calls: CallStyle = calls
         self._partial, self._timeout_s, self._output_bytes = partial, timeout_s, output_bytes
         self._root = root
@@ -175,6 +178,8 @@ class SweBench(SandboxHandler):
         """Return the next instance of the split. Raises ConfigError for an invalid one
         anywhere in the files.
         """
+        packages = _packages(options.get("packages", ()), options.get("test", ()))
+        check_seen({**options, "packages": packages})
         path, held_out = options["instances"], options.get("held_out", "")
         for file in filter(None, (path, held_out)):
             _read(file, options)
@@ -197,7 +202,7 @@ class SweBench(SandboxHandler):
         instance = instances(file, self._repositories, self._image_field)[row]
         if instance.image:
             try:
-                self._spec = _spec(instance.image, self._root, self._spec.limits)
+                self._spec = _spec(instance.image, self._root, self._spec.limits, self._packages)
             except ValueError as error:
                 raise ConfigError(f"{instance.where}: {self._image_field}: {error}") from error
         self._instance, self._sandboxes = instance, job.sandboxes
@@ -310,6 +315,7 @@ class SweBench(SandboxHandler):
         """
         sandbox = await self._start_base(instance)
         try:
+            run = await self._prepared(sandbox, instance.files, changed)
             if changed:
                 before = await _read_files(sandbox, self._root, changed)
                 texts = {path: data.decode(errors="replace") for path, data in before.items()}
@@ -323,13 +329,28 @@ class SweBench(SandboxHandler):
                     raise
                 self._output = f"the change cannot be made at the base: {error}"
                 return None
-            files = dict.fromkeys(name.partition("::")[0] for name in instance.tests)
+            command = run.command(self._interpreter) if run else [*self._test, *instance.files]
+            stdin = run.stdin() if run else b""
             result = await sandbox.exec(
-                [*self._test, *files], cwd=self._root, timeout_s=self._test_s
+                command, stdin=stdin, cwd=self._root, timeout_s=self._test_s
             )
         finally:
             await self.close()
-        return await asyncio.to_thread(self._outcomes, instance, result)
+        return await asyncio.to_thread(self._outcomes, instance, run, result)
+
+    async def _prepared(
+        self, sandbox: Sandbox, files: Sequence[str], changed: Iterable[str]
+    ) -> Run | None:
+        """Return the run of pytest at the base, whose settings are those of the base;
+        None if another command runs the tests.
+        """
+        if self._test:
+            return None
+        name = f".{secrets.token_hex(8)}"
+        program = self._python(LOCATE, self._root, name, *files)
+        located = await sandbox.exec(program, timeout_s=LIST_S)
+        config = check_config(located.stdout, self._root)
+        return Run(self._root, config, files, changed=[*changed])
 
     async def _write(self, sandbox: Sandbox, changed: Changes) -> None:
         """Make the changes, and write the files of the tests over them."""
@@ -339,12 +360,15 @@ class SweBench(SandboxHandler):
         for path, data in self._tests.items():
             await _put(sandbox, self._root, path, data, 0o644)
 
-    def _outcomes(self, instance: Instance, result: ExecResult) -> dict[str, bool] | None:
+    def _outcomes(
+        self, instance: Instance, run: Run | None, result: ExecResult
+    ) -> dict[str, bool] | None:
         printed = plain(result.stdout.decode(errors="replace"))
         errors = plain(result.stderr.decode(errors="replace"))
         late = f"the tests did not end within {self._test_s:g} s\n" if result.timed_out else ""
-        self._output = f"{printed}{errors}{late}"[-TAIL:]
-        return None if late else outcomes(printed, instance.tests)
+        self._output = f"{'' if run else printed}{errors}{late}"[-TAIL:]
+        pairs = run.outcomes(result.stdout) if run else printed_outcomes(printed)
+        return None if late or pairs is None else matched(pairs, instance.tests)
 
     async def _check_tests_run(self, instance: Instance) -> None:
         """Raise RewardError if no test has an outcome at the base either: then the
@@ -355,8 +379,7 @@ class SweBench(SandboxHandler):
         output = self._output
         if await self._at_base(instance) is None:
             raise RewardError(
-                f"{instance.where}: options.test must print outcomes of tests as pytest -rA does, "
-                f"also at the base, got {self._output[-400:]!r}"
+                f"{instance.where}: {self._rule()}, also at the base, got {self._output[-400:]!r}"
             )
         _running.add(instance)
         self._output = output
@@ -366,7 +389,9 @@ class SweBench(SandboxHandler):
         if instance in _checked:
             return
         passed = await self._at_base(instance)
-        if wrong := _wrong_at_base(instance, passed, self._output):
+        if passed is None:
+            raise ConfigError(f"{instance.where}: {self._rule()}, got {self._output[-400:]!r}")
+        if wrong := _wrong_at_base(instance, passed):
             raise ConfigError(wrong)
         _running.add(instance)
         _checked.add(instance)
@@ -378,43 +403,32 @@ class SweBench(SandboxHandler):
         except SandboxSpoiledError as error:  # by code of the repository, not of the agent
             raise SandboxError(f"{instance.where}: the tests at the base: {error}") from error
 
+    def _rule(self) -> str:
+        if self._test:
+            return "options.test must print outcomes of tests as pytest -rA does"
+        return "options.python must run the tests by pytest"
+
     def _is_taken_over(self, path: str) -> bool:
-        return path not in self._tests and PurePosixPath(path).name not in CONTROLS
+        assert self._instance is not None, "init comes first"
+        files = self._instance.files
+        below = any(path.startswith(f"{folder}/") for folder in folders_of(files))
+        return not (path in self._tests or path in files or below or is_control(path))
 
     def _python(self, program: str, *arguments: str) -> list[str]:
         return [python_of(self._spec), "-I", "-S", "-c", program, *arguments]
 
 
-def outcomes(output: str, names: Sequence[str]) -> dict[str, bool] | None:
-    """Return which tests passed, by the lines `STATUS NAME` or `STATUS NAME - message`
-    of pytest's short summary; None if there is no such line.
-
-    A test without a line did not pass. A name that ends before a space stands for all
-    that begin so, because SWE-bench's own names end there.
+def printed_outcomes(output: str) -> Outcomes | None:
+    """Return the lines `STATUS NAME` or `STATUS NAME - message` of pytest's short
+    summary; None if there is no such line.
     """
     summary = output.rpartition("short test summary info")[2]
-    seen: dict[str, list[bool]] = {}
-    found = False
-    known = frozenset(names)
-    longest = max(map(len, known), default=0)
-    for line in summary.splitlines():
-        status, _, rest = line.partition(" ")
-        if status not in OUTCOMES or not rest:
-            continue
-        found = True
-        for end in range(min(len(rest), longest) + 1):
-            if rest[end : end + 1] in ("", " ") and rest[:end] in known:
-                seen.setdefault(rest[:end], []).append(status in PASSED)
-    return {name: all(seen.get(name, [False])) for name in names} if found else None
+    split = (line.partition(" ") for line in summary.splitlines())
+    return [(status, rest) for status, _, rest in split if status in OUTCOMES and rest] or None
 
 
-def _wrong_at_base(instance: Instance, passed: dict[str, bool] | None, output: str) -> str:
+def _wrong_at_base(instance: Instance, passed: Mapping[str, bool]) -> str:
     """Return what is wrong with the outcomes at the base, "" if nothing is."""
-    if passed is None:
-        return (
-            f"{instance.where}: options.test must print outcomes of tests as pytest -rA does, got "
-            f"{output[-400:]!r}"
-        )
     for field, names, right in (
         ("FAIL_TO_PASS", instance.fails, False),
         ("PASS_TO_PASS", instance.passes, True),
@@ -433,15 +447,19 @@ def _read(file: str, options: Options) -> tuple[Instance, ...]:
     return instances(file, options.get("repositories", ""), options.get("image_field", ""))
 
 
-def _spec(image: str, root: str, limits: Any) -> SandboxSpec:
+def _packages(packages: Sequence[str], test: Sequence[str]) -> tuple[str, ...]:
+    """Return the packages of the interpreter on the image HOST: pytest too, unless
+    another command that does not need it runs the tests.
+    """
+    return tuple(dict.fromkeys((*(installed("pytest") if test else ("pytest",)), *packages)))
+
+
+def _spec(image: str, root: str, limits: Any, packages: tuple[str, ...]) -> SandboxSpec:
     """Return the specification of the sandboxes. Raises ValueError, ValidationError."""
     limits = msgspec.convert(limits, Limits) if isinstance(limits, Mapping) else limits
     limits = msgspec.structs.replace(limits, output_bytes=max(SURVEY_BYTES, limits.output_bytes))
-    spec = SandboxSpec(image=image, workdir=root, limits=limits)
-    if image != HOST:
-        return spec
-    path = f"{Path(sys.executable).parent}{os.pathsep}{spec.environment()['PATH']}"
-    return msgspec.structs.replace(spec, env={"PATH": path})
+    packages = packages if image == HOST else ()
+    return SandboxSpec(image=image, workdir=root, limits=limits, packages=packages)
 
 
 async def _read_files(sandbox: Sandbox, root: str, paths: Iterable[str]) -> dict[str, bytes]:

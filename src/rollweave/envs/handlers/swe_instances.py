@@ -59,6 +59,11 @@ class Instance(Struct, frozen=True, kw_only=True):
     def tests(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.fails, *self.passes)))
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files of the tests; of names without `::`, the names."""
+        return tuple(dict.fromkeys(name.partition("::")[0] for name in self.tests))
+
 
 @functools.lru_cache(16)
 def instances(path: str, repositories: str, image_field: str) -> tuple[Instance, ...]:

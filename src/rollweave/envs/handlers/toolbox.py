@@ -12,6 +12,7 @@ from typing import Any
 from rollweave.envs.handlers.base import Tool
 from rollweave.envs.handlers.tools import Final
 from rollweave.sandbox.base import Sandbox
+from rollweave.sandbox.packages import installed
 from rollweave.sandbox.tools import (
     OUTPUT_BYTES,
     TIMEOUT_S,
@@ -50,6 +51,13 @@ def toolbox(
     `timeout_s` limits a command or cell.
     """
     return [MAKERS[name](sandbox, timeout_s, output_bytes) for name in names]
+
+
+def packages_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the packages that a sandbox needs for the tools of these names, as far as
+    they are installed: without IPython, cells are plain Python.
+    """
+    return installed("ipython") if "ipython" in names else ()
 
 
 def check_tools(names: Iterable[str], calls: str) -> None:

@@ -68,6 +68,11 @@ THOUGHT: Final = "<think>\nt\n</think>\n\n"
 CACHED = 8192
 """Number of cached renderings: the messages of small environments repeat."""
 
+CACHED_CHARS: Final = 1 << 12
+"""Maximum characters of messages and tools whose rendering is cached, so that the cache
+stays small.
+"""
+
 
 VARIANTS = 64
 """Number of cached variants of a codec: one for each set of template arguments, or of
@@ -299,7 +304,9 @@ class ChatCodec(TextCodec):
         `ChatTemplate.render`.
         """
         count = self._count_images(messages)
-        tokens = self._start(_blanked(messages), tuple(tools), prompt, continues)
+        large = sum(map(len, tools)) + sum(message.chars for message in messages) > CACHED_CHARS
+        start = self._render_start if large else self._start
+        tokens = start(_blanked(messages), tuple(tools), prompt, continues)
         return self._checked(tokens, count)
 
     def extend(
@@ -318,9 +325,13 @@ class ChatCodec(TextCodec):
         of the next turn. Raises ChatError.
         """
         count, guarded = self._count_images(messages), self._guarded(tuple(tools))
-        after = self._after(_blanked(messages), prompt, guarded)
+        large = sum(message.chars for message in messages) > CACHED_CHARS
+        text_after, rest = (
+            (self._text_after, self._encode_rest) if large else (self._after, self._rest)
+        )
+        after = text_after(_blanked(messages), prompt, guarded)
         written = self._ending(guarded).written(sampled, after, self.decode)
-        return self._checked(self._rest(after, written), count)
+        return self._checked(rest(after, written), count)
 
     def _count_images(self, messages: Sequence[Message]) -> int:
         """Return the number of images. Raises ChatError if there is no place for

@@ -1,18 +1,22 @@
 """A checkpoint's chat template: renders messages to text as Hugging Face's templates
 expect it, in a sandbox.
 
-Invariant: rendering is a function of the messages alone: a template that reads the time
-gets the moment at which it was loaded.
+Invariants: rendering is a function of the messages alone: a template that reads the
+time gets the moment at which it was loaded; a template that takes too long for a
+history, which a client may make as long as it likes, is ended.
 """
 
 import contextlib
 import copy
 import datetime
 import json
+import math
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 import jinja2
 import msgspec
@@ -53,6 +57,9 @@ They are private-use characters: no template contains them.
 HOLE = "\ue002"
 """Delimiter of our own placeholders in a rendering, also of private use."""
 
+
+RENDER_S: Final = 10.0
+"""Maximum seconds of a rendering: ten thousand messages take about a second."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names by which templates read the thoughts of a message."""
@@ -97,6 +104,44 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"an attribute of a namespace must not begin with _, got {name!r:.80}")
 
 
+class _Rendering(threading.local):
+    """The rendering of a thread, which ends at a moment of the monotonic clock."""
+
+    ends = math.inf
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which a template ends at a deadline: when it next reads an attribute
+    or an item, or calls a function.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        self._rendering = _Rendering()
+
+    def begin(self) -> None:
+        """Begin a rendering on this thread."""
+        self._rendering.ends = time.monotonic() + RENDER_S
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._check()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._check()
+        return super().getitem(obj, argument)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().call(*args, **kwargs)
+
+    def _check(self) -> None:
+        if time.monotonic() > self._rendering.ends:
+            raise ChatError(f"chat template must render this within {RENDER_S:g} s")
+
+
 class ChatTemplate:
     """A compiled template.
 
@@ -115,9 +160,7 @@ class ChatTemplate:
         self._name = name
         self.source = source
         moment = now or datetime.datetime.now()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = self._environment = _Environment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = moment.strftime
@@ -210,6 +253,7 @@ class ChatTemplate:
         """
         plain = [self._plain(message) for message in messages]
         declarations = [json.loads(tool) for tool in tools] or None
+        self._environment.begin()
         try:
             return self._template.render(
                 messages=plain,

@@ -7,6 +7,7 @@ reads slowly. This requires `handler_cancellation`.
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from aiohttp.typedefs import Middleware
 from rollweave.io.http.bodies import BodyError
 from rollweave.io.http.fields import shown
 from rollweave.io.http.guard import Refused
+from rollweave.rollout.gateway.aside import INLINE_TOKENS
 from rollweave.rollout.gateway.deltas import (
     ContradictionError,
     TextDelta,
@@ -150,17 +152,24 @@ async def _failed(
 async def _complete(
     request: web.Request, choices: Sequence[_Choice], api: Api, headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    bodies = list[Json]()
     for choice in choices:
-        session, turn, chat = choice
-        await _turn_ended(turn, None)
-        result, _ = _outcome(turn)
-        deltas: Sequence[TextDelta] = ()
-        if chat.logprobs:
-            deltas = text_deltas(session.codec_of(chat), result, length=turn.shown)
-        bodies.append(api.response(choice.head(api), choice.reply(deltas), chat))
-    body = _together(bodies, [choice.chat.repeats for choice in choices])
-    response = web.json_response(body, headers=headers)
+        await _turn_ended(choice.turn, None)
+    results = [_outcome(choice.turn)[0] for choice in choices]
+    shown = choices[0].chat.top_logprobs + 1
+    tokens = sum(len(each.tokens) + len(each.prompt_logprobs) for each in results)
+
+    def written() -> str:
+        bodies = list[Json]()
+        for choice, result in zip(choices, results, strict=True):
+            deltas: Sequence[TextDelta] = ()
+            if choice.chat.logprobs:
+                codec = choice.session.codec_of(choice.chat)
+                deltas = text_deltas(codec, result, length=choice.turn.shown)
+            bodies.append(api.response(choice.head(api), choice.reply(deltas), choice.chat))
+        return json.dumps(_together(bodies, [choice.chat.repeats for choice in choices]))
+
+    body = await choices[0].session.beside(written, size=tokens * shown, most=INLINE_TOKENS)
+    response = web.json_response(text=body, headers=headers)
     await response.prepare(request)
     await response.write_eof()
     for choice in choices:

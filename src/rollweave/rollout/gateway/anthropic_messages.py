@@ -146,6 +146,10 @@ class _Output(OpenModel):
     effort: str | None = None
 
 
+FORMAT_FIELD: Final = "output_config.format.schema"
+"""The field that demands a form of the answer."""
+
+
 class _Request(OpenModel):
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -193,6 +197,7 @@ class MessagesApi:
             unread=tuple(reading.unread),
             thoughts_as="sealed" if display == "omitted" else "text",
             constraint=constraint,
+            constraint_field=FORMAT_FIELD,
             call=call,
             reads_calls=reads_calls,
             one_call=asked.tool_choice is not None
@@ -372,7 +377,7 @@ def _choice(asked: _Request, names: list[str], reading: Reading) -> tuple[str | 
 def _constraint(asked: _Request) -> Constraint | None:
     if asked.output_config is None or asked.output_config.format is None:
         return None
-    return checked("output_config.format.schema", of_schema(asked.output_config.format.schema_))
+    return checked(FORMAT_FIELD, of_schema(asked.output_config.format.schema_))
 
 
 def _left_out(asked: _Request) -> list[_OtherTool]:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+from rollweave.engine.matchers import rule_of
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import ToolFormat
-from rollweave.rollout.gateway.formats import checked, of_schema
+from rollweave.rollout.gateway.formats import of_schema
 from rollweave.rollout.gateway.refusals import bad
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.serving import Constraint
@@ -40,10 +41,10 @@ def call_constraint(chat: ChatRequest, tools: ToolFormat, codec: TextCodec) -> C
     """Return the constraint of a turn that may call tools, None for a free turn.
 
     A turn that must call consists of calls alone. Else it is free up to its first call,
-    if the form of its answer is free. Raises RequestError for parameters that cannot be
-    constrained.
+    if the form of its answer is free. Raises RequestError for parameters that are no
+    schema.
     """
-    functions = [json.loads(tool)["function"] for tool in chat.tools]
+    functions = _functions(chat)
     strict = any(function.get("strict") is True for function in functions)
     if chat.call is None and chat.constraint is None and not strict:
         return None
@@ -62,7 +63,19 @@ def call_constraint(chat: ChatRequest, tools: ToolFormat, codec: TextCodec) -> C
         )
     start = _free(codec, tools.call_start) if begins else _bound(chat)
     text = "\n".join((*start, f"call: {' | '.join(names)}", *rules))
-    return checked("tools", Constraint(kind="lark", text=text))
+    return Constraint(kind="lark", text=text)
+
+
+def parts_of(chat: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+    """Yield the forms of the calls of such a turn, with their fields."""
+    for number, function in enumerate(_functions(chat)):
+        if not chat.call or function["name"] == chat.call:
+            schema = _schema(function, chat.call is not None, f"tools.{number}")
+            yield f"tools.{number}.function.parameters", of_schema(schema)
+
+
+def _functions(chat: ChatRequest) -> list[dict[str, Any]]:
+    return [json.loads(tool)["function"] for tool in chat.tools]
 
 
 def _free(codec: TextCodec, mark: str) -> Iterator[str]:
@@ -83,8 +96,6 @@ def _bound(chat: ChatRequest) -> Iterator[str]:
     """Yield the first rules of a turn that consists of calls, or of an answer that must
     have a form.
     """
-    from rollweave.engine.constraints import rule_of  # loads llguidance
-
     calls = 'call ("\\n"? call)*'
     if chat.call is not None or chat.constraint is None:
         yield f"start: {calls}"
@@ -104,9 +115,7 @@ def _schema(function: dict[str, Any], must_call: bool, path: str) -> str:
     schema = NO_ARGUMENTS if given is None else given
     if not isinstance(schema, dict):
         raise bad(f"{path}.function.parameters", "must be a JSON schema of an object", given)
-    schema = {"type": "object", **_closed(schema), "x-guidance": SPELLING}
-    checked(f"{path}.function.parameters", of_schema(schema))
-    return json.dumps(schema)
+    return json.dumps({"type": "object", **_closed(schema), "x-guidance": SPELLING})
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The form that a client demands of an answer: `response_format`, and the fields of
-vLLM and SGLang that mean the same. Pure.
+vLLM and SGLang that mean the same. Pure: grammars are compiled later, by another
+process (`engine/matchers`).
 
 Invariant: what cannot be constrained is refused by the name of its field; nothing is
 sampled without the constraint that the client asked for.
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollweave.engine.matchers import refused_text
 from rollweave.rollout.gateway.refusals import bad
 from rollweave.schema.serving import Constraint
 
@@ -69,9 +71,9 @@ class Formats(BaseModel):
     regex: str | None = None
     json_schema: str | None = None
 
-    def constraint(self) -> Constraint | None:
-        """Return the constraint, if there is one. Raises RequestError for more than
-        one, and for one that cannot be met.
+    def constraint(self) -> tuple[Constraint | None, str]:
+        """Return the constraint, if there is one, and its field. Raises RequestError
+        for more than one, and for one that is too long.
         """
         wanted = self.response_format
         if wanted is not None and (wanted.type == "json_schema") is (wanted.json_schema is None):
@@ -79,12 +81,12 @@ class Formats(BaseModel):
             raise bad("response_format.json_schema", rule, wanted.json_schema)
         given = list(self._constraints())
         if not given:
-            return None
+            return None, ""
         field, constraint = given[0]
         if len(given) > 1:
             other, refused = given[1]
             raise bad(other, f"must be null where {field} is given", refused.text)
-        return checked(field, constraint)
+        return checked(field, constraint), field
 
     def _constraints(self) -> Iterator[tuple[str, Constraint]]:
         """Yield each constraint with the name of its field."""
@@ -123,18 +125,9 @@ def of_schema(schema: Schema | str) -> Constraint:
 
 
 def checked(field: str, constraint: Constraint) -> Constraint:
-    """Return a constraint. Raises RequestError if it cannot be met."""
-    from rollweave.engine.constraints import grammar_of  # loads llguidance
-
-    try:
-        if constraint.kind == "json":
-            json.loads(constraint.text)
-        grammar_of(constraint)
-    except (ValueError, RecursionError) as error:
-        what = "a JSON schema" if constraint.kind == "json" else "a regular expression"
-        reason = f"{error}" or type(error).__name__
-        rule = f"must be {what} that can be constrained: {reason:.300}"
-        raise bad(field, rule, constraint.text) from None
+    """Return a constraint. Raises RequestError for one that is too long."""
+    if why := refused_text(constraint):
+        raise bad(field, why.removeprefix("it "), constraint.text)
     return constraint
 
 

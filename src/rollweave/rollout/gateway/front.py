@@ -27,6 +27,7 @@ from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.answering import KEEP_ALIVE_S, answer, error_response, ignored
 from rollweave.rollout.gateway.apis import add_apis, apis, model_object
+from rollweave.rollout.gateway.aside import Aside
 from rollweave.rollout.gateway.fields import Unread
 from rollweave.rollout.gateway.readable import MOST
 from rollweave.rollout.gateway.refusals import RequestError, bad
@@ -64,7 +65,7 @@ class ServingFront:
         tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
         self._server, self._codec, self._context = server, codec, context
-        self._tokenizer = dict(tokenizer or {})
+        self._tokenizer, self._aside = dict(tokenizer or {}), Aside()
         self._limits = SessionLimits(
             context=context, turn_tokens=context, tokens=context, turn_s=TURN_S
         )
@@ -86,6 +87,11 @@ class ServingFront:
             app.router.add_post(path, functools.partial(self._ask, ask=ask))
         app.router.add_get("/tokenizer_info", self._tokenizer_info)
 
+        async def end(_: web.Application) -> None:
+            self._aside.close()
+
+        app.on_cleanup.append(end)
+
     def _model_object(self, request: web.Request, name: str) -> Json:
         del request
         root = self._server.model
@@ -95,11 +101,13 @@ class ServingFront:
         with self._server.metrics.request() as outcome:
             try:
                 body = await body_of(request, most=REQUEST_BYTES)
-                chat = api.parse(body)
+                chat = await self._aside.run(lambda: api.parse(body), size=len(body))
                 if not self._server.has_room(1 + len(chat.others)):
                     rule = "requests in flight must be fewer: the engine is busy"
                     raise RequestError(429, rule, code="rate_limit_exceeded")
-                asked, unread = self._asked(chat, outcome)
+                asked, unread = await self._aside.run(
+                    lambda: self._asked(chat, outcome), size=len(body)
+                )
                 self._say_ignored(unread)
                 response = await answer(
                     request,
@@ -195,7 +203,8 @@ class ServingFront:
         and the fields that are ignored.
         """
         try:
-            fields, unread = ask(await body_of(request, most=REQUEST_BYTES))
+            body = await body_of(request, most=REQUEST_BYTES)
+            fields, unread = await self._aside.run(lambda: ask(body), size=len(body))
         except ConnectionError:
             raise  # the client is gone
         except Exception as error:
@@ -268,6 +277,7 @@ class ServingFront:
             limits=self._limits,
             sampling=Sampling(seed=secrets.randbits(63)),
             pinned=False,
+            aside=self._aside,
             no_images="Rollweave's own engine computes text only",
         )
 

@@ -176,6 +176,10 @@ class _Reasoning(OpenModel):
     generate_summary: str | None = None
 
 
+FORMAT_FIELD: Final = "text.format.schema"
+"""The field that demands a form of the answer."""
+
+
 class _Request(OpenModel):
     model: str = ""
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
@@ -226,6 +230,7 @@ class ResponsesApi:
             unread=tuple(reading.unread),
             thoughts_as="summary" if wishes.summary or wishes.generate_summary else "text",
             constraint=constraint,
+            constraint_field=FORMAT_FIELD,
             call=call,
             reads_calls=bool(tools.names) and asked.tool_choice != "none",
             one_call=asked.parallel_tool_calls is False,
@@ -444,9 +449,8 @@ def _constraint(asked: _Request) -> Constraint | None:
     if (wanted.type == "json_schema") is (wanted.schema_ is None):
         rule = "must be given if, and only if, type is json_schema"
         raise bad("text.format.schema", rule, wanted.schema_)
-    return checked(
-        "text.format.schema", of_schema(ANY_OBJECT if wanted.schema_ is None else wanted.schema_)
-    )
+    schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
+    return checked(FORMAT_FIELD, of_schema(schema))
 
 
 def _messages(

@@ -25,6 +25,9 @@ MOST: Final = 100
 together.
 """
 
+MAX_ARGUMENTS: Final = 4096
+"""Maximum characters of the arguments of a chat template, which is tried with them."""
+
 OTHERS: Final = "(other fields)"
 
 
@@ -42,6 +45,9 @@ def readable(
         return chat, unread
     thinks = codec.thinking is not None
     arguments, left = resolve(chat.asks, codec.template_variables, thinks=thinks)
+    if len(arguments) > MAX_ARGUMENTS:
+        rule = f"must have at most {MAX_ARGUMENTS} characters of JSON"
+        raise bad("chat_template_kwargs", rule, arguments)
     missing = {"images": bool(no_images), "thoughts": not thinks}
     unread = [*(one for one in chat.unread if not one.needs or missing[one.needs]), *left]
     if chat.tools and chat.call is None and not _shows_tools(codec, arguments):

@@ -106,23 +106,17 @@ class Call:
         return self.result.tokens
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """Return all tokens of the conversation, up to the end of the agent's
-        message.
+    def context(self) -> "_Context":
+        """Return all tokens of the conversation, up to the end of the agent's message,
+        and the images among them.
         """
         assert self.result is not None, "only an answered call has an end"
-        return (
-            tuple(self.branch.tokens[: self.end])
-            if self.branch is not None
-            else self.prompt + self.result.tokens
-        )
-
-    @property
-    def placed(self) -> tuple[PlacedImage, ...]:
-        """Return the images among `tokens`."""
+        # read before `branch`, which another thread sets before it empties them
+        prompt, images = self.prompt, self.images
         if self.branch is None:
-            return self.images
-        return tuple(placed for placed in self.branch.images if placed.at < self.end)
+            return _Context(prompt + self.result.tokens, images)
+        placed = tuple(image for image in self.branch.images if image.at < self.end)
+        return _Context(tuple(self.branch.tokens[: self.end]), placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +130,20 @@ class _Context:
         self, tokens: tuple[int, ...], images: tuple[PlacedImage, ...] = ()
     ) -> "_Context":
         return _Context(self.tokens + tokens, self.images + images)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The prompt of a request: its `context`, the calls of this session whose sampled
+    tokens are part of it, the digest of its conversation, the messages whose thoughts
+    are `shown`, and the conversation, None of a completion.
+    """
+
+    context: _Context
+    recognized: list[Call]
+    digest: bytes
+    shown: frozenset[int]
+    conversation: Conversation | None
 
 
 @dataclass(eq=False, slots=True)
@@ -236,6 +244,7 @@ class SessionRecorder:
         prompt: str | tuple[int, ...] | None = None,
         repeated: bool = False,
         arguments: str = "",
+        prepared: Prepared | None = None,
     ) -> Call:
         """Return the call of a request. Its state tells the caller what to do: it is
         `PENDING` if it is new or in progress.
@@ -244,13 +253,47 @@ class SessionRecorder:
         and one that the program marks as `repeated` is the call that it repeats, if
         there is one. A completion has a `prompt`, text or tokens, instead of messages.
         `arguments` are those of the chat template, as in `TextCodec.with_arguments`.
-        Raises ChatError if the chat template refuses the messages or its arguments.
+        `prepared` is the result of `prepare` for them. Raises ChatError if the chat
+        template refuses the messages or its arguments.
         """
         call = self.repeated_call(key, repeated=repeated)
         if call is not None:
             if call.state is CallState.LOST:
                 call.state = CallState.ANSWERED
             return call
+        if prepared is None:
+            prepared = self.prepare(messages, tools, prompt=prompt, arguments=arguments)
+        context, recognized = prepared.context, prepared.recognized
+        for known in recognized:
+            self.deliver(known)  # the program sent the answer back, so it has it
+        call = Call(
+            number=self.calls,
+            key=key,
+            digest=prepared.digest,
+            prompt=context.tokens,
+            prompt_tokens=len(context.tokens),
+            images=context.images,
+            known_expansion=_expansion(context, recognized),
+            text=prompt if isinstance(prompt, str) else None,
+            conversation=prepared.conversation,
+            shown=prepared.shown,
+            continues=recognized[-1] if recognized else None,
+        )
+        self.calls += 1
+        self._calls_by_key.setdefault(key, []).append(call)
+        return call
+
+    def prepare(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        *,
+        prompt: str | tuple[int, ...] | None = None,
+        arguments: str = "",
+    ) -> Prepared:
+        """Return the prompt of a request, as `begin` needs it. Changes nothing, and may
+        run on another thread meanwhile. Raises ChatError.
+        """
         codec = self._codec.with_arguments(arguments)
         messages, digests = self._with_thoughts(messages, tools, arguments)
         shown = codec.shown_thoughts(messages)
@@ -260,37 +303,10 @@ class SessionRecorder:
             else self._text_context(prompt)
         )
         _check_placeholders(codec, context)
-        for known in recognized:
-            self.deliver(known)  # the program sent the answer back, so it has it
-        call = Call(
-            number=self.calls,
-            key=key,
-            digest=digests[-1],
-            prompt=context.tokens,
-            prompt_tokens=len(context.tokens),
-            images=context.images,
-            known_expansion=_expansion(context, recognized),
-            text=prompt if isinstance(prompt, str) else None,
-            conversation=Conversation.of(messages, tools, arguments, shown)
-            if prompt is None
-            else None,
-            shown=shown,
-            continues=recognized[-1] if recognized else None,
-        )
-        self.calls += 1
-        self._calls_by_key.setdefault(key, []).append(call)
-        return call
-
-    def prompt_of(
-        self, messages: Sequence[Message], tools: Sequence[str], arguments: str
-    ) -> tuple[int, ...]:
-        """Return the tokens of the prompt of such a conversation. Raises ChatError, as
-        `begin`.
-        """
-        codec = self._codec.with_arguments(arguments)
-        messages, digests = self._with_thoughts(messages, tools, arguments)
-        shown = codec.shown_thoughts(messages)
-        return self._context(codec, messages, tools, digests, shown)[0].tokens
+        conversation = None
+        if prompt is None:
+            conversation = Conversation.of(messages, tools, arguments, shown)
+        return Prepared(context, recognized, digests[-1], shown, conversation)
 
     def repeated_call(self, key: Hashable, *, repeated: bool) -> Call | None:
         """Return the call that a request repeats, as `begin` defines it, or None."""
@@ -360,11 +376,11 @@ class SessionRecorder:
         if not prefixes:
             prefixes = [_Branch(origin=self._origin(call))]
             self._branches += prefixes
-        call.branch = max(prefixes, key=lambda branch: len(branch.tokens))
-        call.branch.append_turn(call, call.result)
-        call.end = len(call.branch.tokens)
+        branch = max(prefixes, key=lambda branch: len(branch.tokens))
+        branch.append_turn(call, call.result)
+        call.end, call.branch = len(branch.tokens), branch
         if call.conversation is not None and call.message is not None:
-            call.branch.conversation = call.conversation.with_answer(call.message)
+            branch.conversation = call.conversation.with_answer(call.message)
         call.prompt, call.images = (), ()
         call.conversation, call.message, call.continues = None, None, None
 
@@ -416,7 +432,7 @@ class SessionRecorder:
         since, begun = self._begun(digests, shown)
         if begun is not None:
             recognized.append(begun)
-            context = _Context(begun.tokens, begun.placed)
+            context = begun.context
             last = begun.message_tokens
         messages = [
             message if place in shown else _without_thoughts(message)
@@ -476,7 +492,7 @@ class SessionRecorder:
         if known := [call for call in known if call.thoughts.strip() == message.thoughts.strip()]:
             return known, ""
         text = message.content.strip()
-        begun = [one for one in self._by_stopped_text if text.startswith(one)]
+        begun = [one for one in tuple(self._by_stopped_text) if text.startswith(one)]
         if not begun or message.tool_calls:
             return [], ""
         longest = max(begun, key=len)
@@ -488,12 +504,12 @@ class SessionRecorder:
         """
         if not isinstance(prompt, str):
             return _Context(prompt), []
-        for length in sorted({length for length, _ in self._by_text}, reverse=True):
+        for length in sorted({length for length, _ in tuple(self._by_text)}, reverse=True):
             known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
             if known:
                 call, rest = _preferred(known), prompt[length:]
                 more = self._codec.encode_literal(rest, after="\n") if rest else ()
-                return _Context(call.tokens + more), [call]
+                return _Context(call.context.tokens + more), [call]
         return _Context(self._codec.encode_literal(prompt)), []
 
 
@@ -516,7 +532,7 @@ def _expansion(context: _Context, recognized: Sequence[Call]) -> int:
     """Return the number of tokens by which the images of a context are known to exceed
     their placeholders: those of the call that it continues.
     """
-    if not recognized or len(recognized[0].placed) > len(context.images):
+    if not recognized or len(recognized[0].context.images) > len(context.images):
         return 0
     return recognized[0].expansion
 

@@ -9,10 +9,8 @@ is refused.
 """
 
 import contextlib
-import itertools
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -77,7 +75,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     `tool_kinds` are the forms of tools, by the names that the agent knows. With
     `divides`, thoughts are apart from the text; `thoughts_as` is how the answer shows
     them: "text", "summary", or "sealed". `constraint` is that of the agent's text,
-    which it leaves to call a tool.
+    which it leaves to call a tool; `constraint_field` is the field that demands it.
 
     The other fields are those of requests outside of a run (`served.py`): `others` are
     the further choices of the same request, and `repeats` is true of a choice that has
@@ -97,6 +95,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     divides: bool = True
     thoughts_as: Literal["text", "summary", "sealed"] = "text"
     constraint: Constraint | None = None
+    constraint_field: str = ""
     call: str | None = None
     reads_calls: bool = False
     one_call: bool = False
@@ -190,12 +189,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_TOKENS = 100_000
 """Maximum number of JSON strings, commas and opening brackets in one request, enough
-for ten thousand messages. Validating that many takes some tenths of a second and delays
-all trajectories.
+for ten thousand messages. Validating that many takes some tenths of a second, on a
+thread.
 """
-
-# A string that is not closed extends to the end, so that each byte is read once.
-_TOKEN = re.compile(rb'[,\[{]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
 def _warm(temperature: float) -> float:
@@ -206,7 +202,9 @@ def _warm(temperature: float) -> float:
 
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_warm)]
 
-StopText = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+"""A text that ends a turn. Each token's text is compared with it."""
+
 MAX_STOPS = 16
 """Maximum number of stop strings, and of stop tokens, in one request."""
 
@@ -233,7 +231,7 @@ class Common(OpenModel, Formats):
 
     def given(self) -> dict[str, Any]:
         """Return the fields of `ChatRequest` that these are. Raises RequestError."""
-        options = self.stream_options
+        options, (constraint, field) = self.stream_options, self.constraint()
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -246,7 +244,8 @@ class Common(OpenModel, Formats):
             "include_usage": options is not None and bool(options.include_usage),
             "usage_always": options is not None
             and bool(options.include_usage and options.continuous_usage_stats),
-            "constraint": self.constraint(),
+            "constraint": constraint,
+            "constraint_field": field,
         }
 
 
@@ -374,13 +373,8 @@ def read(body: bytes, kind: type[Model], *, most: int = MAX_TOKENS) -> Model:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error, kind) from None
-    if _MAY_BE_INFINITE.search(body):
-        _check_finite(body)
+    _check_finite(body)
     return asked
-
-
-_MAY_BE_INFINITE = re.compile(rb"[0-9.][eE]\+?0*[1-9][0-9]{2}|[0-9]{309}")
-"""Matches every number of JSON that exceeds the range of a float."""
 
 
 def _check_finite(body: bytes) -> None:
@@ -393,18 +387,32 @@ def _check_finite(body: bytes) -> None:
             raise RequestError(400, f"numbers must be at most 1.8e308, got {text:.80}")
         return value
 
+    try:  # to find one takes longer than to decode all
+        msgspec.json.decode(body)
+        if LONG not in body.translate(_ZEROS):
+            return
+    except (ValueError, RecursionError):
+        pass
     with contextlib.suppress(ValueError, RecursionError):  # the reader says what is wrong
         json.loads(body, parse_float=number, parse_int=number)
 
 
+LONG = b"0" * 309
+"""The digits of an integer beyond the range of a float."""
+
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+
+
 def _has_too_many_tokens(body: bytes, most: int) -> bool:
-    """Count the tokens of `_TOKEN`, unless all bytes that could be part of one are
-    few.
+    """Count the strings, commas and opening brackets of JSON, unless all bytes that
+    could be part of one are few.
     """
     if sum(map(body.count, (b",", b"[", b"{", b'"'))) <= most:
         return False
-    tokens = sum(1 for _ in itertools.islice(_TOKEN.finditer(body), most + 1))
-    return tokens > most
+    # without escapes, every second part between quotation marks is a string
+    parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    outside = b"".join(parts[::2])
+    return len(parts) // 2 + sum(map(outside.count, (b",", b"[", b"{"))) > most
 
 
 def forced_call(field: str, name: str | None, tools: list[str], *, any_of: str) -> str | None:

@@ -36,6 +36,7 @@ from rollweave.rollout.gateway.answering import (
     ignored,
 )
 from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_object
+from rollweave.rollout.gateway.aside import Aside
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api, Json
 from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
@@ -94,6 +95,7 @@ class Gateway:
         self._apis = apis(codec)
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
+        self._aside = Aside()
         self._started = int(time.time())
 
     def open(
@@ -131,6 +133,7 @@ class Gateway:
             limits=limits or SessionLimits(),
             sampling=sampling or Sampling(),
             pinned=pinned,
+            aside=self._aside,
             unconstrained=self._unconstrained,
             no_images=no_images,
             unreadable=unreadable,
@@ -163,6 +166,10 @@ class Gateway:
             undelivered_tokens=recorder.undelivered_tokens,
             ignored=session.ignored.entries(),
         )
+
+    def end(self) -> None:
+        """End the thread and the process of large requests."""
+        self._aside.close()
 
     def app(self) -> web.Application:
         """Return the application, which must be served with `handler_cancellation`."""
@@ -199,7 +206,10 @@ class Gateway:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY)
         key, repeated = identity(request, body)
-        chat, unread = session.readable(api.parse(body))
+        chat, unread = await session.beside(
+            lambda: session.readable(api.parse(body)), size=len(body)
+        )
+        session.ignored.add(unread)
         chat = msgspec.structs.replace(chat, model=chat.model or self._model)
         return await answer(
             request,
@@ -214,9 +224,12 @@ class Gateway:
     async def _count(self, request: web.Request, api: Api) -> web.StreamResponse:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY)
-        chat, unread = session.readable(api.parse(body, counts=True))
-        count = api.count(len(session.prompt_of(chat)))
-        return web.json_response(count, headers=ignored(unread))
+        chat, unread = await session.beside(
+            lambda: session.readable(api.parse(body, counts=True)), size=len(body)
+        )
+        session.ignored.add(unread)
+        tokens = await session.beside(lambda: session.prompt_of(chat), size=len(body))
+        return web.json_response(api.count(len(tokens)), headers=ignored(unread))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of the path if the client has its token."""
@@ -242,7 +255,10 @@ async def serve_gateway(
     async with listening(
         gateway.app(), host, port, guard=Guard(token=None), shutdown_s=1.0
     ) as address:
-        yield address
+        try:
+            yield address
+        finally:
+            gateway.end()
 
 
 class GatewayListener:

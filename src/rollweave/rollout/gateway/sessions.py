@@ -12,20 +12,23 @@ import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
+from rollweave.engine.grammar_check import BusyError
+from rollweave.engine.matchers import CANNOT
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
-from rollweave.rollout.gateway.calls import call_constraint
+from rollweave.rollout.gateway.aside import INLINE, Aside
+from rollweave.rollout.gateway.calls import call_constraint, parts_of
 from rollweave.rollout.gateway.deltas import DeltaReader
 from rollweave.rollout.gateway.fields import Unread
 from rollweave.rollout.gateway.readable import IgnoredFields, readable
-from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
-from rollweave.rollout.gateway.refusals import RequestError, TooLongError
+from rollweave.rollout.gateway.recorder import Call, CallState, Prepared, SessionRecorder
+from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import PINNED_FIELDS, ChatRequest
 from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
@@ -42,6 +45,8 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.work import StopReason, Unreadable
 
+T = TypeVar("T")
+
 Generate = Callable[..., Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
 session that takes images it also has `images`, a tuple of `PlacedImage`.
@@ -57,9 +62,11 @@ NO_IMAGES: Final = "this session takes none"
 
 MAX_CHARS_PER_TOKEN = 16
 """Maximum characters of messages and tools for each token of the context; larger
-requests are refused before they are tokenized. Tokenizing takes a second per megabyte
-and delays all trajectories.
+requests are refused before they are tokenized, which takes a second per megabyte.
 """
+
+MESSAGE_CHARS: Final = 64
+"""Characters of a rendering that take as long as a message without text."""
 
 
 class SessionLimits(Struct, frozen=True, kw_only=True):
@@ -134,6 +141,7 @@ class Session:
     """The conversations of one agent program.
 
     `sampling` holds the defaults of a request; if `pinned` it always applies.
+    `aside` does large work beside the event loop.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
     `no_images` is why messages must have no images; "" if they may. `unreadable` says
     whether fields that neither the model nor its template can read are ignored, and
@@ -151,6 +159,7 @@ class Session:
         limits: SessionLimits,
         sampling: Sampling,
         pinned: bool,
+        aside: Aside,
         unconstrained: str = "",
         no_images: str = NO_IMAGES,
         unreadable: Unreadable = "ignore",
@@ -161,6 +170,7 @@ class Session:
         self.unreadable: Unreadable = unreadable
         self.ignored = IgnoredFields()
         self._unconstrained = unconstrained
+        self._aside, self._line = aside, asyncio.Lock()
         self.exhausted: StopReason | None = None
         """The limit by which the last turn was refused, if waiting does not help."""
         self.context_error = ""
@@ -186,19 +196,19 @@ class Session:
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
 
     def readable(self, chat: ChatRequest) -> tuple[ChatRequest, list[Unread]]:
-        """Return the request as the agent can be shown it, and what was left out of it,
-        which is recorded. Raises RequestError.
+        """Return the request as the agent can be shown it, and what was left out of it.
+        Raises RequestError.
         """
         codec = self._codec
-        chat, unread = readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
-        self.ignored.add(unread)
-        return chat, unread
+        return readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
 
     def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
         """Return the tokens of a request's prompt. Raises RequestError."""
         self.check(chat)
         try:
-            return self.recorder.prompt_of(chat.messages, chat.tools, chat.template_arguments)
+            return self.recorder.prepare(
+                chat.messages, chat.tools, arguments=chat.template_arguments
+            ).context.tokens
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
@@ -212,7 +222,10 @@ class Session:
         The caller calls `deliver` once the client has the answer; otherwise the answer
         is lost.
         """
-        turn = self._turn(chat, key, repeated)
+        self._check_new(chat, key, repeated)
+        constraint = await self._constrained(chat)
+        prepared = await self._prepare(chat)
+        turn = self._turn(chat, key, repeated, prepared, constraint)
         turn.waiters += 1
         try:
             yield turn
@@ -221,6 +234,12 @@ class Session:
             if not turn.waiters:
                 self._cancel(turn)
                 self.recorder.lose(turn.call)
+
+    async def beside(self, work: Callable[[], T], *, size: int, most: int = INLINE) -> T:
+        """Return the result of work for a request, as `Aside.run`. A session has one
+        piece of large work done at a time, so that no other waits for all of it.
+        """
+        return await self._aside.run(work, size=size, most=most, line=self._line)
 
     def codec_of(self, chat: ChatRequest) -> TextCodec:
         """Return the codec of the request's text: a completion is not templated."""
@@ -288,34 +307,66 @@ class Session:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _turn(self, chat: ChatRequest, key: Hashable, repeated: bool) -> Turn:
+    def _check_new(self, chat: ChatRequest, key: Hashable, repeated: bool) -> None:
+        """Raise RequestError for a request that is refused before it is prepared."""
+        self._check_open()
+        self.check(chat)
+        if self.recorder.repeated_call(key, repeated=repeated) is None:
+            self._check_concurrency()
+            if self.exhausted is not None:  # the first refusal still reads the history
+                self._check_quota()
+
+    def _check_open(self) -> None:
         if self.closed:
             raise RequestError(
                 404,
                 f"session must be open, got {self.id!r:.80}, which is closed",
                 code="session_not_found",
             )
-        self.check(chat)
-        if self.recorder.repeated_call(key, repeated=repeated) is None:
-            self._check_concurrency()
-            if self.exhausted is not None:  # the first refusal still reads the history
-                self._check_quota()
+
+    async def _prepare(self, chat: ChatRequest) -> Prepared:
+        """Return the prompt of a request, which is made beside the event loop if it is
+        large. Raises RequestError.
+        """
         try:
-            call = self.recorder.begin(
-                key,
-                chat.messages,
-                chat.tools,
-                prompt=chat.prompt,
-                repeated=repeated,
-                arguments=chat.template_arguments,
+            return await self.beside(
+                lambda: self.recorder.prepare(
+                    chat.messages,
+                    chat.tools,
+                    prompt=chat.prompt,
+                    arguments=chat.template_arguments,
+                ),
+                size=_chars(chat) + MESSAGE_CHARS * len(chat.messages),
             )
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
+
+    def _turn(
+        self,
+        chat: ChatRequest,
+        key: Hashable,
+        repeated: bool,
+        prepared: Prepared,
+        constraint: Constraint | None,
+    ) -> Turn:
+        """Return the requested turn, which begins if it is new."""
+        self._check_open()
+        if self.recorder.repeated_call(key, repeated=repeated) is None:
+            self._check_concurrency()
+        call = self.recorder.begin(
+            key,
+            chat.messages,
+            chat.tools,
+            prompt=chat.prompt,
+            repeated=repeated,
+            arguments=chat.template_arguments,
+            prepared=prepared,
+        )
         turn = self._turns.get(call)
         if turn is None:
             turn = Turn(call)
             try:
-                sampling = self._admit(chat, call)
+                sampling = self._admit(chat, call, constraint)
             except RequestError:
                 self.recorder.drop(call)
                 raise
@@ -344,13 +395,7 @@ class Session:
 
     def _check_size(self, chat: ChatRequest) -> None:
         """Raise RequestError for a text that is too long to be tokenized."""
-        chars = sum(map(len, chat.tools)) + sum(
-            len(message.content)
-            + len(message.thoughts)
-            + sum(len(call.arguments) for call in message.tool_calls)
-            for message in chat.messages
-        )
-        chars += len(chat.prompt) if isinstance(chat.prompt, str) else 0
+        chars = _chars(chat)
         limit = MAX_CHARS_PER_TOKEN * self.limits.context
         if chars > limit:
             context = f"a context of {self.limits.context} tokens"
@@ -360,6 +405,32 @@ class Session:
                 f"got {chars}",
                 tokens=chars // MAX_CHARS_PER_TOKEN,
             )
+
+    async def _constrained(self, chat: ChatRequest) -> Constraint | None:
+        """Return the constraint of a turn. Raises RequestError, with the field that is
+        to blame, for one that cannot be met.
+        """
+        if chat.constraint is not None and not self._unconstrained:
+            await self._check_form(chat.constraint_field, chat.constraint)
+        constraint = await self.beside(lambda: self._constraint_of(chat), size=_chars(chat))
+        if constraint is not None and constraint != chat.constraint:
+            try:
+                await self._check_form("tools", constraint)
+            except RequestError:
+                for field, part in parts_of(chat):
+                    await self._check_form(field, part)
+                raise
+        return constraint
+
+    async def _check_form(self, field: str, constraint: Constraint) -> None:
+        """Raise RequestError for a constraint that cannot be met."""
+        async with self._line:
+            try:
+                why = await self._aside.grammars.why_not(constraint)
+            except BusyError as error:
+                raise RequestError(503, str(error), code="unavailable") from error
+        if why:
+            raise _unconstrainable(field, constraint, why)
 
     def _check_tools(self, chat: ChatRequest) -> None:
         if not self.codec_of(chat).shows_tools:
@@ -399,7 +470,7 @@ class Session:
                 code="insufficient_quota",
             )
 
-    def _admit(self, chat: ChatRequest, call: Call) -> Sampling:
+    def _admit(self, chat: ChatRequest, call: Call, constraint: Constraint | None) -> Sampling:
         """Return how to sample the call. Raises RequestError if a limit is exceeded."""
         limits = self.limits
         self._check_quota()
@@ -413,16 +484,17 @@ class Session:
                 tokens=used,
             )
         self.exhausted = None
-        return self._sampling_of(
-            chat, call, min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
-        )
+        room = min(room, limits.turn_tokens, limits.tokens - self._sampled_tokens)
+        return self._sampling_of(chat, call, room, constraint)
 
     def _too_long(self, source: str, text: str, *, tokens: int) -> RequestError:
         """Return the error for a prompt that does not fit into the context."""
         self.exhausted, self.context_error = StopReason.MAX_TOKENS, text
         return TooLongError(text, param=source, tokens=tokens, limit=self.limits.context)
 
-    def _sampling_of(self, chat: ChatRequest, call: Call, room: int) -> Sampling:
+    def _sampling_of(
+        self, chat: ChatRequest, call: Call, room: int, constraint: Constraint | None
+    ) -> Sampling:
         base, codec = self._sampling, self.codec_of(chat)
         goes_on = chat.adjustments is not None and chat.adjustments.ignores_eos
         ends, end_texts = ((), ()) if goes_on else (codec.stop_token_ids, codec.stop)
@@ -447,7 +519,7 @@ class Session:
             stop=(*end_texts, *base.stop, *chat.stop, *one_call),
             allowed=chat.allowed or base.allowed,
             adjustments=chat.adjustments,
-            constraint=self._constraint_of(chat),
+            constraint=constraint,
             # Two calls of the same prompt are two samples, and the same two whenever
             # the session is repeated.
             **{"seed": mix(base.seed, call.number), **overrides},
@@ -482,6 +554,10 @@ class Session:
             if result.finish is FinishReason.CONTEXT:
                 text = f"{chat.source} must fit: {result.error}"
                 raise self._too_long(chat.source, text, tokens=len(turn.call.prompt))
+            if result.finish is FinishReason.REFUSED:
+                constraint = sampling.constraint
+                assert constraint is not None, "only a constraint is refused"
+                raise _unconstrainable(_constraint_field(chat), constraint, result.error)
             turn.error = turn.error or _result_error(result)
             if turn.error is None:
                 self._accept_result(turn, chat, result)
@@ -545,6 +621,29 @@ class Session:
         if turn.call.state is CallState.PENDING:
             self.recorder.drop(turn.call)
             del self._turns[turn.call]
+
+
+def _chars(chat: ChatRequest) -> int:
+    """Return the number of characters that a chat template may show."""
+    prompt = len(chat.prompt) if isinstance(chat.prompt, str) else 0
+    return prompt + sum(map(len, chat.tools)) + sum(message.chars for message in chat.messages)
+
+
+def _constraint_field(chat: ChatRequest) -> str:
+    """Return the field that demands a constraint."""
+    return chat.constraint_field if chat.constraint is not None else "tools"
+
+
+FORMS: Final = {"json": "a JSON schema", "regex": "a regular expression", "lark": "forms"}
+"""Kind of a constraint → what its text is."""
+
+
+def _unconstrainable(field: str, constraint: Constraint, why: str) -> RequestError:
+    """Return the refusal of a constraint, or of a text that cannot meet it."""
+    rule = (
+        f"must be {FORMS[constraint.kind]} that can be constrained: {why.removeprefix(CANNOT):.300}"
+    )
+    return bad(field, rule, constraint.text)
 
 
 def _result_error(result: GenerateResult) -> RequestError | None:

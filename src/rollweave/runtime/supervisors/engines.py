@@ -5,6 +5,7 @@ carries the epoch of the process that caused it.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from rollweave.engine.clients.base import EngineBackend
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.runtime.hosts.hosts import Hosts, hosts_here
 from rollweave.runtime.manifests import Manifests
-from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor
+from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
@@ -38,7 +39,7 @@ from rollweave.schema.events import (
     WeightsLoadFailed,
     WeightsStaged,
 )
-from rollweave.schema.serving import EngineStats, KvTransport, LoadCheckpoint, Ready
+from rollweave.schema.serving import Beating, EngineStats, KvTransport, LoadCheckpoint, Ready
 from rollweave.schema.weights import WeightManifest
 
 MIGRATION_S = 10.0
@@ -53,11 +54,17 @@ HEARTBEAT_S = 5.0
 REPLY_S = 10.0
 """Maximum time to the reply to a heartbeat, in seconds.
 
-An engine replies between two steps, and no step takes nearly as long.
+A process replies whatever its engine computes, except while code holds its interpreter.
+"""
+
+SLOW_S = 30.0
+"""Minimum of the seconds that one step of an engine, or its silence, may last: half as
+long as a turn may take, so that an engine that hangs is lost with its turns.
 """
 
 MISSED_HEARTBEATS = 2
-"""Number of unanswered heartbeats in a row after which an engine counts as hung.
+"""Minimum number of unanswered heartbeats in a row after which an engine counts as
+hung.
 
 A single one may be missed because the whole machine stood still.
 """
@@ -97,16 +104,17 @@ class EngineSupervisor:
         migration_s: float = MIGRATION_S,
         reply_s: float | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        slow_s: float = SLOW_S,
     ) -> None:
         """`reply_s` limits the reply to a heartbeat; None if another component monitors
-        the engines.
+        the engines. `slow_s` limits one step of an engine, and its silence.
         """
         self._make, self._tasks, self._post = make, tasks, post
         self._clock, self._trace = clock, trace
         self._manifests, self._checkpoint = manifests or Manifests(), checkpoint
         self._hosts = hosts if hosts is not None else hosts_here(0)
         self._kv_over, self._migration_s = kv_over, migration_s
-        self._reply_s, self._heartbeat_s = reply_s, heartbeat_s
+        self._reply_s, self._heartbeat_s, self._slow_s = reply_s, heartbeat_s, slow_s
         self._engines = Supervisor[EngineProcess, Ready](
             tasks=tasks, start=self._start, watch=self._watch, on_lost=self._on_lost
         )
@@ -198,18 +206,24 @@ class EngineSupervisor:
     async def _monitor(self, engine: EngineProcess, backend: EngineBackend) -> str:
         """Send heartbeats until the engine is lost or hangs, and return the reason.
 
-        An engine may hang while it has no turn whose timeout would show it.
+        The loss of a process is known at once. One that lives is slow until it has been
+        silent, or in one step, for `slow_s`: an engine may hang while it has no turn
+        whose timeout would show it.
         """
+        reply_s = self._reply_s
+        if reply_s is None:
+            return await until_lost(backend)
+        most = max(MISSED_HEARTBEATS, math.ceil(self._slow_s / (reply_s + self._heartbeat_s)))
         missed = 0
-        while missed < MISSED_HEARTBEATS:
+        while missed < most:
             await asyncio.wait([backend.lost], timeout=self._heartbeat_s)
             if backend.lost.done():
                 return backend.lost.result()
-            if self._reply_s is None or engine.loading or await _replies(backend, self._reply_s):
-                missed = 0
-            else:
-                missed += 1
-        return f"no answer to {MISSED_HEARTBEATS} heartbeats in a row"
+            beating = Beating() if engine.loading else await _beating(backend, reply_s)
+            missed = missed + 1 if beating is None else 0
+            if beating is not None and beating.for_s > self._slow_s:
+                return f"{beating.doing} takes more than {self._slow_s:g} s"
+        return f"no answer to {most} heartbeats in a row"
 
     def _on_lost(self, engine: EngineProcess, error: Exception | str) -> None:
         self._trace.instant(ENGINES, engine.name, "lost", self._clock())
@@ -377,16 +391,15 @@ def _slot(command: StartEngine | RestartEngine) -> EngineSlot:
     )
 
 
-async def _replies(backend: EngineBackend, reply_s: float) -> bool:
-    """Return False if the engine does not reply in time.
+async def _beating(backend: EngineBackend, reply_s: float) -> Beating | None:
+    """Return what the engine is doing, None if it does not reply in time.
 
     A lost engine counts as replying: its loss is reported by itself.
     """
     try:
         async with asyncio.timeout(reply_s):
-            await backend.stats()
+            return await backend.beat()
     except TimeoutError:
-        return False
+        return None
     except EngineError:
-        pass
-    return True
+        return Beating()

@@ -20,8 +20,9 @@ DEFAULT_MODE = 0o644
 CHUNK_BYTES = 1 << 20
 
 
-def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
-    """Return a regular file's bytes and status.
+def load(path: str, limit: int, offset: int | None = None) -> tuple[bytes, os.stat_result]:
+    """Return a regular file's bytes and status; with `offset`, only as many as `limit`
+    from there.
 
     Raises Refused for anything else and for more than `limit` bytes; OSError if it
     cannot be read.
@@ -31,10 +32,13 @@ def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise Refused(f"path must be a regular file, got {_kind(status.st_mode)}: {path}")
+        if offset is not None:
+            os.lseek(fd, offset, os.SEEK_SET)
         parts: list[bytes] = []
         size = 0
         # The declared size is not used: files in /proc declare 0, and a file may grow.
-        while data := os.read(fd, min(CHUNK_BYTES, limit + 1 - size)):
+        most = limit + 1 if offset is None else limit
+        while data := os.read(fd, min(CHUNK_BYTES, most - size)):
             parts.append(data)
             size += len(data)
             if size > limit:
@@ -52,6 +56,17 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
 
     Raises Refused and OSError.
     """
+    store_part(path, data, mode, os.urandom(8).hex(), 0, last=True)
+
+
+def store_part(
+    path: str, data: bytes, mode: int | None, part: str, offset: int, *, last: bool
+) -> None:
+    """Store a part of a file, at `offset`, in a temporary file that `part` names; the
+    last one makes or replaces the file. A part that fails removes all.
+
+    Raises Refused and OSError.
+    """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
@@ -62,13 +77,18 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
                 f"path must be a regular file, or nothing yet, got {_kind(there)}: {path}"
             )
         mode = stat.S_IMODE(there) if mode is None else mode
-    temporary = f"{folder}/.write-{os.urandom(8).hex()}"  # importing tempfile takes 5 ms
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary = f"{folder}/.write-{part}"  # importing tempfile takes 5 ms
+    new = 0 if offset else os.O_CREAT | os.O_EXCL
+    fd = os.open(temporary, os.O_WRONLY | new | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
+            file.seek(offset)
             file.write(data)
-            os.fchmod(fd, DEFAULT_MODE if mode is None else mode)
-        os.replace(temporary, target)
+            if last:
+                file.flush()
+                os.fchmod(fd, DEFAULT_MODE if mode is None else mode)
+        if last:
+            os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -76,15 +96,28 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
 
 
 def read(call: Call) -> Result:
-    """`read`: return the bytes of the regular file `path`, at most `limit` of them."""
-    data, status = load(call.text("path"), call.integer("limit", BODY_BYTES, most=BODY_BYTES))
+    """`read`: return the bytes of the regular file `path`, at most `limit` of them;
+    with `offset`, from there, and a longer file is not refused.
+    """
+    limit = call.integer("limit", BODY_BYTES, most=BODY_BYTES)
+    offset = None if call.absent("offset") else call.integer("offset")
+    data, status = load(call.text("path"), limit, offset)
     return {"mode": stat.S_IMODE(status.st_mode)}, data
 
 
 def write(call: Call) -> Result:
-    """`write`: store the body as the file `path`, with permissions `mode` if given."""
+    """`write`: store the body as the file `path`, with permissions `mode` if given; or,
+    with `part`, as one of its parts.
+    """
     mode = None if call.absent("mode") else call.integer("mode", most=0o7777)
-    store(call.text("path"), call.body, mode)
+    part = call.optional("part")
+    if part is None:
+        store(call.text("path"), call.body, mode)
+        return {}, b""
+    if not part.isalnum():
+        raise Refused(f"part must be letters and digits, got {part!r:.100}")
+    offset, last = call.integer("offset"), call.flag("last")
+    store_part(call.text("path"), call.body, mode, part, offset, last=last)
     return {}, b""
 
 

@@ -4,9 +4,11 @@ vLLM masks the logits with a grammar before it takes any log-prob. Invariant: th
 log-prob of a token of a constrained answer is that of the model's full distribution at
 the temperature of its request, before the mask, as with the embedded engine. Requests
 for which this is not ensured are refused. A constrained answer ends with a stop token
-of its request, and not with another end-of-sequence token of the tokenizer.
+of its request, and not with another end-of-sequence token of the tokenizer. One whose
+masks take too long ends with an error: vLLM computes them for all requests in turn.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,11 @@ import numpy as np
 
 MIN_TEMPERATURE = 1e-5
 """The temperature below which vLLM takes the most likely token."""
+
+FIRST_S, TOKEN_S = 5.0, 0.02
+"""CPU seconds that the masks of one answer may take: `FIRST_S` in all, and `TOKEN_S`
+more for each token.
+"""
 
 KEPT = "rollweave_unmasked"
 """The attribute of a batch that holds the indices of its constrained rows, and their
@@ -147,11 +154,16 @@ def _end(backend: Any) -> None:
         """A grammar whose text ends with one of `ends`."""
 
         ends: tuple[int, ...] = ()
+        sampled: int = 0
+        masks_s: float = 0.0
 
         def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-            """Return False once no token can continue the text, which ends the
-            request with an error.
+            """Return False once no token can continue the text, or its masks have
+            taken too long, which ends the request with an error.
             """
+            self.sampled += len(tokens)
+            if self.masks_s > FIRST_S + TOKEN_S * self.sampled:
+                return False
             if tokens and tokens[-1] in self.ends and self.ll_matcher.is_accepting():
                 self.terminated = True
                 return True
@@ -159,7 +171,9 @@ def _end(backend: Any) -> None:
             return accepted and not self.ll_matcher.is_error()
 
         def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+            started = time.thread_time()
             super().fill_bitmask(bitmask, idx)
+            self.masks_s += time.thread_time() - started
             own = self.ll_tokenizer.eos_token
             if not self.ll_matcher.is_error():
                 allow_ends(bitmask[idx], own, self.ends, self.ll_matcher.is_accepting())

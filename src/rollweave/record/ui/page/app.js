@@ -403,7 +403,7 @@ function laneTip(canvas, rows, data, event, time) {
 // The trajectories.
 
 const COLUMNS = [["trajectory", ""], ["task", ""], ["ended", "r"], ["weights", "r"], ["turns", "r"], ["tokens", "r"], ["reward", "r"], ["ended by", ""]];
-const STOPS = ["finished", "max_turns", "max_tokens", "time_budget", "env_error", "env_hang", "reward_error", "reward_hang", "reward_unavailable", "teacher_error", "engine_failure", "stale", "surplus", "world_lost", "worker_lost", "image_error", "cancelled"];
+const STOPS = ["finished", "max_turns", "max_tokens", "time_budget", "env_error", "env_hang", "reward_error", "reward_hang", "reward_unavailable", "teacher_error", "engine_failure", "engines_lost", "stale", "surplus", "world_lost", "worker_lost", "image_error", "cancelled"];
 
 function attemptsView(name, head) {
   const choose = (key, title, options) => `<label>${title} <select data-filter="${key}"><option value="">all</option>${options.map((o) => `<option>${o}</option>`).join("")}</select></label>`;

@@ -1,0 +1,31 @@
+"""The current work of an engine's thread, and its duration: heartbeats are answered
+from it on another thread, so that a long step is told from a process that is gone.
+"""
+
+from collections.abc import Callable
+
+from rollweave.schema.serving import Beating
+
+
+class Activity:
+    """The work of one thread, which alone calls `begin` and `end`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._current: tuple[str, float] | None = None
+
+    def begin(self, doing: str) -> None:
+        """Record that the thread begins to do this."""
+        self._current = doing, self._clock()
+
+    def end(self) -> None:
+        """Record that the thread has nothing to do, or begins something else soon."""
+        self._current = None
+
+    def beating(self) -> Beating:
+        """Return the answer to a heartbeat, on any thread."""
+        current = self._current
+        if current is None:
+            return Beating()
+        doing, since = current
+        return Beating(doing=doing, for_s=self._clock() - since)

@@ -1,0 +1,247 @@
+"""Turns that end their engines: whole simulated runs, whose invariants are checked
+after every event, and single decisions.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.core import attempts, dispatching, engines, watchdog
+from rollweave.core.policy.suspicion import MOST_EXCUSED
+from rollweave.core.run import Run
+from rollweave.core.state import EngineStatus, OnEngine, Suspicion
+from rollweave.record.journal import Replay, RunJournal
+from rollweave.record.summary import summarize
+from rollweave.schema import commands as c
+from rollweave.schema.base import GroupId, TaskId
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason, Task
+from rollweave.sim.faults import NullObserver
+from rollweave.sim.world import World
+from tests.support.states import E0, E1, members, running
+
+
+class HostileWorld(World):
+    """A world in which some trajectories end every engine that runs one of their turns
+    for `kill_s` seconds. `hostile` says which, by index of the task and member.
+    """
+
+    def __init__(self, config: RunConfig, hostile: Any, *, kill_s: float, journal: Any = None):
+        super().__init__(config, observer=NullObserver(), journal=journal)
+        self.hostile, self.kill_s = hostile, kill_s
+        self.kills: Counter[str] = Counter()
+        self.blamed: dict[str, bool] = {}
+        self.removed: list[c.RemoveEngine] = []
+        self.each_event = self.core.check
+        execute = self.effects.execute
+
+        def hooked(command: c.Command) -> None:
+            execute(command)
+            if isinstance(command, c.StartTurn) and self.is_hostile(command.trajectory_id):
+                self.clock.after(self.kill_s, lambda: self._kill(command))
+            if isinstance(command, c.CancelTrajectory) and command.error:
+                name = command.trajectory_id
+                self.blamed[name] = self.is_hostile(name)
+            if isinstance(command, c.RemoveEngine):
+                self.removed.append(command)
+
+        self.effects.execute = hooked  # type: ignore[method-assign]
+
+    def is_hostile(self, trajectory_id: str) -> bool:
+        trajectory = self.core.state.trajectories.get(trajectory_id)  # type: ignore[call-overload]
+        if trajectory is None:
+            return False
+        group = self.core.state.groups[trajectory.group_id]
+        return bool(self.hostile(group.index, trajectory.member))
+
+    def _kill(self, command: c.StartTurn) -> None:
+        trajectory = self.core.state.trajectories.get(command.trajectory_id)
+        turn = None if trajectory is None else trajectory.turn
+        if (
+            turn is not None
+            and turn.dispatch == command.dispatch
+            and isinstance(turn.place, OnEngine)
+            and turn.place.engine == command.engine_id
+        ):
+            self.kills[command.trajectory_id] += 1
+            self.fleet.lose(command.engine_id, "killed")
+
+
+def config(**changes: Any) -> RunConfig:
+    data: dict[str, Any] = {
+        "run": {"name": "hostile", "steps": 3},
+        "sim": {"model": "qwen3-8b", "gpu": "h800", "trainer_gpus": 8},
+        "tasks": [
+            {"env": "frozenlake", "max_turns": 6, "max_tokens": 4096, "max_turn_tokens": 512}
+        ],
+        "rollout": {
+            "mode": "sync",
+            "groups_per_step": 3,
+            "group_size": 4,
+            "max_running": 32,
+        },
+        "engines": {"count": 3, "max_slots": 8, "kv_tokens": 65536},
+        "watchdog": {"turn_s": 120.0, "train_s": 900.0, "restarts": 0},
+        "eval": {"every": 0, "episodes": 1, "final_episodes": 0},
+    }
+    for name, value in changes.items():
+        data[name] = data.get(name, {}) | value
+    return RunConfig.model_validate(data)
+
+
+def one(index: int, member: int) -> bool:
+    return (index, member) == (1, 2)
+
+
+def several(index: int, member: int) -> bool:
+    return index % 3 == 1 and member < 2
+
+
+SINGLE = {"engines": {"count": 1}}
+RANKED = {"rollout": {"mode": "bounded", "scheduling": "trajectory"}}
+
+
+@pytest.mark.parametrize(
+    ("hostile", "changes", "kill_s"),
+    [
+        (one, {}, 0.05),
+        (several, SINGLE, 0.0),
+        (one, {"rollout": {"mode": "decoupled"}}, 0.05),
+        pytest.param(one, SINGLE, 0.05, marks=pytest.mark.extended),
+        pytest.param(several, {}, 0.0, marks=pytest.mark.extended),
+        pytest.param(several, {}, 0.05, marks=pytest.mark.extended),
+        pytest.param(several, RANKED, 0.05, marks=pytest.mark.extended),
+    ],
+)
+def test_a_turn_that_ends_its_engines_ends_after_the_second(
+    hostile: Any, changes: dict[str, Any], kill_s: float, tmp_path: Path
+) -> None:
+    """No engine is removed for it, though none may be restarted for its own failures;
+    and no other turn is blamed.
+    """
+    settings = config(**changes)
+    journal = RunJournal(tmp_path / "journal")
+    world = HostileWorld(settings, hostile, kill_s=kill_s, journal=journal)
+    world.run()
+    journal.close()
+    assert world.over == ""
+    assert world.removed == []
+    counters = world.core.state.counters
+    assert world.kills, "a hostile trajectory ran"
+    assert max(world.kills.values()) <= 2
+    assert counters.stop_reasons[StopReason.ENGINES_LOST] == len(world.blamed)
+    assert all(world.blamed.values()), "only hostile ones are blamed"
+    assert all(name in world.blamed for name, count in world.kills.items() if count == 2)
+    summarize(world.core, evaluation=None, wall_s=world.clock.now)  # raises if unbalanced
+    replay = Replay(tmp_path / "journal", settings)
+    assert replay.finish().snapshot() == world.core.snapshot()
+    assert replay.differing == 0
+
+
+def test_the_reason_blames_the_agent_and_is_never_trained_on() -> None:
+    assert BLAME_OF[StopReason.ENGINES_LOST] is Blame.AGENT
+    assert StopReason.ENGINES_LOST not in TRAINABLE
+
+
+def two_turns(*, status: EngineStatus = EngineStatus.SERVING) -> Run:
+    """A run in which engine 0 has the turns of two members; the second is the newer."""
+    run = running(5, 5)
+    for engine in run.state.engines.values():
+        engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 3, 5
+    run.fleet_changed()
+    group = run.state.groups[GroupId("g9")]
+    group.task = Task(id=TaskId("t"), env="a", seed=0)
+    for number, trajectory in enumerate(members(run)):
+        turn = trajectory.open_turn
+        turn.place = OnEngine(engine=E0, given=number + 1)
+        group.members.append(trajectory.id)
+        run.state.pools.run[trajectory.id] = None
+        run.fleet.occupy(run.state.engines[E0], trajectory.id, turn)
+    run.state.engines[E0].status = status
+    run.fleet_changed()
+    run.out = []
+    return run
+
+
+def suspects_of(run: Run) -> list[str]:
+    return [
+        trajectory.id
+        for trajectory in members(run)
+        if trajectory.turn is not None and trajectory.turn.suspicion is not None
+    ]
+
+
+def test_the_newest_turn_runs_first_and_alone() -> None:
+    run = two_turns()
+    engines.restart(run, run.state.engines[E0], "lost: killed", lost=True)
+    older, newer = members(run)
+    assert list(run.state.turns.suspects) == [newer.id, older.id]
+    assert run.state.engines[E0].doubted == {0: 2}
+    dispatching.dispatch(run)
+    other = run.state.engines[E1]
+    assert (list(other.active), other.isolates) == ([newer.id], newer.id)
+    assert not other.open
+    assert list(run.state.turns.suspects) == [older.id]
+
+
+def test_the_loss_counts_as_the_engine_s_own_once_all_have_an_answer() -> None:
+    run = two_turns()
+    engine = run.state.engines[E0]
+    engines.restart(run, engine, "lost: killed", lost=True)
+    for trajectory in reversed(members(run)):
+        assert engine.restarts == 0
+        attempts.acquit(run, trajectory.open_turn)
+    assert (engine.restarts, engine.doubted) == (1, {})
+
+
+@pytest.mark.parametrize("why", ["loading", "borrowed", "its host is gone"])
+def test_turns_are_no_suspects_where_they_cannot_be_to_blame(why: str) -> None:
+    run = two_turns(status=EngineStatus.LOADING if why == "loading" else EngineStatus.SERVING)
+    engine = run.state.engines[E0]
+    if why == "borrowed":
+        engine.lender = "serving"
+    if why == "its host is gone":
+        engines.displace(run, engine, "the host is lost")
+    else:
+        engines.restart(run, engine, "lost: killed", lost=True)
+    assert suspects_of(run) == []
+    assert len(run.state.turns.queue) == 2
+
+
+def test_a_turn_that_timed_out_before_its_engine_was_restarted_is_a_suspect() -> None:
+    """The engine has answered nothing since: it may hang because of that turn."""
+    run = two_turns()
+    engine, (older, newer) = run.state.engines[E0], members(run)
+    run.now = 1e6
+    watchdog.check_deadlines(run)
+    assert engine.epoch == 1, "two turns in a row have no answer"
+    assert set(suspects_of(run)) == {older.id, newer.id}
+    assert engine.unanswered == {}
+
+
+def test_a_suspect_that_timed_out_again_is_to_blame() -> None:
+    run = two_turns()
+    older, _ = members(run)
+    older.open_turn.suspicion = Suspicion(engine=E1, epoch=3)
+    run.now = 1e6
+    watchdog.check_deadlines(run)
+    assert older.turn is None
+    (cancelled,) = [one for one in run.out if isinstance(one, c.CancelTrajectory)]
+    assert (cancelled.trajectory_id, cancelled.reason) == (older.id, StopReason.ENGINES_LOST)
+    assert cancelled.error == (
+        f"turn 0 of {older.id}/0, at task t of a, is given up: engines e1 and e0 were lost while "
+        "they had it"
+    )
+    assert run.state.engines[E0].excused == 1
+
+
+def test_a_single_engine_that_never_finishes_a_turn_is_removed_in_the_end() -> None:
+    run = two_turns()
+    engine = run.state.engines[E0]
+    engine.excused, engine.restarts = MOST_EXCUSED, run.config.watchdog.restarts
+    members(run)[0].open_turn.suspicion = Suspicion(engine=E0, epoch=0)
+    engines.restart(run, engine, "lost: killed", lost=True)
+    engines.restart(run, engine, "lost: killed", lost=True)
+    assert E0 not in run.state.engines
