@@ -16,10 +16,10 @@ from rollweave.record.summary import Summary
 from rollweave.record.trace import ENGINES, TRAINER
 from rollweave.runtime import launch
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
-from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.hosts import Programs
 
 EXAMPLES = "examples"
 

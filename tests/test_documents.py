@@ -145,7 +145,7 @@ def test_the_batch_script_ends_as_its_run_does_and_leaves_no_agent(tmp_path: Pat
     assert (done.returncode, done.stderr) == (3, b"")
     assert (tmp_path / "asked").read_text() == "node2\n"
     agents = (tmp_path / "agents").read_text()
-    assert agents == "--cpus-per-task=64 rollweave host --join 10.0.0.1:7400\n"
+    assert agents == "--cpus-per-task=64 rollweave host --join 10.0.0.1:7400 --user-code\n"
     trained = (tmp_path / "trained").read_text()
     assert trained == "train run.toml --set cluster.address=10.0.0.1:7400\n"
 

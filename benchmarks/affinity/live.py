@@ -25,9 +25,9 @@ from benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL
 from benchmarks.runs import run_secret, trained
 from benchmarks.scheduling.paced_engine import TOKENS
 from benchmarks.scheduling.rollouts import read_rollouts
-from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 
 POOLS = ("compute", "bandwidth")
 """Pools in the order of their engines, e0 and e1."""
@@ -137,7 +137,7 @@ def live_step_times(cell: LiveCell, *, steps: int, seed: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         port = _free_port()
         made = config(cell, steps=steps, seed=seed, directory=scratch, port=port)
-        with _agents(port, Path(scratch)):
+        with _agents(cell.program, port, Path(scratch)):
             run, _ = trained(made, programs=Programs(engine=cell.program))
         return [rollout.makespan_s for rollout in read_rollouts(Path(run.journal), made)]
 
@@ -188,8 +188,11 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _agents(port: int, directory: Path) -> Iterator[None]:
-    """Start an agent for each pool, which ends with the run of the context."""
+def _agents(engine: str, port: int, directory: Path) -> Iterator[None]:
+    """Start an agent for each pool, which ends with the run of the context. `engine` is
+    the module of its engines.
+    """
+    program = f"from benchmarks.agent_main import main; main(engine={engine!r})"
     agents: list[subprocess.Popen[bytes]] = []
     with run_secret():
         try:
@@ -198,7 +201,7 @@ def _agents(port: int, directory: Path) -> Iterator[None]:
                     agents.append(
                         subprocess.Popen(
                             [
-                                *(sys.executable, "-m", "rollweave.cli.main", "host"),
+                                *(sys.executable, "-c", program, "host"),
                                 *("--join", f"127.0.0.1:{port}", "--name", pool),
                                 *("--resource", pool, "--join-s", f"{AGENTS_S:g}"),
                             ],

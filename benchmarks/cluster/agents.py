@@ -59,7 +59,7 @@ class HostsByHand(Hosts):
                 *(APART if apart else ()),
                 *(sys.executable, "-m", "rollweave.cli.main", "host"),
                 *("--join", f"{self.controller}:{port}", "--name", name),
-                *("--join-s", f"{JOIN_S:g}", *options),
+                *("--join-s", f"{JOIN_S:g}", "--user-code", *options),
             ]
             with (self._directory / f"agent-{name}.out").open("ab") as output:
                 self._agents[name] = self.launch(host, command, output)

@@ -13,6 +13,7 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
+from rollweave.io.child import child_of
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     Add,
@@ -148,10 +149,8 @@ class ProcessHarness:
             "OMP_NUM_THREADS": str(self._spec.threads),
             "MKL_NUM_THREADS": str(self._spec.threads),
         }
-        module = "rollweave.runtime.entrypoints.engine"
-        link = in_process(
-            self._spec, module=module, log=self._log, env=threads, model_ready=model_ready
-        )
+        spawn = child_of("rollweave.runtime.entrypoints.engine", env=threads)
+        link = in_process(self._spec, spawn=spawn, log=self._log, model_ready=model_ready)
         client = EngineClient(self._spec.id, link, start_s=PATIENCE_S, reply_s=PATIENCE_S)
         await client.ready()
         return client

@@ -30,11 +30,11 @@ from benchmarks.scheduling.rollouts import (
 )
 from rollweave.engine.vllm.installed import vllm_version
 from rollweave.envs.tasks import TaskSource
-from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.hosts import Programs
 from rollweave.sim.papers.rollart_parts import NODES, SIZES, phases_s
 from rollweave.train.scratch import build_checkpoint
 
@@ -54,8 +54,8 @@ SERVED = ScratchModel(hidden=256, layers=4)
 """Model of the vLLM servers: a prompt of the long texts takes as long as many steps."""
 
 TRAIN_S = 2000.0
-"""`watchdog.train_s` of runs with vLLM servers: a fifth is their limit to start, on a
-busy machine.
+"""`watchdog.train_s` of runs with vLLM servers: a tenth is their limit to take weights,
+on a busy machine.
 """
 
 PAIRED = (

@@ -19,7 +19,6 @@ from rollweave.io.boot import die_with
 from rollweave.io.child import spawn
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.links.relay import ONE_THREAD
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import WeightsError
 
@@ -69,7 +68,7 @@ class Gloo:
             name="gloo",
             module="benchmarks.relay.gloo",
             log=logs / "gloo.log",
-            env=ONE_THREAD,
+            env={"OMP_NUM_THREADS": "1"},
             on_frame=lambda payload: self._replies.put_nowait(self._decode(payload).seconds),
             on_gone=self._replies.put_nowait,
         )

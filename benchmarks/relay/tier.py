@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.network import Network
-from rollweave.io.child import spawn
+from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.links.relay import ProcessRelay, in_process
 from rollweave.schema.errors import WeightsError
+from rollweave.schema.hosts import Program, Share
 from rollweave.schema.weights import (
     FetchReply,
     FetchVersion,
@@ -146,7 +147,10 @@ async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncItera
             with network.inside(host):
                 spec = RelaySpec(id=f"r{number}", host=network.address(host))
                 link = in_process(logs=logs)(
-                    spawn, spec, functools.partial(mark, number), functools.partial(stop, number)
+                    hosts_here(0).host(0).starting(Program.RELAY, Share()),
+                    spec,
+                    functools.partial(mark, number),
+                    functools.partial(stop, number),
                 )
             assert isinstance(link, ProcessRelay), "in_process makes processes"
             opened.append(link)

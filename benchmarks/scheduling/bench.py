@@ -33,9 +33,9 @@ from benchmarks.scheduling.rollouts import (
 from benchmarks.scheduling.router import CONDITION as ROUTER_CONDITION
 from benchmarks.scheduling.router import router_figures
 from rollweave.engine.planner.batching import StepWork
-from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 
 OURS = "trajectory"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

@@ -27,10 +27,10 @@ from benchmarks.service import ablations as service_ablations
 from benchmarks.service import scaling as service_scaling
 from rollweave.engine.clients.transport import OnRetry
 from rollweave.io.http.access import Access
-from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
 from rollweave.service import launch
 from rollweave.service.client import RolloutClient

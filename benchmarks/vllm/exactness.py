@@ -21,6 +21,7 @@ from benchmarks.vllm.phases import read_updates
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.servers.phases import PHASES
+from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
     EngineSpec,
@@ -106,7 +107,7 @@ def _start(python: str, model: Path, log: Path) -> EngineClient:
         server=ServerSpec(kind="vllm", python=python, start_s=START_S, control_s=REPLY_S),
     )
     env = {"PYTHONPATH": source_path(), "OMP_NUM_THREADS": "1"}
-    link = in_process(spec, module=ENGINE, log=log, env=env, model_ready=present)
+    link = in_process(spec, spawn=child_of(ENGINE, env=env), log=log, model_ready=present)
     return EngineClient("engine e0", link, start_s=START_S, reply_s=REPLY_S)
 
 

@@ -16,11 +16,11 @@ import msgspec
 from rollweave.core.state import State, WorkerStatus
 from rollweave.engine.clients.transport import OnRetry
 from rollweave.io.http.access import Access
-from rollweave.runtime.processes import Programs
 from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.service import launch
 from rollweave.service.service import Service

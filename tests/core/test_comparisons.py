@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,16 +146,20 @@ def test_dynamic_sampling_judges_the_rewards_after_the_comparison() -> None:
     assert comparing.core.state.counters.dropped["filtered"] == 3
 
 
-def test_a_comparison_without_an_answer_is_given_up_and_named() -> None:
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_comparison_without_an_answer_is_given_up_and_named(starting: bool) -> None:
+    """A judge that has never answered may be starting."""
     comparing = Comparing()
     core, group = comparing.core, comparing.group
-    late = group.since + 30.0 + GRACE_S
+    core.state.drawing.compared = not starting
+    late = group.since + 30.0 + GRACE_S + (900.0 if starting else 0.0)
     commands = core.handle(late, e.TimerFired())
     assert not [one for one in commands if isinstance(one, c.CancelComparison)]
     commands = core.handle(late + 0.1, e.TimerFired())
     assert c.CancelComparison(group_id=GroupId(group.id)) in commands
     assert any(
-        isinstance(one, c.Warn) and "have not been compared for 40 s" in one.message
+        isinstance(one, c.Warn)
+        and f"have not been compared for {late - group.since:.0f} s" in one.message
         for one in commands
     )
     assert core.state.counters.dropped[StopReason.REWARD_HANG] == 3
@@ -163,6 +168,7 @@ def test_a_comparison_without_an_answer_is_given_up_and_named() -> None:
 
 def test_a_wait_for_the_groups_before_it_is_no_hang() -> None:
     comparing = Comparing(group_size=16)  # 96 requests, of which 64 are asked at once
+    comparing.core.state.drawing.compared = True
     since = comparing.group.since
     commands = comparing.core.handle(since + 60.0 + GRACE_S, e.TimerFired())
     assert not [one for one in commands if isinstance(one, c.CancelComparison)]

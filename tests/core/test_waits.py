@@ -1,5 +1,6 @@
 """Every wait for a host, relay, engine or trainer is listed with what it waits for."""
 
+from rollweave.core.policy.waiting import wait_lines
 from rollweave.core.waits import waits
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -34,6 +35,14 @@ def test_everything_that_starts_is_waited_for() -> None:
         "relay r1 on host b: starting",
         "the trainer on host a: starting",
     ]
+
+
+def test_a_start_is_named_with_its_limit() -> None:
+    driver = Named(2)
+    for wait in waits(driver.core.state, {}, start_s=900.0):
+        seconds = 130.0
+        (line,) = wait_lines([(wait, seconds)])
+        assert line[1] == f"waiting 130 s of at most 900 s for {wait.component}: starting"
 
 
 def test_a_fetch_is_named_with_its_source_and_its_bytes() -> None:

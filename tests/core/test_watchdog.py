@@ -12,6 +12,7 @@ from rollweave.core.state import (
     GroupStatus,
     OnEngine,
     Phase,
+    Publication,
     Stage,
     TrainerStatus,
     Trajectory,
@@ -22,7 +23,7 @@ from rollweave.core.trajectories import on_delayed
 from rollweave.core.watchdog import DRAW_S, GRACE_S
 from rollweave.schema import commands as c
 from rollweave.schema.base import GroupId, TaskId
-from rollweave.schema.events import AttemptDelayed, CheckpointFailed
+from rollweave.schema.events import AttemptDelayed, CheckpointFailed, TrainerReady
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.support.states import E0, members, running
 
@@ -209,6 +210,35 @@ def test_a_trainer_that_does_not_answer_is_restarted() -> None:
     run.state.trainer.status = TrainerStatus.TRAINING
     assert check_at(run, 1.0 + limit).of(c.RestartTrainer) == []
     assert len(check_at(run, 1.0 + limit + 0.1).of(c.RestartTrainer)) == 1
+
+
+def test_a_start_of_the_trainer_has_another_limit_than_a_step() -> None:
+    run = ready()
+    run.state.pools.run.clear()
+    run.state.trainer.status, run.state.trainer.since = TrainerStatus.STARTING, 1.0
+    limits = run.config.watchdog
+    assert limits.start_s > limits.train_s
+    assert check_at(run, 1.0 + limits.start_s).of(c.RestartTrainer) == []
+    (restart,) = check_at(run, 1.0 + limits.start_s + 0.1).of(c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert restart.reason == "not ready within 900 s"
+
+
+def test_engines_start_when_a_model_from_scratch_is_there() -> None:
+    run = ready()
+    assert run.config.model.scratch is not None
+    run.state.pools.run.clear()
+    run.state.checkpoints.newest, run.state.publication = None, Publication()
+    engine, trainer = run.state.engines[E0], run.state.trainer
+    engine.status, trainer.status = EngineStatus.STARTING, TrainerStatus.STARTING
+    trainer.since = 800.0
+    assert check_at(run, 1600.0).of(c.RestartEngine) == []
+    run.now = 1650.0
+    training.on_ready(run, TrainerReady(epoch=trainer.epoch, step=0))
+    assert check_at(run, 1650.0 + run.config.watchdog.start_s).of(c.RestartEngine) == []
+    assert trainer.status is TrainerStatus.STARTING, "it did not publish, and starts again"
+    late = check_at(run, 1650.1 + run.config.watchdog.start_s)
+    assert len(late.of(c.RestartEngine)) == 1, "the model is there"
 
 
 def test_a_checkpoint_that_is_never_written_restarts_the_trainer() -> None:

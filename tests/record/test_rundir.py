@@ -60,6 +60,36 @@ def test_deleted_lock_file_admits_no_other_controller(
     RunDir.claim(run_config, resume=True).release()
 
 
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, clear: bool) -> None:
+    run_config = config(tmp_path)
+    with RunDir.claim(run_config, resume=False) as run:
+        run.write_config(run_config)
+    other = tmp_path / "other"
+    other.write_text("of the user")
+    run.lock.unlink()
+    run.lock.symlink_to(other)
+    with pytest.raises(ConfigError, match=r"lock must be a file, got a symbolic link; move it"):
+        RunDir.claim(run_config, resume=True, to_clear=clear)
+    assert other.read_text() == "of the user"
+
+
+def test_folders_without_an_end_in_the_logs_are_not_walked(tmp_path: Path) -> None:
+    run_config = config(tmp_path)
+    with RunDir.claim(run_config, resume=False) as run:
+        run.write_config(run_config)
+        folder, name = os.open(run.logs, os.O_RDONLY), "deeper" * 40
+        for _ in range(20):  # until no system call takes the path
+            os.mkdir(name, dir_fd=folder)
+            inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        os.close(folder)
+        (run.logs / "back").symlink_to(run.logs)
+    RunDir.claim(run_config, resume=True).release()
+    subprocess.run(["rm", "-rf", run.logs], check=True)
+
+
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     run_config = config(tmp_path)
     command = [sys.executable, "-c", HOLDER, CONFIG.replace("[run]", f'[run]\ndir = "{tmp_path}"')]

@@ -127,6 +127,34 @@ def test_a_call_is_repeated_with_growing_pauses_until_its_deadline(script: list[
     assert (ended_at, text) == (pytest.approx(expected_end), expected)
 
 
+async def refused() -> str:
+    raise RetryableError("not there", starting=True)
+
+
+def test_a_service_that_starts_is_asked_for_longer_until_it_has_answered() -> None:
+    """It starts in 100 s; afterwards, a call takes at most 40 s."""
+
+    async def called() -> None:
+        clock = asyncio.get_running_loop().time
+        service, waits = service_of(clock, start_s=300.0), set[str]()
+
+        async def ask() -> str:
+            if clock() >= 100:
+                return "fine"
+            wait = service.wait()
+            assert wait is not None
+            waits.add(wait.what)
+            return await refused()
+
+        assert await service.call(ask) == "fine"
+        starting = "1 trajectory waits; it has not answered yet, and may be starting for 300 s"
+        assert waits == {starting, f"{starting}; not there"}
+        with pytest.raises(ServiceError, match="gave no grade within 40 s: not there"):
+            await service.call(refused)
+
+    run_virtually(called())
+
+
 SLOTS = 2
 
 Call = tuple[int, int, str]

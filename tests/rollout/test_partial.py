@@ -17,6 +17,7 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
+from rollweave.io.child import child_of
 from rollweave.record.turn_log import TurnAnswer, TurnTokens, context_digest
 from rollweave.rollout.driver import TurnResult
 from rollweave.rollout.partial import PartialTurn
@@ -767,7 +768,10 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
         if kind == "process":
             module = "rollweave.runtime.entrypoints.engine"
             link = in_process(
-                spec, module=module, log=tmp_path / "log", env=environment(), model_ready=ready
+                spec,
+                spawn=child_of(module, env=environment()),
+                log=tmp_path / "log",
+                model_ready=ready,
             )
         else:
             link = in_thread(spec, real_loop(), model_ready=ready)

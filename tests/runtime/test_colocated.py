@@ -16,11 +16,12 @@ from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
-from rollweave.io.child import Child, spawn
+from rollweave.io.child import Child, Spawn, spawn
 from rollweave.runtime.launch import train
 from rollweave.runtime.links.trainer import ProcessTrainer, TrainerSpec
 from rollweave.runtime.roles.group import WorkerPlace
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from tests.support.host_agents import Agents, agents, secret
 from tests.support.real_runs import (
@@ -41,7 +42,6 @@ __all__ = ["agents", "secret"]  # fixtures
 MIB = 1 << 20
 ENGINE = "rollweave.runtime.entrypoints.engine"
 TRAINER = "rollweave.runtime.entrypoints.trainer"
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 PROMPT = [(5 * at + 3) % 100 for at in range(60)]
 
 
@@ -61,31 +61,26 @@ async def test_trainer_and_engine_give_their_memory_back(tmp_path: Path) -> None
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     children: list[Child] = []
 
-    def recorded(**settings: Any) -> Child:
-        children.append(spawn(**settings))
-        return children[-1]
+    def recorded(module: str) -> Spawn:
+        def start(**settings: Any) -> Child:
+            children.append(spawn(module=module, env={"OMP_NUM_THREADS": "1"}, **settings))
+            return children[-1]
+
+        return start
 
     config = make_config(trainer={"colocated": True})
     trainer = ProcessTrainer(
         TrainerSpec(config=config.model_dump_json(), model=str(path), run_dir=str(tmp_path)),
-        places=[WorkerPlace(env=ONE_THREAD, spawn=recorded)],
+        places=[WorkerPlace(spawn=recorded(TRAINER))],
         logs=tmp_path / "logs",
         start_s=60.0,
-        module=TRAINER,
     )
     of = spec(str(path), kv_tokens=1 << 14, released=True)
     there = asyncio.get_running_loop().create_future()
     there.set_result(None)
     engine = EngineClient(
         "e",
-        in_process(
-            of,
-            module=ENGINE,
-            log=tmp_path / "e.log",
-            env=ONE_THREAD,
-            model_ready=there,
-            spawn=recorded,
-        ),
+        in_process(of, spawn=recorded(ENGINE), log=tmp_path / "e.log", model_ready=there),
         start_s=60.0,
         reply_s=60.0,
     )
@@ -227,7 +222,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns_and_one_host_is_lost(
         eval={"every": 3, "episodes": 2, "final_episodes": 8},
     )
     lineage = Lineage()
-    agents.start("a", "b", resource="both=1")
+    agents.start("a", "b", resource="both=1", programs=Programs())
     with living(config) as life:
         core = life.until(lambda core: core.state.trainer.step > 1, "two steps")
         hosts = core.state.hosts

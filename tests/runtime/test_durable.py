@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from rollweave.record.identity import read_identity
+from rollweave.record.identity import read_identity, write_identity
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.journal_file import SNAPSHOT, journal_format
 from rollweave.record.rundir import RunDir
@@ -124,7 +125,9 @@ def test_a_service_or_simulation_is_not_resumed_as_training(tmp_path: Path, kind
     config = make_config(tmp_path, steps=2)
     run(config)
     path = run_dir(config) / "run.json"
-    path.write_text(path.read_text().replace('"training"', f'"{kind}"'))
+    identity = read_identity(path)
+    assert identity is not None
+    write_identity(path, msgspec.structs.replace(identity, kind=kind))
     with pytest.raises(ConfigError, match=f"run holds a {kind}, which"):
         run(config, resume=True)
 

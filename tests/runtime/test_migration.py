@@ -17,6 +17,7 @@ import pytest
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.transfer import REQUEST
+from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import RemoveEngine, RestartEngine
 from rollweave.schema.errors import EngineLostError, KvError
@@ -208,7 +209,8 @@ def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManage
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model_ready.set_result(None)
         module, log = "rollweave.runtime.entrypoints.engine", path / f"{slot.id}.log"
-        link = in_process(of, module=module, log=log, env=environment(), model_ready=model_ready)
+        spawn = child_of(module, env=environment())
+        link = in_process(of, spawn=spawn, log=log, model_ready=model_ready)
         return Meddled(EngineClient(f"engine {slot.id}", link, start_s=60.0, reply_s=60.0))
 
     return staged(make, path, **options)

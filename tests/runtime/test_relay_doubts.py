@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.io.child import Spawn, spawn
+from rollweave.io.child import Spawn
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.trace import Trace
 from rollweave.runtime.hosts.hosts import Hosts, hosts_here
@@ -38,7 +37,7 @@ def apart(count: int) -> Hosts:
     """Return hosts that share no memory, as with agents."""
     hosts = hosts_here(count)
     for number, host in hosts.by_number.items():
-        hosts.by_number[number] = dataclasses.replace(host, spawn=functools.partial(spawn))
+        hosts.by_number[number] = dataclasses.replace(host, is_here=False)
     return hosts
 
 

@@ -22,7 +22,7 @@ from rollweave.record.trace import ENGINES
 from rollweave.runtime import launch
 from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
-from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.errors import ConfigError, CorruptJournalError, DiskError
 from rollweave.schema.events import GroupSubmitted
 from tests.support.fake_runs import (
     FAKES,
@@ -400,6 +400,33 @@ def test_a_full_disk_stops_the_run_with_one_error_and_it_resumes_later(
     assert_trained_once(config)
     assert lines(config, "resumed")[0]["differing"] == 0
     assert {line["step"] for line in lines(config, "step")} == {0, 1, 2, 3}
+
+
+class Deleted(Silent):
+    """Once the first step is trained, the trajectories are deleted."""
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "step" and line["step"] == 0:
+            self._segment.unlink()
+
+
+def test_trajectories_that_are_deleted_end_the_run_by_their_name_and_it_resumes(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path)
+    segment = RunDir(tmp_path / "run").trajectories / "000000.bin"
+    with pytest.raises(CorruptJournalError) as caught:
+        train(config, progress=Deleted(segment), programs=FAKES)
+    assert str(caught.value) == (
+        f"{segment} was deleted; bring it back; without it, `--resume` drops its trajectories as "
+        "world_lost"
+    )
+    assert_no_processes(config)
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
 
 
 class Buggy(Silent):

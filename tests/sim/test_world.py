@@ -74,6 +74,28 @@ def test_decoupled_engines_run_the_longest_trajectories_first(tmp_path: Path) ->
     assert len({command.rank for command in started}) > 3, "turns have ranks by length"
 
 
+def test_a_start_may_take_longer_than_a_step_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is lost starts once again, though that takes 800 s."""
+    monkeypatch.setattr("rollweave.sim.fleet.RESTART_S", 800.0)
+    run_config = config(tmp_path, mode="sync")
+    assert run_config.watchdog.train_s < 800.0
+    with RunJournal(tmp_path / "journal.bin") as journal:
+        world = World(run_config, observer=Deaf(), journal=journal)
+        world.start()
+        while not any(engine.active for engine in world.core.state.engines.values()):
+            world.step()
+        for engine in list(world.core.state.engines):
+            world.fleet.lose(engine, "killed")
+        while world.over is None:
+            world.step()
+    assert world.over == ""
+    counted = world.core.state.counters.watchdog
+    assert counted["engine_restarted"] == len(world.core.state.engines)
+    assert world.core.account().balanced
+
+
 class Deaf:
     """An observer of a run that ignores all reports."""
 

@@ -18,10 +18,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from rollweave.record.journal import Replay
 from rollweave.record.summary import Summary
 from rollweave.runtime.launch import train
-from rollweave.runtime.processes import Programs
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import TurnDone
+from rollweave.schema.hosts import Programs
 from tests.support.echo_engine import process_state
 from tests.support.forking import Forked
 from tests.support.pipelines import TEMPLATE

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rollweave.schema.hosts import Programs
+from tests.support.fake_runs import FAKES
 from tests.support.forking import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -39,13 +42,21 @@ class Agents:
         self.port = port
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *names: str, resource: str | None = None) -> None:
+    def start(
+        self,
+        *names: str,
+        resource: str | None = None,
+        user_code: bool = True,
+        programs: Programs = FAKES,
+    ) -> None:
+        modules = msgspec.structs.asdict(programs)
+        main = f"from benchmarks.agent_main import main; main(**{modules!r})"
         for name in names:
             self.processes[name] = Forked(
                 [
-                    *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
+                    *(sys.executable, "-c", main),
                     *("host", "--join", f"127.0.0.1:{self.port}", "--name", name),
-                    *("--join-s", "60"),
+                    *("--join-s", "60", *(["--user-code"] if user_code else [])),
                     *(["--resource", resource] if resource is not None else []),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},

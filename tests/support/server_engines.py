@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.embedded import start_engine
+from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.serving import (
@@ -144,9 +145,8 @@ async def started(
     present.set_result(None)
     link = in_process(
         spec_of(weights, server, lora_scale, routes=routes),
-        module="rollweave.runtime.entrypoints.server_engine",
+        spawn=child_of("rollweave.runtime.entrypoints.server_engine", env=environment()),
         log=tmp_path / "e0.log",
-        env=environment(),
         model_ready=present,
     )
     engine = EngineClient("engine e0", link, start_s=server.start_s, reply_s=120.0)

@@ -17,7 +17,6 @@ from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.runtime.preflight.machine import cores
-from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.sim.advise import LISTED
 from rollweave.sim.rerun import (
@@ -47,7 +46,9 @@ def advise_run(path: Path, *, as_json: bool) -> None:
     engines, and print the best. Raises ConfigError.
     """
     began = time.monotonic()
-    device = load(RunDir(path).config).model.device
+    run = RunDir(path)
+    run.must_fit()
+    device = run.configuration().model.device
     on_gpus = device == "cuda" or (device == "auto" and gpus())
     recording = read_recording(path, cores=None if on_gpus else cores())
     predictions: dict[Candidate, Prediction] = {}

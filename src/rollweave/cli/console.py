@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 
 from rollweave.cli.interrupt import exit_on_interrupt, raise_on_interrupt
 from rollweave.io.process_setup import INTERRUPTED, import_from_working_directory
+from rollweave.io.reading import named
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.text import visible
 
 FAILED, WRONG_INPUT = 1, 2
 """Exit codes, beside INTERRUPTED."""
@@ -45,8 +48,20 @@ def check_writable(option: str, path: Path) -> None:
 
 class PipeConsole(Console):
     """A console that survives a closed pipe: a run continues without its reader, and
-    `rollweave trace … | head` ends without an error.
+    `rollweave trace … | head` ends without an error. No terminal acts on the text that
+    it prints: control characters in it, which may come from an agent, an engine or
+    another host, are visible.
     """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Yield the segments of a renderable, with visible text."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(visible(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         """Discard all further output."""
@@ -98,5 +113,5 @@ def errors_reported() -> Iterator[None]:
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
     except OSError as error:  # for example, a full disk or a file that may not be read
-        print_error(str(error))
+        print_error(named(error))
         raise typer.Exit(FAILED) from error

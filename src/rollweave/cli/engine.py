@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
+from rollweave.io.child import child_of
 from rollweave.io.cpu import describe_computation
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
@@ -31,13 +33,13 @@ from rollweave.io.tokenizer import read_json
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
-from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
 from rollweave.schema.errors import ConfigError, EngineLostError, HostError
-from rollweave.schema.serving import LENT_SOCKET, EngineSpec, LendSpec
+from rollweave.schema.serving import EngineSpec, LendSpec
 from rollweave.weights.checkpoint import read_shape
 
 SOCKET_BYTES = 104
@@ -200,7 +202,6 @@ def engine(
     for name, value in (("--ttft-ms", lending.ttft_ms), ("--tpot-ms", lending.tpot_ms)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} must be positive and finite, got {value:g}")
-    agent = agent_for(lending.joining)
     with temporary_folder("rollweave-lending-") as folder:
         path = str(folder / "socket")
         if len(os.fsencode(path)) > SOCKET_BYTES:
@@ -212,7 +213,8 @@ def engine(
             ttft_s=lending.ttft_ms / 1e3,
             tpot_s=math.inf if lending.tpot_ms is None else lending.tpot_ms / 1e3,
         )
-        os.environ[LENT_SOCKET] = lend.socket  # of the processes that the agent starts
+        permissions = Permissions(lent=lend.socket)
+        agent = agent_for(dataclasses.replace(lending.joining, permissions=permissions))
         lent = msgspec.structs.replace(spec, lend=lend)
         asyncio.run(_serve(lent, codec, access, token, notice, phase, agent))
 
@@ -255,13 +257,7 @@ async def _serve(
         on_ending_signals(ending.cancel),
     ):
         log = scratch / "engine.log"
-        link = in_process(
-            spec,
-            module=MODULE,
-            log=log,
-            env={},
-            model_ready=model_ready,
-        )
+        link = in_process(spec, spawn=child_of(MODULE), log=log, model_ready=model_ready)
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
         try:
             err.print(f"[dim]loading {spec.model}[/]")

@@ -93,7 +93,7 @@ def subject_of(
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
     step, model = exported_checkpoint(run, checkpoint)
-    return step_of_run(load(run.config, overrides), run.path, step, model)
+    return step_of_run(run.configuration(overrides), run.path, step, model)
 
 
 def step_of_run(config: RunConfig, directory: Path, step: int, model: Path) -> Subject:

@@ -5,15 +5,16 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollweave.cli.console import err
-from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 from rollweave.runtime.hosts.resources import resources
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.errors import ConfigError, HostError
+from rollweave.schema.hosts import wrong_name
 from rollweave.schema.text import whole
 
 
@@ -29,6 +30,7 @@ class Joining:
     secret_file: Path | None
     labels: Sequence[str]
     join_s: float
+    permissions: Permissions = field(default_factory=Permissions)
     option: str = "--join"
 
 
@@ -46,13 +48,17 @@ def host(joining: Joining) -> None:
 
 def agent_for(joining: Joining) -> HostAgent:
     """Return the agent of this host. Raises ConfigError for wrong options."""
+    name = joining.name or socket.gethostname()
+    if wrong := wrong_name(name):
+        raise ConfigError(f"--name {wrong}")
     return HostAgent(
-        name=joining.name or socket.gethostname(),
+        name=name,
         controller=_address(joining.controller, joining.option),
         secret=_secret(joining.secret_file),
         resources=resources(_labels(joining.labels)),
         join_s=joining.join_s,
         address=joining.address,
+        permissions=joining.permissions,
         on_change=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
 

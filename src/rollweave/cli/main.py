@@ -522,11 +522,31 @@ def host(
     join_s: Annotated[
         float, typer.Option(min=1.0, help="Maximum seconds to find the controller.")
     ] = 600.0,
+    user_code: Annotated[
+        bool,
+        typer.Option(
+            "--user-code",
+            help="Run modules and files of the run's user here: rollout workers, roles, a warm-up "
+            "with the user's tasks, and servers with options or an interpreter of the user's.",
+        ),
+    ] = False,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            metavar="NAME",
+            help="Pass an environment variable that cluster.env names on to processes here. May be "
+            "repeated.",
+        ),
+    ] = None,
 ) -> None:
-    """Offer this host to a run, whose controller then starts processes here."""
+    """Offer this host to a run, whose controller then starts Rollweave's own programs
+    here.
+    """
     with errors_reported():
         from rollweave.cli.host import Joining
         from rollweave.cli.host import host as work
+        from rollweave.runtime.hosts.agent import Permissions
 
         work(
             Joining(
@@ -536,6 +556,7 @@ def host(
                 secret_file=secret_file,
                 labels=labels or (),
                 join_s=join_s,
+                permissions=Permissions(user_code=user_code, variables=tuple(variables or ())),
             )
         )
 

@@ -29,7 +29,6 @@ from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.comparisons import repeat_comparisons
 from rollweave.rollout.reward_sources import finished_attempt
 from rollweave.rollout.rewards import MissingRewardsError, Rewards
-from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import BLAME_OF, Purpose, StopReason, Trajectory
@@ -41,9 +40,9 @@ def rescore(name: str) -> None:
     Raises ConfigError, and typer.Exit if a reward failed again.
     """
     run = find_run(name)
-    if not run.config.exists() or not run.trajectories.is_dir():
-        raise ConfigError(f"{run.path} must hold a run with trajectories, got none")
-    config = load(run.config)
+    if missing := [path for path in (run.config, run.trajectories) if not path.exists()]:
+        raise ConfigError(f"{run.path} must hold {missing[0].name}, got a directory without it")
+    config = run.configuration()
     if not config.rewards:
         raise ConfigError(f"{run.config} must have [[rewards]] to rescore, got none")
     path = run.path.resolve()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.checkpoints import Checkpoints
-from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import whole
@@ -100,7 +99,7 @@ def exported_checkpoint(run: RunDir, which: str | None) -> tuple[int, Path]:
 def _why_no_best(run: RunDir) -> str:
     """Return the reason why no checkpoint is the best, if the configuration says it."""
     try:
-        every = load(run.config, ()).eval.every
+        every = run.configuration().eval.every
     except ConfigError:  # an incomplete or outdated file explains nothing
         return ""
     return ", because eval.every is 0" if every == 0 else ", because no evaluation has chosen one"

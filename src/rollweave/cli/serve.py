@@ -60,14 +60,14 @@ def service_of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, got a directory without it")
     _, checkpoint = exported_checkpoint(run, None)
-    trained = load(run.config, overrides)
+    trained = run.configuration(overrides)
     model = ModelConfig(
         path=str(checkpoint),
         template_arguments=trained.model.template_arguments,
         dtype=trained.model.dtype,
         device=trained.model.device,
     )
-    is_renamed = trained.run.name != load(run.config).run.name
+    is_renamed = trained.run.name != run.configuration().run.name
     service_name = trained.run.name if is_renamed else f"{run.path.name}{SUFFIX}"
     section = trained.run.model_copy(
         update={"name": service_name, "dir": str(run.path.parent), "sinks": ()}

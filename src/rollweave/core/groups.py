@@ -265,6 +265,7 @@ def on_compared(run: Run, event: GroupCompared) -> None:
     group = run.state.groups.get(event.group_id)
     if group is None or group.status is not GroupStatus.COMPARING:
         return
+    run.state.drawing.compared |= bool(event.rewards)
     members = [run.state.trajectories[name] for name in group.chosen]
     failed = [member for member in members if member.id not in event.rewards]
     if failed:

@@ -590,6 +590,7 @@ class Drawing(msgspec.Struct):
     kept: int = 0
     filtered: int = 0
     spare: int = 0  # spare groups that were learned
+    compared: bool = False  # a pairwise judge has answered, so that its start is over
     swept_for_version: int = 0  # the next_version for which expired groups were last dropped
 
 

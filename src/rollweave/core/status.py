@@ -20,7 +20,7 @@ from rollweave.core.state import (
     TrainerStatus,
     Trajectory,
 )
-from rollweave.core.watchdog import DRAW_S, GRACE_S
+from rollweave.core.watchdog import DRAW_S, GRACE_S, comparison_limit_s
 from rollweave.schema.status import EngineState, RunStatus, TrainerState, WaitStatus
 
 CAUSES = {
@@ -98,6 +98,7 @@ def _waits(run: Run, now: float, components: Iterable[Wait]) -> Iterator[WaitSta
             what=wait.what,
             seconds=_seconds(now, now if wait.since is None else wait.since),
             usual_s=round(wait.usual_s, 3),
+            limit_s=wait.limit_s,
         )
     yield from _trainer(run, now)
     yield from _engines_without_turns(run)
@@ -224,7 +225,7 @@ def _groups(run: Run, now: float) -> Iterator[WaitStatus]:
         if not found or (run.state.serving and wanted is GroupStatus.DRAWING):
             continue
         oldest = min(found, key=lambda group: group.since)
-        limit_s = DRAW_S if wanted is GroupStatus.DRAWING else oldest.comparison_s + GRACE_S
+        limit_s = DRAW_S if wanted is GroupStatus.DRAWING else comparison_limit_s(run, oldest)
         yield WaitStatus(
             waiter="groups",
             target=target,

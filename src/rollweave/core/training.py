@@ -54,6 +54,20 @@ def _enter(run: Run, status: TrainerStatus) -> None:
         trainer.measuring = []
 
 
+def makes_model(run: Run) -> bool:
+    """Return whether the trainer builds the model and warms it up, so that the starts
+    of engines, which read it, have not begun.
+    """
+    state = run.state
+    return (
+        run.config.model.scratch is not None
+        and not state.serving
+        and state.trainer.status is TrainerStatus.STARTING
+        and state.checkpoints.newest is None
+        and state.publication.next_id == 0  # a trainer that was ready had the model
+    )
+
+
 def on_ready(run: Run, event: TrainerReady) -> None:
     """The trainer is at `event.step`. Steps beyond it are lost; their groups go back to
     the buffer if still fresh.
@@ -64,6 +78,10 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
         return
+    if makes_model(run):
+        for engine in state.engines.values():
+            if engine.status is EngineStatus.STARTING:
+                engine.since = run.now  # it can read the model from now on
     damaged = state.checkpoints.newest is not None and event.step < state.checkpoints.newest
     if damaged:
         evaluation.checkpoints_lost(run, event.step)

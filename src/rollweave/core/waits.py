@@ -20,30 +20,37 @@ from rollweave.core.weights import takes_versions
 MEGABYTE = 1_000_000
 
 
-def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wait]:
+def waits(
+    state: State, received: Mapping[str, tuple[int, int]], *, start_s: float = 0.0
+) -> Iterator[Wait]:
     """Yield the present waits.
 
     `received` has, for each fetching relay, the bytes that have arrived and the size of
-    the version, as far as they are known.
+    the version, as far as they are known. A component starts within `start_s`, if that
+    is given.
     """
     if state.phase is Phase.FINISHED:
         return
     for engine in state.engines.values():
         name = f"engine {engine.id}{_on_host(state, engine.host)}"
         if what := _engine(state, engine):
-            yield Wait(component=name, what=what, since=engine.since)
+            limit_s = start_s if engine.status is EngineStatus.STARTING else 0.0
+            yield Wait(component=name, what=what, since=engine.since, limit_s=limit_s)
         elif engine.staging_id >= 0:
             what = f"receiving {_version(state, engine.staging_id)} while it serves"
             yield Wait(component=name, what=what, since=engine.staging_since)
     with_engines = {engine.host for engine in state.engines.values()}
     for relay in state.relays.values():
         needs = takes_versions(state, relay, with_engines)
-        yield from _relay(state, relay, received.get(relay.id, (0, 0)), needs=needs)
+        progress = received.get(relay.id, (0, 0))
+        yield from _relay(state, relay, progress, needs=needs, start_s=start_s)
     for worker in state.workers.values():
         name = f"worker {worker.id}"
         if worker.status is WorkerStatus.STARTING:
             where = _on_host(state, worker.host)
-            yield Wait(component=f"{name}{where}", what="starting", since=worker.since)
+            yield Wait(
+                component=f"{name}{where}", what="starting", since=worker.since, limit_s=start_s
+            )
         elif worker.status is WorkerStatus.UNPLACED:
             yield Wait(component=name, what="no host has a place for it", since=worker.since)
         elif worker.status is WorkerStatus.DRAINING and len(state.workers) == 1:
@@ -53,7 +60,7 @@ def waits(state: State, received: Mapping[str, tuple[int, int]]) -> Iterator[Wai
         what = f"no host has a place for {count} of the engines"
         yield Wait(component="another host", what=what)
     if not state.serving:
-        yield from _trainer(state)
+        yield from _trainer(state, start_s)
 
 
 def _engine(state: State, engine: Engine) -> str:
@@ -76,18 +83,20 @@ def _engine(state: State, engine: Engine) -> str:
             return ""
 
 
-def _relay(state: State, relay: Relay, received: tuple[int, int], *, needs: bool) -> Iterator[Wait]:
+def _relay(
+    state: State, relay: Relay, received: tuple[int, int], *, needs: bool, start_s: float
+) -> Iterator[Wait]:
     name, since, what = f"relay {relay.id}{_on_host(state, relay.host)}", relay.since, ""
-    missing, (done, whole) = state.publication.id, received
+    missing, (done, whole), limit_s = state.publication.id, received, 0.0
     if relay.status is RelayStatus.STARTING:
-        what = "starting"
+        what, limit_s = "starting", start_s
     elif relay.fetch is not None:
         fetched, source = _version(state, relay.fetch.publication_id), relay.fetch.source
         what = f"fetching {fetched} from {source or 'the trainer'}"
         if whole:
             what += f", {done / MEGABYTE:,.0f} of {whole / MEGABYTE:,.0f} MB"
     if what:
-        yield Wait(component=name, what=what, since=since)
+        yield Wait(component=name, what=what, since=since, limit_s=limit_s)
     elif needs and missing in state.publication.retained and missing not in relay.versions:
         yield Wait(component=name, what=f"no source has {_version(state, missing)}")
     if relay.suspected_since is not None:
@@ -96,7 +105,7 @@ def _relay(state: State, relay: Relay, received: tuple[int, int], *, needs: bool
         )
 
 
-def _trainer(state: State) -> Iterator[Wait]:
+def _trainer(state: State, start_s: float) -> Iterator[Wait]:
     trainer, spent = state.trainer, state.idle.trainer
     steps = max(1, trainer.step)
     match trainer.status:
@@ -106,8 +115,10 @@ def _trainer(state: State) -> Iterator[Wait]:
             saved = state.checkpoints.newest
             what = "starting" if saved is None else f"starting from the checkpoint of step {saved}"
             if trainer.unplaced:
-                what = "no host has room for it"
-            yield Wait(component=_trainer_name(state), what=what, since=trainer.since)
+                what, start_s = "no host has room for it", 0.0
+            yield Wait(
+                component=_trainer_name(state), what=what, since=trainer.since, limit_s=start_s
+            )
         case Status.TRAINING:
             yield Wait(
                 component=_trainer_name(state),

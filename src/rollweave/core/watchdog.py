@@ -28,6 +28,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import (
     Engine,
     EngineStatus,
+    Group,
     GroupStatus,
     Phase,
     Stage,
@@ -98,7 +99,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
     limits = run.config.watchdog
     waited = run.now - engine.since
     match engine.status:
-        case EngineStatus.STARTING if waited > limits.start_s:
+        case EngineStatus.STARTING if waited > limits.start_s and not training.makes_model(run):
             engines.restart(run, engine, f"not ready within {limits.start_s:g} s")
         case EngineStatus.SUSPENDING | EngineStatus.LOADING if waited > limits.weights_s:
             engines.restart(run, engine, f"stuck {engine.status} for {waited:.0f} s")
@@ -206,21 +207,33 @@ def _check_comparisons(run: Run) -> None:
         if group.status is not GroupStatus.COMPARING:
             continue
         waited = run.now - group.since
-        if waited > group.comparison_s + GRACE_S:
+        if waited > comparison_limit_s(run, group):
             text = f"its members have not been compared for {waited:.0f} s; it is dropped"
             run.warn(group.id, text, count=StopReason.REWARD_HANG)
             groups.drop(run, group, StopReason.REWARD_HANG)
 
 
+def comparison_limit_s(run: Run, group: Group) -> float:
+    """Return the maximum seconds of a comparison, with the start of its judge unless
+    one has answered.
+    """
+    starting_s = 0.0 if run.state.drawing.compared else run.config.watchdog.start_s
+    return group.comparison_s + starting_s + GRACE_S
+
+
 def _check_trainer(run: Run) -> None:
     trainer, limits = run.state.trainer, run.config.watchdog
+    waited = run.now - trainer.since
     if run.state.serving:
         return
     if trainer.unplaced:
-        if run.now - trainer.since > limits.train_s:
+        if waited > limits.train_s:
             training.give_up_place(run, f"and none has joined within {limits.train_s:g} s")
-    elif trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
-        training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")
+    elif trainer.status is TrainerStatus.STARTING:
+        if waited > limits.start_s:
+            training.restart(run, f"not ready within {limits.start_s:g} s")
+    elif trainer.status is not TrainerStatus.IDLE and waited > limits.train_s:
+        training.restart(run, f"stuck {trainer.status} for {waited:.0f} s")
     elif trainer.saving is not None and run.now - trainer.save_requested_at > limits.train_s:
         waited = run.now - trainer.save_requested_at
         training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")

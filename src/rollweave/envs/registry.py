@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from rollweave.envs.base import Options
+from rollweave.io import user_code
 from rollweave.io.extras import MissingExtraError
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
@@ -135,6 +136,8 @@ def load(reference: str, *, what: str) -> Any:
             else ""
         )
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
+    if not user_code.is_allowed() and reference not in BUILT_IN.values():
+        raise ConfigError(f"{what} {user_code.RULE}, got {reference!r}")
     try:
         target: Any = importlib.import_module(module)
     except MissingExtraError as error:

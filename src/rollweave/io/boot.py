@@ -20,8 +20,9 @@ ORPHANED = 75
 """Exit status of a child whose parent is gone (EX_TEMPFAIL)."""
 
 COMMAND = (sys.executable, "-c", "from rollweave.io.boot import boot; boot()")
-"""Command of a child; `-m <module> <socket fd> <our pid>` and the module's other
-arguments follow.
+"""Command of a child; `-m <module> <fds> <our pid>` and the module's other arguments
+follow. The descriptors are that of the socket, and that of a pipe with the keys of its
+seal if it has one.
 """
 
 

@@ -9,6 +9,7 @@ does not interpret the frames.
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -18,10 +19,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import Protocol
+from types import MappingProxyType
+from typing import IO, Protocol
 
 from rollweave.io.boot import COMMAND
 from rollweave.io.framing import FramedSocket
+from rollweave.io.sealing import Seal
+from rollweave.schema.text import visible
 
 EXIT_S = 2.0
 """Seconds that a child's interpreter has to shut down after its socket ends, before it
@@ -60,20 +64,17 @@ class ChildProcess(Protocol):
 
 
 class Spawn(Protocol):
-    """Starts processes on one host, as `spawn` does on this one."""
+    """Starts a process of one program, on this host (`child_of`) or on another one."""
 
     def __call__(
         self,
         *,
         name: str,
-        module: str,
         log: Path,
-        env: Mapping[str, str],
         on_frame: Callable[[bytes], None],
         on_gone: Callable[[str], None],
-        arguments: Sequence[str] = (),
     ) -> ChildProcess:
-        """See `spawn`."""
+        """Start the process. See `spawn`."""
 
 
 class Child:
@@ -215,8 +216,8 @@ def spawn(
     on_gone: Callable[[str], None],
     arguments: Sequence[str] = (),
 ) -> Child:
-    """Start `-m module <socket fd> <our pid> *arguments` by `io/boot`. Its output is
-    appended to `log`.
+    """Start `-m module <fds> <our pid> *arguments` by `io/boot`. Its output is appended
+    to `log`.
 
     `env` is added to our environment. The callbacks run on the event loop. Raises
     OSError if no process can be made.
@@ -231,6 +232,13 @@ def spawn(
     return Child(name, process, ours, log, on_frame, on_gone)
 
 
+def child_of(
+    module: str, *, env: Mapping[str, str] = MappingProxyType({}), arguments: Sequence[str] = ()
+) -> Spawn:
+    """Return what starts `-m module` on this host as `spawn` does."""
+    return functools.partial(spawn, module=module, env=env, arguments=arguments)
+
+
 def start_process(
     connection: socket.socket,
     *,
@@ -238,20 +246,25 @@ def start_process(
     log: Path,
     env: Mapping[str, str],
     arguments: Sequence[str] = (),
+    seal: Seal | None = None,
 ) -> "Popen[bytes]":
     """Start `-m module` as `spawn` does. It inherits `connection`, which the caller
-    then closes.
+    then closes, and gets the connection's `seal`.
 
     Raises OSError.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
+    with contextlib.ExitStack() as opened:
+        output = opened.enter_context(log.open("ab"))
+        inherited = [connection.fileno()]
+        if seal is not None:  # in a pipe: command lines and environments can be read
+            inherited.append(opened.enter_context(_filled_pipe(seal.state())).fileno())
         process = Popen(
-            [*COMMAND, "-m", module, str(connection.fileno()), str(os.getpid()), *arguments],
+            [*COMMAND, "-m", module, ",".join(map(str, inherited)), str(os.getpid()), *arguments],
             stdin=DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(connection.fileno(),),
+            pass_fds=inherited,
             start_new_session=True,
             env={
                 **os.environ,
@@ -263,13 +276,21 @@ def start_process(
     return process
 
 
+def _filled_pipe(content: bytes) -> IO[bytes]:
+    """Return the reading end of a pipe with this content, of a few bytes."""
+    reading, writing = os.pipe()
+    with open(writing, "wb") as end:
+        end.write(content)
+    return open(reading, "rb")
+
+
 def log_tail(log: Path) -> str:
-    """Return the last lines of a log, for an error message."""
+    """Return the last lines of a log as visible text, for an error message."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+            return visible(file.read().decode(errors="replace").strip())
     except OSError:
         return ""
 

@@ -29,6 +29,9 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 the call.
 """
 
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""Constants from <linux/falloc.h>, likewise."""
+
 REPLACED_SUFFIX = ".partial-replaced"
 """Suffix of a directory that is being replaced on a file system that cannot exchange
 two names.
@@ -172,6 +175,15 @@ def file_digest(path: Path) -> str:
         while chunk := file.read(READ_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def free_space(fd: int, end: int) -> None:
+    """Free the space of the file's first `end` bytes, which then read as zeros, and
+    keep its size. Has no effect on file systems without holes.
+    """
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    if fallocate is not None:
+        fallocate(fd, KEEP_SIZE | PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(end))
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Frames over a connected stream socket, on the event loop.
+"""Frames over a connected stream socket, on the event loop, sealed or not
+(`io/sealing`).
 
 Invariants: `on_frame` receives each payload once, in order; `on_end` is called exactly
 once, and no frame is delivered afterwards; what waits to be sent is bounded. This
@@ -11,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
+from rollweave.io.sealing import CODE_BYTES, Seal
 from rollweave.io.wire import FRAME_BYTES, LENGTH, FrameDecoder, frame
 from rollweave.schema.errors import WireError
 
@@ -40,10 +42,12 @@ class FramedSocket:
         on_frame: Callable[[bytes], None],
         on_end: Callable[[str], None],
         limit: int = FRAME_BYTES,
+        seal: Seal | None = None,
     ) -> None:
         self._socket, self._on_frame, self._on_end = sock, on_frame, on_end
+        self._seal = seal
         self._loop = asyncio.get_running_loop()
-        self._decoder = FrameDecoder(limit)
+        self._decoder = FrameDecoder(limit + (0 if seal is None else CODE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._closed = False
@@ -64,7 +68,7 @@ class FramedSocket:
             return
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        for piece in frame(payload):
+        for piece in frame(payload, b"" if self._seal is None else self._seal.code(payload)):
             self._unsent.append(memoryview(piece))
             self._unsent_bytes += len(piece)
         if self._unsent_bytes > UNREAD_BYTES:
@@ -87,7 +91,7 @@ class FramedSocket:
         try:
             for payload in self._decoder.feed(data):
                 if not self._closed:
-                    self._on_frame(payload)
+                    self._on_frame(payload if self._seal is None else self._seal.opened(payload))
         except WireError as error:
             self._end(f"sent an invalid frame: {error}")
 
@@ -139,18 +143,20 @@ async def receive_exactly(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-async def receive_frame(sock: socket.socket, limit: int) -> bytes:
-    """Receive one frame of at most `limit` bytes. Another reader may then take over the
-    socket, since nothing of what follows is read.
+async def receive_frame(sock: socket.socket, seal: Seal, *, limit: int) -> bytes:
+    """Receive one sealed frame of at most `limit` bytes. Another reader may then take
+    over the socket, since nothing of what follows is read.
 
-    Raises WireError for a longer frame, and OSError as `receive_exactly` does.
+    Raises WireError for a longer frame or a wrong seal, and OSError as
+    `receive_exactly` does.
     """
     (length,) = LENGTH.unpack(await receive_exactly(sock, LENGTH.size))
-    if length > limit:
+    if length > limit + CODE_BYTES:
         raise WireError(f"frame must have at most {limit} bytes, got {length}")
-    return await receive_exactly(sock, length)
+    return seal.opened(await receive_exactly(sock, length))
 
 
-async def send_frame(sock: socket.socket, payload: bytes) -> None:
-    """Send one frame on a non-blocking socket. Raises OSError."""
-    await asyncio.get_running_loop().sock_sendall(sock, b"".join(frame(payload)))
+async def send_frame(sock: socket.socket, payload: bytes, seal: Seal) -> None:
+    """Send one sealed frame on a non-blocking socket. Raises OSError."""
+    pieces = frame(payload, seal.code(payload))
+    await asyncio.get_running_loop().sock_sendall(sock, b"".join(pieces))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rollweave.io.reading import opened
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.text import valid
@@ -70,7 +71,8 @@ def utf8_text(path: str, setting: str) -> str:
 
 def _bytes(path: str, setting: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with opened(Path(path)) as file:
+            return file.read()
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{setting} must be a readable file, got {path!r}: {error}") from error
 

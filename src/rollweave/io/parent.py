@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from rollweave.io.boot import ORPHANED
-from rollweave.io.wire import FrameDecoder, frame
+from rollweave.io.sealing import CODE_BYTES, STATE, Seal
+from rollweave.io.wire import FRAME_BYTES, FrameDecoder, frame
 
 RECEIVE_BYTES = 1 << 18
 
@@ -27,10 +28,12 @@ class Parent:
     `send` may be called from any thread; frames arrive on a separate thread.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, seal: Seal | None = None) -> None:
+        """`seal` continues that of the connection, if it has one."""
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
-        self._decoder = FrameDecoder()
+        self._seal = seal
+        self._decoder = FrameDecoder(FRAME_BYTES + (0 if seal is None else CODE_BYTES))
         self._received: list[bytes] = []
         self._lock = threading.Lock()
 
@@ -43,18 +46,26 @@ class Parent:
         """
         gc.freeze()
         gc.enable()
-        return cls(int(sys.argv[1]))
+        connection, _, keys = sys.argv[1].partition(",")
+        return cls(int(connection), _received_seal(int(keys)) if keys else None)
 
     def send(self, payload: bytes) -> None:
         """Write one frame, and wait while the parent does not read."""
-        # without a parent, the listener ends this process
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(b"".join(frame(payload)))
+        self.send_all((payload,))
 
     def send_all(self, payloads: Iterable[bytes]) -> None:
         """Write several frames at once, as `send` does."""
+        # without a parent, the listener ends this process
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(b"".join(part for each in payloads for part in frame(each)))
+            self._socket.sendall(b"".join(part for each in payloads for part in self._frame(each)))
+
+    def _frame(self, payload: bytes) -> tuple[bytes, ...]:
+        return frame(payload, b"" if self._seal is None else self._seal.code(payload))
+
+    def _payloads(self) -> list[bytes]:
+        """Wait for further frames, and return their payloads."""
+        sealed = self._decoder.feed(self._read())
+        return sealed if self._seal is None else [self._seal.opened(each) for each in sealed]
 
     def receive(self) -> bytes:
         """Wait for the next frame and return it.
@@ -62,8 +73,7 @@ class Parent:
         Ends the process if the parent is gone.
         """
         while not self._received:
-            data = self._read()
-            self._received.extend(self._decoder.feed(data))
+            self._received.extend(self._payloads())
         return self._received.pop(0)
 
     def queue(self) -> "queue.SimpleQueue[bytes]":
@@ -83,7 +93,7 @@ class Parent:
             for payload in self._received:
                 on_frame(payload)
             while True:
-                for payload in self._decoder.feed(self._read()):
+                for payload in self._payloads():
                     on_frame(payload)
         except BaseException as error:
             print(f"cannot listen to the parent any longer: {error!r}", file=sys.stderr, flush=True)
@@ -97,6 +107,12 @@ class Parent:
         if not data:
             os._exit(ORPHANED)
         return data
+
+
+def _received_seal(fd: int) -> Seal:
+    """Read the seal from a pipe, which the parent has filled."""
+    with open(fd, "rb") as keys:
+        return Seal.from_state(keys.read(STATE.size))
 
 
 class Outbox:

@@ -15,7 +15,11 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
+from rollweave.io.reading import whole
 from rollweave.schema.errors import ConfigError
+
+FILE_BYTES: Final = 1 << 30
+"""Maximum size of a tokenizer's file, far above that of any."""
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -101,7 +105,7 @@ def read_tokenizer(directory: Path) -> CheckpointTokenizer | None:
     if not path.exists():
         return None
     try:
-        file = Tokenizer.from_file(str(path))
+        file = Tokenizer.from_buffer(whole(path, FILE_BYTES))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path} must be a tokenizer: {error}") from error
     config = read_json(directory / TOKENIZER_CONFIG)
@@ -152,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(whole(path, FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be readable JSON: {error}") from error
     if not isinstance(value, dict):

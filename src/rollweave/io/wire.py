@@ -48,14 +48,16 @@ def decoder_of(kind: Any) -> Callable[[bytes], Any]:
     return of
 
 
-def frame(payload: bytes) -> tuple[bytes, bytes]:
-    """Return length and payload, not joined, so that a large payload is not copied.
+def frame(payload: bytes, code: bytes = b"") -> tuple[bytes, ...]:
+    """Return length, payload and `code` (`io/sealing`), not joined, so that a large
+    payload is not copied.
 
     Raises WireError for a payload beyond the bound.
     """
     if len(payload) > FRAME_BYTES:
         raise WireError(f"frame must have at most {FRAME_BYTES} bytes, got {len(payload)}")
-    return LENGTH.pack(len(payload)), payload
+    head = LENGTH.pack(len(payload) + len(code))
+    return (head, payload, code) if code else (head, payload)
 
 
 class FrameDecoder:

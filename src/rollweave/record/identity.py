@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import xxhash
 
 from rollweave.io.disk import file_digest, replace_file
+from rollweave.io.reading import whole
 from rollweave.io.tokenizer import tokenizer_files
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
@@ -22,11 +24,16 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges
 """Patterns of the files from which a model and its tokenizer are read."""
 
 
+FILE_BYTES = 64 << 20
+"""Maximum size of the file: a digest for each file of a large model is far less."""
+
+
 class Identity(Struct, frozen=True, kw_only=True):
     """A run's id, its model and its configuration.
 
     `model` has size and xxh3-128 of each of the files; None until the model exists.
     `config` is `config.toml` as the run wrote it last; None in runs of earlier
+    versions. `digest` is the xxh3-64 of all of this, in hex; "" in runs of earlier
     versions.
     """
 
@@ -34,6 +41,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     kind: Kind
     model: dict[str, tuple[int, str]] | None = None
     config: str | None = None
+    digest: str = ""
 
 
 def new_identity(kind: Kind) -> Identity:
@@ -43,12 +51,16 @@ def new_identity(kind: Kind) -> Identity:
 def read_identity(path: Path) -> Identity | None:
     """Return the file's content; None if it does not exist. Raises ConfigError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Identity)
+        identity = msgspec.json.decode(whole(path, FILE_BYTES), type=Identity)
+        if identity.digest not in ("", _digest(identity)):
+            raise ValueError("its content does not match its checksum")
+        return identity
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{path} must be readable and as the run wrote it: {error}; bring it back, or "
+            f"{path} must be readable and as the run wrote it: {reason}; bring it back, or "
             "delete it to resume without checking the journal and the model's files"
         ) from error
 
@@ -63,7 +75,13 @@ def run_id(path: Path) -> str:
 
 def write_identity(path: Path, identity: Identity) -> None:
     """Write the file atomically. Raises DiskError."""
+    identity = msgspec.structs.replace(identity, digest=_digest(identity))
     replace_file(path, msgspec.json.format(msgspec.json.encode(identity), indent=1) + b"\n")
+
+
+def _digest(identity: Identity) -> str:
+    content = msgspec.json.encode(msgspec.structs.replace(identity, digest=""))
+    return f"{xxhash.xxh3_64_intdigest(content):016x}"
 
 
 def model_digests(directory: Path) -> dict[str, tuple[int, str]]:

@@ -16,8 +16,9 @@ from typing import Final
 import msgspec
 
 from rollweave.io.disk import replace_file, sync, writing
+from rollweave.io.reading import whole
 from rollweave.schema.chat import Message
-from rollweave.schema.media import SUFFIXES, Image
+from rollweave.schema.media import IMAGE_BYTES, SUFFIXES, Image
 
 UNUSED_S: Final = 86_400.0
 """Minimum seconds for which an image that no record refers to is kept, since an attempt
@@ -83,7 +84,7 @@ class ImageStore:
 
 def _is_complete(path: Path, image: Image) -> bool:
     with contextlib.suppress(OSError):
-        return path.stat().st_size == len(image.data) and path.read_bytes() == image.data
+        return whole(path, len(image.data)) == image.data
     return False
 
 
@@ -96,7 +97,7 @@ def read_image(directory: Path, image: Image) -> Image:
     """Return an image of the store in `directory` with its data. Raises ImageError."""
     path = directory / image.name
     try:
-        found = Image.of(path.read_bytes())
+        found = Image.of(whole(path, IMAGE_BYTES))
     except OSError as error:
         raise ImageError(f"image {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -8,18 +8,25 @@ its complete records; damage anywhere else raises `CorruptJournalError` with fil
 offset and remedy.
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
+from rollweave.io.reading import opened
 from rollweave.schema.errors import CorruptJournalError
 
 HEADER = struct.Struct("<8sI")  # magic, version
 # payload bytes, kind, check of these two at this offset, xxh3-64 of the payload
 HEAD = struct.Struct("<IB3xIQ")
+
+
+BLANK_BYTES = 64 << 20
+"""Maximum bytes of space that a power loss may leave unwritten at the end of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +85,38 @@ class RecordFormat:
 
         Raises CorruptJournalError, OSError.
         """
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read()
-        if start == 0:
-            if self._is_torn_header(data):
-                return
-            self._check_header(path, data)
-        offset, view = max(start, HEADER.size), memoryview(data)
-        while offset + HEAD.size <= start + len(data):
-            at = offset - start
-            nbytes, kind, check, digest = HEAD.unpack_from(data, at)
-            at += HEAD.size
-            if check != self._check(nbytes, kind, offset) or kind not in self.kinds:
-                if not _blank(data, at):
-                    raise self.damaged(path, offset, f"record at byte {offset} is damaged")
-                return
-            end = at + nbytes
-            if end > len(data):
-                return
-            if xxhash.xxh3_64_intdigest(view[at:end]) != digest:
-                if not (_blank(data, end) and _unwritten(view[at:end])):
-                    raise self.damaged(
-                        path, offset, f"record at byte {offset} does not match its checksum"
-                    )
-                return
-            yield Record(offset=offset, end=start + end, kind=kind, payload=data[at:end])
-            offset = start + end
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if start == 0:
+                head = file.read(HEADER.size)
+                torn = head != self.header and self.header.startswith(head.rstrip(b"\0"))
+                if torn and _is_blank(file, size):
+                    return  # it was cut off while it was created
+                self._check_header(path, head)
+            offset = max(start, HEADER.size)
+            file.seek(offset)
+            while offset + HEAD.size <= size:
+                piece = file.read(HEAD.size)
+                if len(piece) < HEAD.size:
+                    return  # it was cut off meanwhile
+                nbytes, kind, check, digest = HEAD.unpack(piece)
+                if check != self._check(nbytes, kind, offset) or kind not in self.kinds:
+                    if not _is_blank(file, size):
+                        raise self.damaged(path, offset, f"record at byte {offset} is damaged")
+                    return
+                end = offset + HEAD.size + nbytes
+                if end > size:
+                    return
+                payload = file.read(nbytes)
+                if len(payload) < nbytes:
+                    return
+                if xxhash.xxh3_64_intdigest(payload) != digest:
+                    if not (_unwritten(payload) and _is_blank(file, size)):
+                        text = f"record at byte {offset} does not match its checksum"
+                        raise self.damaged(path, offset, text)
+                    return
+                yield Record(offset=offset, end=end, kind=kind, payload=payload)
+                offset = end
 
     def _check_header(self, path: Path, data: bytes) -> None:
         magic, version = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"", 0)
@@ -132,7 +144,7 @@ class RecordFormat:
         """
         if not path.exists():
             return 0
-        with path.open("rb") as file:
+        with opened(path) as file:
             return HEADER.size if file.read(HEADER.size) == self.header else 0
 
     def _check(self, nbytes: int, kind: int, offset: int) -> int:
@@ -140,12 +152,6 @@ class RecordFormat:
         looking like a record that was cut off.
         """
         return xxhash.xxh32_intdigest(struct.pack("<IBQ", nbytes, kind, offset), seed=self.version)
-
-    def _is_torn_header(self, data: bytes) -> bool:
-        """Return whether the file was cut off while it was created: it never held a
-        record.
-        """
-        return self.header.startswith(data.rstrip(b"\0")) and not data.startswith(self.header)
 
     def damaged(self, path: Path, offset: int, problem: str) -> CorruptJournalError:
         """Return the error for a file that is damaged at `offset`."""
@@ -155,14 +161,17 @@ class RecordFormat:
         )
 
 
-def _blank(data: bytes, start: int) -> bool:
-    """Return whether no record follows: the file ends, or was extended but not yet
-    written when the power failed.
+def _is_blank(file: IO[bytes], size: int) -> bool:
+    """Return whether no record follows in a file of this size: it ends, or was extended
+    but not yet written when the power failed.
     """
-    return data.count(0, start) == max(0, len(data) - start)
+    if size - file.tell() > BLANK_BYTES:
+        return False
+    rest = file.read(max(0, size - file.tell()))
+    return rest.count(0) == len(rest)
 
 
-def _unwritten(payload: memoryview) -> bool:
+def _unwritten(payload: bytes) -> bool:
     """Return whether the payload ends in zeros: its space was allocated, but a power
     loss left it unwritten.
     """

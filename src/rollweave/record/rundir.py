@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Self
 
 from rollweave.io.disk import replace_file, writing
-from rollweave.schema.config.loading import dumps
+from rollweave.io.reading import kind_at, named, whole
+from rollweave.schema.config.loading import FILE_BYTES, dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+
+LOCK_BYTES = 32
+"""Maximum size of the file `lock`, which has a process id."""
 
 MAX_LOCK_ATTEMPTS = 100
 """Maximum number of attempts to lock a file that other processes keep replacing."""
@@ -74,8 +78,10 @@ class RunDir:
                 f"run.dir and run.name must be of a directory, or of none yet, got the file {file}"
             )
         _must_be_writable(next(path for path in (run.path, *run.path.parents) if path.exists()))
+        if run.lock.is_symlink():
+            raise ConfigError(f"{run.lock} must be a file, got a symbolic link; move it away")
         if to_clear:
-            _must_be(run.lock, directory=False)
+            _must_be(run.lock, "file")
         else:
             run.must_fit()
             for file in run._appended():
@@ -111,8 +117,9 @@ class RunDir:
         )
 
     def must_fit(self) -> None:
-        """Raise ConfigError if a directory, a named pipe or a device stands in the
-        place of one of a run's files, or a file in that of a directory.
+        """Raise ConfigError if a directory, a named pipe, a socket, a device or a link
+        to nothing stands in the place of one of a run's files, or a file in that of a
+        directory.
         """
         for directory in (
             self.trajectories,
@@ -121,20 +128,33 @@ class RunDir:
             self.logs,
             self.model,
         ):
-            _must_be(directory, directory=True)
+            _must_be(directory, "directory")
+        _must_be(self.control, "socket", "file")
         replaced = (
             self.config,
             self.identity,
             self.summary,
             self.status,
             self.report,
-            self.control,
             self.token,
             self.address,
+            self.host_secret,
+            self.host_mark,
         )
         stored = (*self.trajectories.glob("*.bin"), self.trajectories / "floor")
         for file in (*replaced, self.engine_tokens, *self._appended(), *stored):
-            _must_be(file, directory=False)
+            _must_be(file, "file")
+
+    def configuration(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """Read `config.toml` with `overrides`, as `load` does. Raises ConfigError, also
+        if a named pipe or a device has taken its place.
+        """
+        try:
+            text = whole(self.config, FILE_BYTES).decode("utf-8-sig")
+        except (OSError, ValueError) as error:
+            reason = named(error) if isinstance(error, OSError) else f"{self.config}: {error}"
+            raise ConfigError(f"{reason}; it must be the configuration of a run") from error
+        return loads(text, overrides, name=str(self.config))
 
     def must_be_writable(self) -> None:
         """Raise ConfigError if files cannot be created here."""
@@ -142,8 +162,10 @@ class RunDir:
 
     def _appended(self) -> Iterator[Path]:
         """Yield the existing files that grow with the run."""
-        files = (self.lock, self.journal, self.metrics, self.trace, *self.logs.rglob("*.log"))
-        return (file for file in files if file.exists())
+        # of a worker's environments, a folder below: there may be any others
+        logs = (*self.logs.glob("*.log"), *self.logs.glob("*/*.log"))
+        files = (self.lock, self.journal, self.metrics, self.trace, *logs)
+        return (file for file in files if os.path.lexists(file))
 
     def write_config(self, config: RunConfig) -> None:
         """Write `config.toml`, whole or not at all. Raises DiskError."""
@@ -157,7 +179,9 @@ class RunDir:
     def _take_lock(self) -> None:
         try:
             self._fds.append(_locked(self.path, os.O_RDONLY | os.O_DIRECTORY, optional=True))
-            self._fds.append(_locked(self.lock, os.O_RDWR | os.O_CREAT))
+            # it is overwritten: a link could lead to any file
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._fds.append(_locked(self.lock, flags))
         except BlockingIOError:
             self.release()
             raise ConfigError(
@@ -172,7 +196,7 @@ class RunDir:
 
     def _holder(self) -> str:
         try:
-            return self.lock.read_text(errors="replace")[:32].strip() or "unknown"
+            return whole(self.lock, LOCK_BYTES).decode(errors="replace").strip() or "unknown"
         except OSError:
             return "unknown"
 
@@ -219,22 +243,16 @@ def _is_same_file(path: Path, fd: int) -> bool:
     return os.path.samestat(named, os.fstat(fd))
 
 
-def _must_be(path: Path, *, directory: bool) -> None:
-    """Raise ConfigError if something else than a directory, or than a file or socket,
-    has this name: to open a named pipe waits for its other end.
+def _must_be(path: Path, *kinds: str) -> None:
+    """Raise ConfigError if something else has this name: to open a named pipe waits for
+    its other end.
     """
-    rule = "directory" if directory else "file"
-    if path.exists() and (kind := _kind(path)) != rule:
-        raise ConfigError(f"{path} must be a {rule}, got a {kind}; move it away")
-
-
-def _kind(path: Path) -> str:
-    """Return what has this name."""
-    if path.is_dir():
-        return "directory"
-    if path.is_file() or path.is_socket():
-        return "file"
-    return "named pipe" if path.is_fifo() else "device"
+    try:
+        kind = kind_at(path)
+    except OSError as error:
+        raise ConfigError(f"{named(error)}; a run's files must be accessible") from error
+    if kind and kind not in kinds:
+        raise ConfigError(f"{path} must be a {kinds[0]}, got a {kind}; move it away")
 
 
 def _must_be_writable(path: Path) -> None:

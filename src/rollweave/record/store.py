@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 
 from rollweave.io.disk import AppendFile, replace_file, writing
+from rollweave.io.reading import named, opened, whole
 from rollweave.record.images import images_of
 from rollweave.record.record_file import HEAD, HEADER, RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
@@ -38,6 +39,12 @@ SEGMENT = RecordFormat(
     remedy="restore an intact copy, or put it aside by `mv {path} {path}.damaged`: its "
     "trajectories are then rolled out again if they are still needed",
 )
+LOST = "bring it back; without it, `--resume` drops its trajectories as world_lost"
+"""Remedy for a segment that a run or a reader needs and that is gone."""
+
+FLOOR_BYTES = 64
+"""Maximum bytes of the file `floor`."""
+
 SEGMENT_BYTES = 64 << 20
 """Number of bytes beyond which a new segment begins: small enough to copy or delete by
 hand, large enough that segments are few.
@@ -221,13 +228,19 @@ def _must_be_complete(path: Path, end: int) -> None:
 
 
 def read_attempt(directory: Path, entry: StoredAttempt) -> Trajectory:
-    """Read an attempt with its tokens and score. Raises OSError, and
-    CorruptJournalError for a record that differs from what was written.
+    """Read an attempt with its tokens and score. Raises CorruptJournalError for a
+    record that differs from what was written, and for a segment that is gone or cannot
+    be read.
     """
     path = segment_path(directory, entry.segment)
     start = entry.offset - HEAD.size
-    with path.open("rb", buffering=0) as file:
-        record = os.pread(file.fileno(), HEAD.size + entry.nbytes, start)
+    try:
+        with opened(path) as file:
+            record = os.pread(file.fileno(), HEAD.size + entry.nbytes, start)
+    except FileNotFoundError:
+        raise CorruptJournalError(f"{path} was deleted", LOST) from None
+    except OSError as error:
+        raise CorruptJournalError(f"{named(error)} (it cannot be read)", LOST) from error
     payload = record[HEAD.size :]
     if len(payload) != entry.nbytes or record[: HEAD.size] != SEGMENT.head(RECORD, payload, start):
         raise SEGMENT.damaged(path, start, f"record at byte {start} does not match its checksum")
@@ -239,8 +252,9 @@ def _floor(path: Path) -> int:
     missing or damaged.
     """
     try:
-        number = int(path.read_text().split()[0])
-        return number if path.read_bytes() == _floor_line(number) else 0
+        line = whole(path, FLOOR_BYTES)
+        number = int(line.split()[0])
+        return number if line == _floor_line(number) else 0
     except (OSError, ValueError, IndexError):
         return 0
 

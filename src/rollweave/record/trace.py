@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.io.disk import AppendFile, writing
+from rollweave.io.reading import lines
 from rollweave.schema.errors import DiskError
 from rollweave.schema.packing import as_json
 
@@ -164,10 +165,9 @@ def _complete_events(path: Path) -> tuple[int, int]:
     """
     events, end = 0, 0
     if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                if line != OPENING and not line.endswith(b"},\n"):
-                    break
-                events += line != OPENING
-                end += len(line)
+        for line in lines(path):
+            if line != OPENING and not line.endswith(b"},\n"):
+                break
+            events += line != OPENING
+            end += len(line)
     return events, end if events else 0

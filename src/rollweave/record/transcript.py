@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from rollweave.io.tokenizer import read_tokenizer
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
-from rollweave.schema.config.loading import load
 from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
 
@@ -106,7 +105,7 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
     Raises ConfigError for a damaged one.
     """
     directories = [run.model]
-    if run.config.exists() and (path := load(run.config).model.path) is not None:
+    if run.config.exists() and (path := run.configuration().model.path) is not None:
         directories.append(Path(path))
     for directory in directories:
         read = read_tokenizer(directory)
@@ -117,7 +116,7 @@ def tokenizer_of(run: RunDir) -> Tokenizer | None:
 
 def template_arguments(run: RunDir) -> dict[str, Any]:
     """Return the arguments of the chat template in all conversations of the run."""
-    return dict(load(run.config).model.template_arguments) if run.config.exists() else {}
+    return dict(run.configuration().model.template_arguments) if run.config.exists() else {}
 
 
 def arguments_of(sequence: TokenSequence, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -368,7 +368,7 @@ class TurnLog:
         """Yield the payloads at these places, up to the first that is damaged. Raises
         OSError.
         """
-        fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self._path(number), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             for offset, end in places:
                 payload = SEGMENT.payload(os.pread(fd, end - offset, offset), offset)

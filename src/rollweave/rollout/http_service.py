@@ -3,7 +3,8 @@ reward, or a judge.
 
 Invariants: a call ends within `timeout_s`, with its retries, once it is one of the
 `SERVICE_CALLS` under way, so that its wait for the others is no failure of the service;
-`wait` counts all of them; a request and an answer
+while the service has answered no call yet, it may be starting, and calls are repeated
+for `start_s`; `wait` counts all of them; a request and an answer
 have limits of size; what cannot be read is asked for again and then an error, never a
 value. A request may be sent again after a connection broke, so the service must answer
 a repeated one like the first.
@@ -40,6 +41,9 @@ JITTER = 0.5, 1.5
 together.
 """
 
+STARTING = (502, 503, 504)
+"""Statuses of a service that is not there yet, or of a proxy before it."""
+
 MAX_UNREADABLE = 3
 """Maximum number of answers to one call that cannot be read. One may be a fault of a
 proxy or of a server that restarts; the trajectory would be sampled again for it.
@@ -59,12 +63,12 @@ class ServiceError(RollweaveError):
 
 class RetryableError(Exception):
     """The service could not be reached, or was too busy. `after_s` is the pause that it
-    asks for, if it names one.
+    asks for, if it names one. It may be `starting`, if it has not answered before.
     """
 
-    def __init__(self, text: str, after_s: float | None = None) -> None:
+    def __init__(self, text: str, after_s: float | None = None, *, starting: bool = False) -> None:
         super().__init__(text)
-        self.after_s = after_s
+        self.after_s, self.starting = after_s, starting
 
 
 class RefusedError(ResponseError):
@@ -87,10 +91,12 @@ class HttpService:
         answer: str,
         token: str,
         timeout_s: float,
+        start_s: float = 0.0,
         clock: Callable[[], float],
         payload_bytes: int | None = None,
         callers: tuple[str, str] = TRAJECTORIES,
     ) -> None:
+        self._start_s, self._has_answered = max(start_s, timeout_s), False
         self._callers = callers
         self._name, self._url, self._answer, self._token = name, url, answer, token
         self._timeout_s, self._clock, self._payload_bytes = timeout_s, clock, payload_bytes
@@ -105,6 +111,8 @@ class HttpService:
             return None
         count = len(self._since)
         what = f"{count} {self._callers[count > 1]}"
+        if self._limit_s > self._timeout_s:
+            what += f"; it has not answered yet, and may be starting for {self._start_s:g} s"
         return ServiceWait(
             service=f"{self._name} {self._url}",
             what=f"{what}; {self._trouble}" if self._trouble else what,
@@ -123,33 +131,41 @@ class HttpService:
                 return await self._call(ask)
 
     async def _call(self, ask: Callable[[], Awaitable[T]]) -> T:
-        pause_s, unreadable = FIRST_RETRY_S, 0
-        trouble = ""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    after_s: float | None = None
-                    try:
-                        return await ask()
-                    except RetryableError as error:
-                        trouble, after_s = str(error), error.after_s
-                    except ResponseError as error:
-                        unreadable += 1
-                        if isinstance(error, RefusedError) or unreadable == MAX_UNREADABLE:
-                            raise
-                        trouble = str(error)
-                    self._trouble = trouble
-                    asked_s = min(after_s or 0.0, MAX_RETRY_S)
-                    await asyncio.sleep(max(asked_s, pause_s * random.uniform(*JITTER)))
-                    pause_s = min(2 * pause_s, MAX_RETRY_S)
-        except TimeoutError:
-            reason = f": {trouble}" if trouble else ""
-            raise ServiceError(
-                f"{self._name} {self._url} gave no {self._answer} within "
-                f"{self._timeout_s:g} s{reason}"
-            ) from None
-        except ResponseError as error:
-            raise ServiceError(f"{self._name} {self._url}: {error}") from error
+        clock = asyncio.get_running_loop().time
+        pause_s, unreadable, trouble, began = FIRST_RETRY_S, 0, "", clock()
+        while True:
+            after_s, left_s = 0.0, began + self._limit_s - clock()
+            try:
+                async with asyncio.timeout(min(self._timeout_s, left_s)):
+                    answer = await ask()
+                self._has_answered = True
+                return answer
+            except RetryableError as error:
+                trouble, after_s = str(error), error.after_s or 0.0
+                self._has_answered |= not error.starting
+            except ResponseError as error:
+                self._has_answered, trouble = True, str(error)
+                unreadable += 1
+                if isinstance(error, RefusedError) or unreadable == MAX_UNREADABLE:
+                    raise ServiceError(f"{self._name} {self._url}: {error}") from error
+            except TimeoutError:
+                pass
+            self._trouble = trouble
+            pause = max(min(after_s, MAX_RETRY_S), pause_s * random.uniform(*JITTER))
+            left_s = began + self._limit_s - clock()
+            await asyncio.sleep(max(0.0, min(pause, left_s)))
+            if pause >= left_s:
+                reason = f": {trouble}" if trouble else ""
+                raise ServiceError(
+                    f"{self._name} {self._url} gave no {self._answer} within "
+                    f"{self._limit_s:g} s{reason}"
+                )
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    @property
+    def _limit_s(self) -> float:
+        """The maximum seconds of a call."""
+        return self._timeout_s if self._has_answered else self._start_s
 
     async def exchange(
         self,
@@ -181,14 +197,16 @@ class HttpService:
         except TooLongError as error:
             raise ResponseError(f"{_shown(path)}gave {error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise RetryableError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise RetryableError(text, starting=True) from error
         if response.status == 200:
             return answer
         detail = answer[: 4 * ERROR_CHARS].decode(errors="replace")[:ERROR_CHARS]
         where = f" of {path}" if path else ""
         text = f"status {response.status}{where}: {detail}"
         if response.status in (409, 429) or response.status >= 500:
-            raise RetryableError(text, retry_after_s(response.headers.get("Retry-After")))
+            after_s = retry_after_s(response.headers.get("Retry-After"))
+            raise RetryableError(text, after_s, starting=response.status in STARTING)
         raise RefusedError(text)
 
     async def close(self) -> None:

@@ -49,14 +49,23 @@ class PairwiseJudge:
     runs.
     """
 
-    def __init__(self, config: RewardConfig, *, run_id: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        run_id: str,
+        clock: Callable[[], float],
+        start_s: float = 0.0,
+    ) -> None:
         """Raises ConfigError for a token that is missing, or a rubric that cannot be
         read.
         """
         assert config.judge is not None, "a pairwise reward has a judge"
         self._judge, self._name, self._run_id = config.judge, config.name, run_id
         self._rubric = rubric_of(config.judge)
-        self._service = service_of(config, config.judge.url, clock=clock, callers=CALLERS)
+        self._service = service_of(
+            config, config.judge.url, clock=clock, start_s=start_s, callers=CALLERS
+        )
 
     async def compare(self, one: Finished, other: Finished) -> float:
         """Return the points of `one` against `other`: 1 if it wins in both orders, 0.5

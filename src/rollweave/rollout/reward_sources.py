@@ -176,10 +176,11 @@ class ServiceReward:
         *,
         run_id: str,
         clock: Callable[[], float],
+        start_s: float,
     ) -> None:
         """Raises ConfigError for a token that is missing."""
         self._name, self._run_id, self._dialect = config.name, run_id, dialect
-        self._service = service_of(config, dialect.url, clock=clock)
+        self._service = service_of(config, dialect.url, clock=clock, start_s=start_s)
 
     async def reward(self, finished: Finished) -> float:
         key = f"{self._run_id}/{finished.trajectory_id}/{finished.attempt}/{self._name}"
@@ -281,10 +282,11 @@ def service_of(
     url: str,
     *,
     clock: Callable[[], float],
+    start_s: float = 0.0,
     callers: tuple[str, str] = TRAJECTORIES,
 ) -> HttpService:
-    """Return the service of a URL or judge. Raises ConfigError for a token that is
-    missing.
+    """Return the service of a URL or judge, which starts within `start_s`. Raises
+    ConfigError for a token that is missing.
     """
     has_token = config.token_env is not None or config.token_file is not None
     return HttpService(
@@ -293,6 +295,7 @@ def service_of(
         answer="reward",
         token=server_token(config.token_env, config.token_file) if has_token else "",
         timeout_s=config.timeout_s,
+        start_s=start_s,
         clock=clock,
         payload_bytes=PAYLOAD_BYTES,
         callers=callers,
@@ -352,24 +355,28 @@ def source_of(
     run_id: str,
     threads: EnvThreads,
     clock: Callable[[], float],
+    start_s: float = 0.0,
     deployed: str | None = None,
 ) -> Source:
     """Return what computes a reward; `deployed` is the URL of its function, if that is
-    deployed. Raises ConfigError, whose text is the field and the broken rule.
+    deployed. A service that has not answered yet is given `start_s`. Raises
+    ConfigError, whose text is the field and the broken rule.
     """
+
+    def service(dialect: Dialect) -> ServiceReward:
+        return ServiceReward(config, dialect, run_id=run_id, clock=clock, start_s=start_s)
+
     if deployed is not None:
-        return ServiceReward(config, DeployedDialect(deployed), run_id=run_id, clock=clock)
+        return service(DeployedDialect(deployed))
     match config.kind:
         case "function":
             return FunctionReward(config, threads=threads)
         case "url":
             assert config.url is not None, "a reward of this kind has a URL"
-            url = UrlDialect(config.name, config.url)
-            return ServiceReward(config, url, run_id=run_id, clock=clock)
+            return service(UrlDialect(config.name, config.url))
         case "judge":
             assert config.judge is not None, "a reward of this kind has a judge"
-            judge = JudgeDialect(config.judge)
-            return ServiceReward(config, judge, run_id=run_id, clock=clock)
+            return service(JudgeDialect(config.judge))
 
 
 @functools.lru_cache(64)

@@ -145,7 +145,8 @@ class DomainRewards:
 
 class Rewards:
     """The rewards of a run, in one of its processes. `run_id` tells its requests from
-    those of other runs, and `threads` are those of its environments. `deployed` has the
+    those of other runs, and `threads` are those of its environments. Services that have
+    not answered yet are given `start_s`. `deployed` has the
     URLs of the functions that the run has deployed, by the names of their rewards.
     """
 
@@ -156,18 +157,24 @@ class Rewards:
         *,
         threads: EnvThreads,
         clock: Callable[[], float],
+        start_s: float = 0.0,
         deployed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Raises ConfigError for a token or rubric that cannot be read."""
         self._sources: dict[str, Source] = {
             one.name: source_of(
-                one, run_id=run_id, threads=threads, clock=clock, deployed=deployed.get(one.name)
+                one,
+                run_id=run_id,
+                threads=threads,
+                clock=clock,
+                start_s=start_s,
+                deployed=deployed.get(one.name),
             )
             for one in config.rewards
             if not one.pairwise
         }
         self._judges = {
-            one.name: PairwiseJudge(one, run_id=run_id, clock=clock)
+            one.name: PairwiseJudge(one, run_id=run_id, clock=clock, start_s=start_s)
             for one in config.rewards
             if one.pairwise
         }

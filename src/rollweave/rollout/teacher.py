@@ -74,9 +74,13 @@ Scored = tuple[float, str | None]
 
 
 class Teacher:
-    """The teacher that `config` describes. `clock` gives the times of `wait`."""
+    """The teacher that `config` describes. It starts within `start_s`; `clock` gives
+    the times of `wait`.
+    """
 
-    def __init__(self, config: TeacherConfig, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: TeacherConfig, *, clock: Callable[[], float], start_s: float = 0.0
+    ) -> None:
         variable = config.token_env
         self._config, self._model = config, config.model
         self._service = HttpService(
@@ -85,6 +89,7 @@ class Teacher:
             answer="log-probs",
             token=os.environ.get(variable, "") if variable is not None else "",
             timeout_s=config.timeout_s,
+            start_s=start_s,
             clock=clock,
         )
 

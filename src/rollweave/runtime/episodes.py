@@ -61,9 +61,18 @@ class Episodes:
         self._tasks = {task.name: task for task in config.tasks}
         self._taught = {name for name in self._tasks if config.distills(name)}
         teacher = config.teacher
-        self._teacher = None if teacher is None else Teacher(teacher, clock=clock.now)
+        self._teacher = (
+            None
+            if teacher is None
+            else Teacher(teacher, clock=clock.now, start_s=config.watchdog.start_s)
+        )
         self._rewards = Rewards(
-            config, run_id, threads=source.threads, clock=clock.now, deployed=deployed
+            config,
+            run_id,
+            threads=source.threads,
+            clock=clock.now,
+            start_s=config.watchdog.start_s,
+            deployed=deployed,
         )
 
     def make(self, command: StartInit) -> Driver:

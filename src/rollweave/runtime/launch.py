@@ -34,6 +34,7 @@ from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.cluster import GatheredHosts
 from rollweave.runtime.hosts.hosts import Hosts
+from rollweave.runtime.hosts.permissions import programs_of
 from rollweave.runtime.hosts.resources import gpus_for
 from rollweave.runtime.hosts.serverless import check_platform, deployed
 from rollweave.runtime.links.relay import in_process as relay_in_process
@@ -43,7 +44,7 @@ from rollweave.runtime.preflight.checks import FORCED, forced, must_pass
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
-from rollweave.runtime.processes import Processes, Programs
+from rollweave.runtime.processes import BACKSTOP, Processes
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import (
     Beginning,
@@ -64,7 +65,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError, HostError
 from rollweave.schema.events import RunStarted, WorldLost
-from rollweave.schema.hosts import HostSlot, Resources
+from rollweave.schema.hosts import HostSlot, Programs, Resources
 from rollweave.train.lengths import check_installed
 
 
@@ -162,6 +163,8 @@ class _Start:
                 tasks,
                 relays=self._config.weights.relays,
                 user=user_files.of_run(self._config, self._declared.images),
+                hosted=programs_of(self._config),
+                programs=self._programs,
                 on_status=self._progress.phase,
             )
             try:
@@ -353,7 +356,6 @@ class _Start:
             hosts,
             words=self._declared.words,
             inproc=self._inproc,
-            programs=self._programs,
             on_ready=functools.partial(self._on_ready, beginning.identity),
             deployed=self._deployed,
         )
@@ -384,7 +386,9 @@ class _Start:
             status=self._run.status,
             draw=source.draw,
             make_trainer=processes.trainer,
-            open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),
+            open_relay=relay_in_process(
+                logs=self._run.logs, start_s=BACKSTOP * self._config.watchdog.start_s
+            ),
             open_predictor=processes.predictor(),
         )
 

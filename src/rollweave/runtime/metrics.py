@@ -10,6 +10,7 @@ left is cut off. Sinks only mirror lines.
 import contextlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollweave.core.policy.gaps import GAP, wide_gaps
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.state import State
 from rollweave.io.disk import AppendFile, writing
+from rollweave.io.reading import CHUNK, lines, opened
 from rollweave.record.steps import CounterSnapshot
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
@@ -202,7 +204,7 @@ def written_steps(path: Path) -> set[int]:
     file.
     """
     steps: set[int] = set()
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in lines(path) if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             read = json.loads(line)
             if read["kind"] == "step":
@@ -212,7 +214,17 @@ def written_steps(path: Path) -> set[int]:
 
 def _whole_lines(path: Path) -> int:
     """Return the size of the complete lines, in bytes."""
-    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+    if not path.exists():
+        return 0
+    with opened(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - CHUNK)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def _outcome(

@@ -1,13 +1,12 @@
 """Start the processes of a run on its hosts: the engines, the trainer, rollout workers
 and the predictor of lengths.
 
-Only this module decides what runs in which process, with which environment. Relays are
-started by `runtime/links/relay.py`.
+Only this module decides what runs in which process, with which share of its host.
+Relays are started by `runtime/supervisors/relays.py`.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from rollweave.core.policy.scheduling import scheduling
@@ -36,7 +35,7 @@ from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
 from rollweave.schema.events import EngineSlot
-from rollweave.schema.hosts import RankSlot
+from rollweave.schema.hosts import Program, RankSlot, Share
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
 from rollweave.schema.serving import EngineSpec
@@ -45,17 +44,6 @@ BACKSTOP = 2.0
 """Ratio of our own time limits on a silent child to the core's: the core acts first,
 and gives its own reason.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Programs:
-    """The modules that the child processes run; tests replace them by smaller ones."""
-
-    engine: str = "rollweave.runtime.entrypoints.engine"
-    server_engine: str = "rollweave.runtime.entrypoints.server_engine"
-    trainer: str = "rollweave.runtime.entrypoints.trainer"
-    relay: str = "rollweave.runtime.entrypoints.relay"
-    worker: str = "rollweave.runtime.entrypoints.worker"
 
 
 class Processes:
@@ -72,7 +60,6 @@ class Processes:
         *,
         words: tuple[str, ...],
         inproc: bool,
-        programs: Programs,
         on_ready: Callable[[], None],
         version: int = -1,
         deployed: Mapping[str, str] = MappingProxyType({}),
@@ -85,7 +72,7 @@ class Processes:
         self._version, self._deployed = version, dict(deployed)
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._hosts = hosts
-        self._programs, self._on_ready = programs, on_ready
+        self._on_ready = on_ready
         # placement by length rank, allocation and consolidation need the measured cost
         # of steps
         self._profiles = (
@@ -135,20 +122,14 @@ class Processes:
 
             link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
         else:
-            threads, module = slot.degree, self._programs.engine
+            program, threads = Program.ENGINE, slot.degree
             if kind is not None:
-                threads, module = 1, self._programs.server_engine
-            log = self._run.logs / f"{engine_id}.log"
+                program, threads = Program.SERVER_ENGINE, 1
             link = in_process(
                 spec,
-                module=module,
-                log=log,
-                env={
-                    **_threads(threads),
-                    **host.environment(slot.devices),
-                },
+                spawn=host.starting(program, _share(threads, slot.devices)),
+                log=self._run.logs / f"{engine_id}.log",
                 model_ready=self._model_ready,
-                spawn=host.spawn,
             )
         name = f"engine {engine_id}.{epoch}"
         return EngineClient(
@@ -168,14 +149,13 @@ class Processes:
             words=self._words,
             warm_up=fresh,
         )
-        start_s = BACKSTOP * max(self._config.watchdog.start_s, self._config.watchdog.train_s)
+        start_s = BACKSTOP * self._config.watchdog.start_s
         if self._inproc:
             from rollweave.runtime.entrypoints.trainer import build
 
             return ThreadTrainer(spec, build, start_s=start_s, on_ready=self._trainer_ready)
         return ProcessTrainer(
             spec,
-            module=self._programs.trainer,
             places=[self._rank(slot) for slot in ranks],
             logs=self._run.logs,
             start_s=start_s,
@@ -184,8 +164,8 @@ class Processes:
 
     def _rank(self, slot: RankSlot) -> WorkerPlace:
         host = self._hosts.host(slot.host)
-        env = {**_threads(TRAINER_THREADS), **host.environment(slot.devices)}
-        return WorkerPlace(spawn=host.spawn, env=env, address=host.address)
+        share = _share(TRAINER_THREADS, slot.devices)
+        return WorkerPlace(spawn=host.starting(Program.TRAINER, share), address=host.address)
 
     def worker(self, worker_id: str, host_number: int, on_report: OnReport) -> WorkerLink:
         """Start a rollout worker. Raises OSError."""
@@ -205,10 +185,8 @@ class Processes:
         return ProcessWorker(
             spec,
             on_report,
-            spawn=host.spawn,
-            module=self._programs.worker,
+            spawn=host.starting(Program.WORKER, Share()),
             log=self._run.logs / f"{worker_id}.log",
-            env=_threads(1),
             start_s=BACKSTOP * self._config.watchdog.start_s,
         )
 
@@ -233,10 +211,6 @@ class Processes:
         self._on_ready()
 
 
-def _threads(count: int) -> Mapping[str, str]:
-    """Return the environment of a child that computes with `count` threads."""
-    return {
-        "OMP_NUM_THREADS": str(count),
-        "MKL_NUM_THREADS": str(count),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+def _share(threads: int, devices: tuple[int, ...]) -> Share:
+    """Return the share of a process that uses these GPUs if there are any."""
+    return Share(threads=threads, devices=devices or None)

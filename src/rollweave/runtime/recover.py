@@ -18,6 +18,7 @@ from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
 from rollweave.core.state import ALIVE, Stage, State
 from rollweave.envs.rules import rules_of
+from rollweave.io.reading import lines
 from rollweave.record.identity import (
     Identity,
     Kind,
@@ -34,7 +35,7 @@ from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.metrics import written_steps
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Warn
-from rollweave.schema.config.loading import differences, dumps, load, loads
+from rollweave.schema.config.loading import differences, dumps, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSlot, RunStarted, WorkerSlot, WorldLost
@@ -225,7 +226,7 @@ def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginni
     if not run.journal.exists():
         _must_be_empty(run, "is missing", serving=serving)
         return fresh
-    written = load(run.config)
+    written = run.configuration()
     former = (
         loads(identity.config, name=str(run.identity))
         if identity is not None and identity.config
@@ -327,7 +328,7 @@ def _results(run: RunDir) -> Iterator[str]:
         yield f"{_steps(steps)} of its checkpoints"
     if nbytes := stored_bytes(run.trajectories):
         yield f"{nbytes:,} bytes of trajectories"
-    if run.metrics.exists() and b'"kind": "step"' in run.metrics.read_bytes():
+    if run.metrics.exists() and any(b'"kind": "step"' in line for line in lines(run.metrics)):
         yield f"{run.metrics.name} of trained steps"
     if run.summary.exists():
         yield run.summary.name

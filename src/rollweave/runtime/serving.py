@@ -54,6 +54,7 @@ class ServiceWorld:
         """`status` is the path of the status file."""
         self._clock, self._status = wiring.clock.now, StatusFile(status, self._now)
         self.core, self._journal = wiring.core, wiring.journal
+        self._start_s = wiring.config.watchdog.start_s
         self._compact_bytes = compact_bytes
         self._rollouts = RolloutRuntime(wiring, execute=self._execute, warn=sink.warned)
         self.pump = self._rollouts.pump
@@ -95,7 +96,7 @@ class ServiceWorld:
         return rollouts.error or ""
 
     def _now(self) -> RunStatus:
-        waiting = waits(self.core.state, {})
+        waiting = waits(self.core.state, {}, start_s=self._start_s)
         return self.core.status(self._clock(), [*waiting, *self._rollouts.waits()])
 
     def stop(self, *, drain: bool) -> None:

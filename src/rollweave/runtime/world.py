@@ -186,7 +186,10 @@ class World:
 
     def _waits(self) -> list[Wait]:
         progress = self._relays.progress()
-        return [*waits(self._core.state, progress), *self._rollouts.waits()]
+        return [
+            *waits(self._core.state, progress, start_s=self._wiring.config.watchdog.start_s),
+            *self._rollouts.waits(),
+        ]
 
     def _now(self) -> RunStatus:
         return self._core.status(self._wiring.clock.now(), self._waits())

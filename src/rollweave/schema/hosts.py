@@ -6,7 +6,10 @@ one for each process that it starts, which begins with `AttachProcess` and then 
 the process's own frames.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -16,6 +19,57 @@ ALIVE_S = 0.5
 """Seconds between two signs of life of an agent and its controller, in each
 direction.
 """
+
+
+NAME_CHARS = 64
+"""Maximum characters of the name of a host, a resource or a version."""
+
+KIND_CHARS = 128
+"""Maximum characters of the name of a GPU."""
+
+MAX_ITEMS = 256
+"""Maximum number of GPUs, of resources and of variables that a host offers."""
+
+MAX_THREADS = 4096
+"""Maximum number of threads with which a process computes."""
+
+
+class Program(StrEnum):
+    """The programs that run on hosts. No others are started there (`Programs`)."""
+
+    ENGINE = "engine"
+    SERVER_ENGINE = "server_engine"
+    TRAINER = "trainer"
+    RELAY = "relay"
+    WORKER = "worker"
+    ROLE = "role"
+
+
+class Programs(Struct, frozen=True, kw_only=True):
+    """The module of each program. Tests and benches replace modules by smaller ones; a
+    controller cannot, on another host.
+    """
+
+    engine: str = "rollweave.runtime.entrypoints.engine"
+    server_engine: str = "rollweave.runtime.entrypoints.server_engine"
+    trainer: str = "rollweave.runtime.entrypoints.trainer"
+    relay: str = "rollweave.runtime.entrypoints.relay"
+    worker: str = "rollweave.runtime.entrypoints.worker"
+    role: str = "rollweave.runtime.entrypoints.role"
+
+    def module(self, program: Program) -> str:
+        """Return the main module of a program."""
+        module: str = getattr(self, program.value)
+        return module
+
+
+class Share(Struct, frozen=True, kw_only=True):
+    """The share of its host that a process gets: it computes with `threads` threads,
+    and sees no GPUs but `devices`; None stands for all that its agent sees.
+    """
+
+    threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_THREADS)] = 1
+    devices: tuple[int, ...] | None = None
 
 
 class HostSlot(Struct, frozen=True, kw_only=True):
@@ -71,13 +125,76 @@ class JoinHost(TaggedStruct, frozen=True, kw_only=True):
     """Offer a host to the controller. Answered by `HostAccepted` or `HostRefused`.
 
     `package` is the version of Rollweave there; `address` is the IP address at which
-    other hosts reach this one.
+    other hosts reach this one. The host runs modules and files of the user only with
+    `user_code`, passes on the environment variables `variables` and no others, and, if
+    it `lends` an engine, starts no programs but that engine and a relay.
     """
 
     name: str
     address: str
     package: str
     resources: Resources
+    user_code: bool = False
+    variables: tuple[str, ...] = ()
+    lends: bool = False
+
+
+_ADDRESS = re.compile(r"[0-9A-Za-z._:%-]{1,255}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
+
+
+def wrong_name(name: str) -> str:
+    """Return the rule that this name of a host breaks, with the name; "" if it breaks
+    none.
+    """
+    if _is_name(name, NAME_CHARS):
+        return ""
+    return f"must have 1 to {NAME_CHARS} printable characters, got {name[:NAME_CHARS]!a}"
+
+
+def wrong_offer(joined: JoinHost) -> str:
+    """Return the line with which a host is refused whose offer is not bounded and
+    printable, since logs, terminals and files show it; "" if it may be shown.
+    """
+    if wrong := wrong_name(joined.name):
+        return f"the name of a host {wrong}"
+    for what, holds in _rules(joined):
+        if not holds:
+            return f"host {joined.name} must offer {what}, got another offer"
+    return ""
+
+
+def _rules(joined: JoinHost) -> Iterator[tuple[str, bool]]:
+    offered = joined.resources
+    devices, labels = offered.devices, offered.labels
+    yield "an address", _ADDRESS.fullmatch(joined.address) is not None
+    yield "a version of up to 64 printable characters", _is_name(joined.package, NAME_CHARS)
+    yield "from 1 to 65,536 cores", 0 < offered.cpus <= 1 << 16
+    yield "less than an exbibyte of memory", 0 <= offered.memory_bytes < 1 << 60
+    yield (
+        f"at most {MAX_ITEMS} GPUs, resources and variables each",
+        max(len(devices), len(labels), len(joined.variables)) <= MAX_ITEMS,
+    )
+    yield (
+        f"GPUs with distinct numbers, names of up to {KIND_CHARS} printable characters and less "
+        "than an exbibyte of memory",
+        len({device.index for device in devices}) == len(devices)
+        and all(
+            0 <= device.index < 1 << 16
+            and _is_name(device.kind, KIND_CHARS)
+            and 0 <= device.memory_bytes < 1 << 60
+            for device in devices
+        ),
+    )
+    yield (
+        f"resources of up to {NAME_CHARS} printable characters in positive amounts",
+        all(_is_name(name, NAME_CHARS) and amount > 0 for name, amount in labels.items()),
+    )
+    yield "names of variables", all(map(_VARIABLE.fullmatch, joined.variables))
+
+
+def _is_name(text: str, most: int) -> bool:
+    return 0 < len(text) <= most and text.isprintable() and text.strip() == text
 
 
 class AttachProcess(TaggedStruct, frozen=True, kw_only=True):
@@ -141,9 +258,10 @@ class HostAccepted(TaggedStruct, frozen=True, kw_only=True):
     nothing from the controller for `lease_s`. Its agent then ends all processes there.
 
     `mark` is the content of the file `mark_path` in the run's directory, which every
-    host must see. `env` is added to the environment of all processes. The user's files
-    follow in messages `ArchivePart`, as an archive of `archive_bytes` with the SHA-256
-    digest `digest`; the directory with them is the processes' working directory, where
+    host must see. `env` is added to the environment of all processes; it has variables
+    that `JoinHost` names. The user's files follow in messages `ArchivePart`, as an
+    archive of `archive_bytes` with the SHA-256 digest `digest`, but only to a host with
+    `user_code`; the directory with them is the processes' working directory, where
     `modules` must be importable. Answered by `HostReady`.
     """
 
@@ -167,8 +285,8 @@ class HostRefused(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartProcess(TaggedStruct, frozen=True, kw_only=True):
-    """Start `python -m module` with `arguments`, and with `env` added to the agent's
-    environment.
+    """Start a program with a share of the host. The agent chooses its module, its
+    options and its environment.
 
     Answered by a connection that begins with `AttachProcess` and by `ProcessStarted`,
     and finally by `ProcessEnded`.
@@ -176,9 +294,8 @@ class StartProcess(TaggedStruct, frozen=True, kw_only=True):
 
     process: int
     key: bytes
-    module: str
-    env: dict[str, str]
-    arguments: tuple[str, ...] = ()
+    program: Program
+    share: Share
 
 
 class KillProcess(TaggedStruct, frozen=True, kw_only=True):
@@ -200,7 +317,8 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     """An agent that a launcher starts; see `runtime/hosts/agent.HostAgent`.
 
     It offers `labels`, and `cpus` cores and the GPUs `devices`; None stands for all
-    that it sees.
+    that it sees. The user of the run has started it, so it runs the user's code, and
+    passes on `variables`.
     """
 
     name: str
@@ -211,6 +329,8 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     cpus: int | None = None
     devices: tuple[int, ...] | None = None
     labels: dict[str, float] = msgspec.field(default_factory=dict)
+    variables: tuple[str, ...] = ()
+    programs: Programs = Programs()
 
 
 class ConnectRay(TaggedStruct, frozen=True, kw_only=True):
@@ -232,6 +352,7 @@ class StartAgents(TaggedStruct, frozen=True, kw_only=True):
     join_s: float
     hosts: int | None = None
     labels: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
 
 class StopAgents(TaggedStruct, frozen=True, kw_only=True):

@@ -691,6 +691,10 @@ ServerName = Literal["vllm", "sglang"]
 """A kind of inference server that a run can start."""
 
 
+SERVER_PYTHON = "python3"
+"""Interpreter of an inference server unless the user names one."""
+
+
 class ServerSpec(Struct, frozen=True, kw_only=True):
     """The inference server of an engine: its kind, the interpreter that has it, more
     arguments, and its tensor parallelism.
@@ -716,11 +720,12 @@ class ServerSpec(Struct, frozen=True, kw_only=True):
     context: int = 0
     moves_kv: bool = False
 
-
-LENT_SOCKET = "ROLLWEAVE_LENT_SOCKET"
-"""Environment variable with the socket of the serving engine that a host lends: its
-engine process borrows that engine instead of starting one.
-"""
+    @property
+    def is_ours(self) -> bool:
+        """True if neither an interpreter nor options are the user's: these may name
+        files of code.
+        """
+        return bool(self.addresses) or (self.python == SERVER_PYTHON and not self.args)
 
 
 class LendSpec(Struct, frozen=True, kw_only=True):

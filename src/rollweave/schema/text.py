@@ -17,6 +17,11 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
+_CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
+"""Control characters but tab and newline, and those that begin a line or change the
+direction of writing.
+"""
+
 ERROR_CHARS = 8000
 """Maximum length of a failure's description: an exception can quote a whole file, and
 every record repeats it.
@@ -26,6 +31,15 @@ every record repeats it.
 def valid(text: str) -> str:
     """Return the text with every surrogate replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def visible(text: str) -> str:
+    """Return the text with every character on which a terminal would act, or that
+    changes the order of a line, as its escape (`\\u001b`). Newlines and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def valid_tree(value: Any) -> Any:

@@ -37,7 +37,7 @@ from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.launch import machine_of, torn
 from rollweave.runtime.loopwatch import watched
-from rollweave.runtime.processes import Processes, Programs
+from rollweave.runtime.processes import Processes
 from rollweave.runtime.pump import RunClock
 from rollweave.runtime.recover import Beginning, model_dir, recall, recover, settle, unrecorded
 from rollweave.runtime.serving import ServiceWorld
@@ -48,6 +48,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
 from rollweave.schema.events import EngineSlot
+from rollweave.schema.hosts import Programs
 from rollweave.service import http
 from rollweave.service.backends import BackendFactory
 from rollweave.service.engine_access import EngineTokens
@@ -251,14 +252,13 @@ class _Launch:
         service: Service,
         episodes: Episodes,
     ) -> ServiceWorld:
-        config, hosts = self._config, hosts_here(0)
+        config, hosts = self._config, hosts_here(0, self._programs)
         processes = Processes(
             config,
             self._run,
             hosts,
             words=(),
             inproc=self._inproc,
-            programs=self._programs,
             on_ready=lambda: None,
             version=0,
         )

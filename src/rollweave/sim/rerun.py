@@ -16,7 +16,7 @@ from rollweave.core.policy.ratio import Candidate, EngineGroup, Pacing, Predicti
 from rollweave.record.report.data import read_run as read_data
 from rollweave.record.rundir import RunDir
 from rollweave.schema.base import Struct
-from rollweave.schema.config.loading import load, validated
+from rollweave.schema.config.loading import validated
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimConfig
@@ -67,7 +67,8 @@ def read_recording(path: Path, *, cores: int | None) -> Recording:
     cores (None if none). Raises ConfigError for one that cannot be predicted from.
     """
     run = RunDir(path)
-    config = load(run.config)
+    run.must_fit()
+    config = run.configuration()
     if len(config.engines) > 1 or config.pools or config.allocation is not None:
         raise ConfigError(
             f"{path}: the run must have one [engines], and neither [pools] nor [allocation]"

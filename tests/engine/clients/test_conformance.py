@@ -19,6 +19,7 @@ from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer
+from rollweave.io.child import child_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
@@ -171,9 +172,8 @@ async def connect(
             )
             link = in_process(
                 spec,
-                module=module,
+                spawn=child_of(module, env=environment()),
                 log=tmp_path / "logs" / "e0.log",
-                env=environment(),
                 model_ready=model_ready,
             )
         start_s = 60.0 if server is None else server.start_s

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.engine.vllm_server import VARIABLE
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
+from rollweave.io.child import child_of
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId
 from rollweave.schema.chat import Message
@@ -86,9 +87,8 @@ async def test_answers_depend_on_the_image_as_those_of_transformers(
     )
     link = in_process(
         spec,
-        module="rollweave.runtime.entrypoints.server_engine",
+        spawn=child_of("rollweave.runtime.entrypoints.server_engine", env=environment()),
         log=tmp_path / "e0.log",
-        env=environment(),
         model_ready=present,
     )
     engine = EngineClient("engine e0", link, start_s=server.start_s, reply_s=120.0)

@@ -149,7 +149,7 @@ async def test_damaged_runs_are_one_line_each(page: Page, runs: Path) -> None:
     content[len(content) // 2] ^= 1
     segment.write_bytes(content)
     text = await go(page, "#/run/made-up/trajectories", "document.querySelector('.note.bad')")
-    assert "summary: the file is damaged and left out" in text
+    assert "summary.json: it is damaged and left out" in text
     await page.until("document.querySelectorAll('#rows tbody tr').length == 100")
     text = await page.text()
     assert "000000.bin" in text

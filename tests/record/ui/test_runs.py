@@ -117,13 +117,13 @@ def test_the_end_of_a_run(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("summary.json", b"{", "summary: the file is damaged and left out"),
-        ("summary.json", b"{}", "summary: the file is damaged and left out"),
-        ("summary.json", b'{"wall_s": 1, "idle": [1]}', "summary: the file is damaged"),
-        ("summary.json", b'{"wall_s": 1, "stop_reasons": {"a": "x"}}', "summary: the file is"),
-        ("status.json", b'{"at": 1}', "status: the file is damaged and left out"),
-        ("config.toml", b"[run", "config: the file is damaged and left out"),
-        ("config.toml", b"\xff", "config: the file is damaged and left out"),
+        ("summary.json", b"{", "summary.json: it is damaged and left out"),
+        ("summary.json", b"{}", "summary.json: it is damaged and left out"),
+        ("summary.json", b'{"wall_s": 1, "idle": [1]}', "summary.json: it is damaged"),
+        ("summary.json", b'{"wall_s": 1, "stop_reasons": {"a": "x"}}', "summary.json: it is"),
+        ("status.json", b'{"at": 1}', "status.json: it is damaged and left out"),
+        ("config.toml", b"[run", "config.toml: it is damaged and left out"),
+        ("config.toml", b"\xff", "config.toml: it is damaged and left out"),
         ("metrics.jsonl", b'[]\n{"kind": "step"}\n\xff\n', "3 lines are damaged and left out"),
         (
             "metrics.jsonl",

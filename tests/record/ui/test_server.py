@@ -2,14 +2,18 @@
 line.
 """
 
+import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from rollweave.record.images import images_of
+from rollweave.record.ui import server
 from rollweave.record.ui.runs import Runs
 from rollweave.record.ui.server import FILES, WRONG_TOKEN, serving
 from rollweave.schema.media import Image
@@ -162,3 +166,57 @@ async def test_a_picture_is_shown_with_its_type_to_holders_of_the_token_alone(
             error = (await answer.json())["error"]
             assert line in error
             assert "\n" not in error
+
+
+class Hanging(Runs):
+    """Runs on a file system that hangs until `answer` is set."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.answer = threading.Event()
+
+    def overview(self) -> dict[str, Any]:
+        self.answer.wait()
+        return super().overview()
+
+
+def test_a_file_system_that_hangs_delays_neither_other_answers_nor_the_end(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "READ_S", 0.2)
+    monkeypatch.setattr(server, "MAX_READERS", 2)
+    hanging = Hanging(runs)
+
+    async def ask() -> None:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            serving(hanging, token=TOKEN, port=0) as address,
+            aiohttp.ClientSession(headers=headers) as session,
+        ):
+
+            async def get(path: str) -> tuple[int, str]:
+                async with session.get(address + path) as answer:
+                    return answer.status, await answer.text()
+
+            late = (503, '{"error":"files were not read within 0.2 s: a file system may hang"}')
+            assert await get("/api/runs") == late
+            assert (await get("/api/run?run=made-up"))[0] == 200
+            assert await get("/api/runs") == late
+            assert "2 other requests wait for files" in (await get("/api/run?run=made-up"))[1]
+
+    asyncio.run(ask())  # which waits for all threads of the loop's own
+    hanging.answer.set()
+
+
+def test_a_run_that_another_thread_reads_for_too_long_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollweave.record.ui.runs.HELD_S", 0.01)
+    seen = Runs(runs)
+    view = seen.get("made-up")
+    with view._lock:
+        (row,) = seen.overview()["runs"]
+    assert row["text"].endswith(
+        "made-up has been read for more than 0.01 s: its file system may hang"
+    )
+    assert seen.overview()["runs"][0]["state"] != "damaged"

@@ -5,13 +5,14 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from rollweave.runtime.hosts.listener import HostListener, RemoteHost
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.hosts import HostAccepted
+from rollweave.schema.hosts import HostAccepted, JoinHost
+from tests.runtime.hosts.started import PROGRAM
 from tests.support.forking import forked
 
 SECRET = b"correct horse"
@@ -30,6 +31,7 @@ class Listening:
         lease_s: float,
         enter_s: float = 60.0,
         archive: bytes = b"",
+        refusal: Callable[[JoinHost], str] = lambda _: "",
         **accepted: Any,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -38,6 +40,7 @@ class Listening:
         self.joined: asyncio.Queue[RemoteHost] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.refused: asyncio.Queue[str] = asyncio.Queue()
+        self.cut: asyncio.Queue[str] = asyncio.Queue()
         self.listener = HostListener(
             secret=SECRET,
             accepted=HostAccepted(
@@ -54,6 +57,8 @@ class Listening:
             on_lost=lambda host, reason: self.lost.put_nowait((host.name, reason)),
             on_refused=self.refused.put_nowait,
             on_wrong_secret=self.refused.put_nowait,
+            on_cut=self.cut.put_nowait,
+            refusal=refusal,
             silent_s=silent_s,
             enter_s=enter_s,
         )
@@ -79,11 +84,13 @@ async def listening(
 
 @contextlib.asynccontextmanager
 async def agent(
-    address: str, *options: str, secret: bytes = SECRET, name: str = "b"
+    address: str, *options: str, secret: bytes = SECRET, name: str = "b", role: str = PROGRAM
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run `rollweave host`, and kill it in the end."""
+    """Run `rollweave host` with the small program in place of roles, and kill it in the
+    end.
+    """
     process = await forked(
-        *(sys.executable, "-c", "from rollweave.cli.entry import main; main()"),
+        *(sys.executable, "-c", f"from benchmarks.agent_main import main; main(role={role!r})"),
         *("host", "--join", address, "--name", name, *options),
         env={**os.environ, "ROLLWEAVE_HOST_SECRET": secret.decode(), "PYTHONPATH": str(ROOT)},
         stdout=asyncio.subprocess.DEVNULL,
@@ -103,6 +110,6 @@ async def joined_host(
 ) -> AsyncIterator[tuple[RemoteHost, asyncio.subprocess.Process]]:
     async with (
         listening(directory, silent_s=silent_s, lease_s=lease_s) as here,
-        agent(here.address) as process,
+        agent(here.address, "--user-code") as process,
     ):
         yield await asyncio.wait_for(here.joined.get(), 60), process

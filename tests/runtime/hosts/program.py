@@ -12,7 +12,7 @@ from rollweave.io.parent import Parent
 def main() -> None:
     """Serve until the frame "end", or the end of the parent."""
     parent = Parent.from_arguments()
-    print("begun", *sys.argv[3:], flush=True)
+    print("begun", flush=True)
     frames = parent.queue()
     while True:
         match frames.get():
@@ -24,7 +24,11 @@ def main() -> None:
             case b"die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case b"environment":
-                parent.send(os.environ.get("COLOR", "").encode())
+                names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROLLWEAVE_USER_CODE")
+                parent.send(" ".join(os.environ.get(name, "-") for name in names).encode())
+            case b"log":
+                print("\x1b[2J\x9bred\r\n" + 400_000 * "line\n" + "last", flush=True)
+                parent.send(b"logged")
             case b"large":
                 parent.send(bytes(32 << 20))
             case b"directory":

@@ -1,10 +1,12 @@
 """A process that was started on this host or another, with what it reports."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.io.child import ChildProcess, Spawn
+from rollweave.runtime.hosts.listener import RemoteHost
+from rollweave.schema.hosts import Program, Share
 
 PROGRAM = "tests.runtime.hosts.program"
 
@@ -12,26 +14,13 @@ PROGRAM = "tests.runtime.hosts.program"
 class Started:
     """A process with what it has reported."""
 
-    def __init__(
-        self,
-        start: Spawn,
-        log: Path,
-        *,
-        module: str = PROGRAM,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, start: Spawn, log: Path) -> None:
         self.frames: asyncio.Queue[bytes] = asyncio.Queue()
         self.reasons: list[str] = []
         self.ended = asyncio.Event()
         self.log = log
         self.process: ChildProcess = start(
-            name="one",
-            module=module,
-            log=log,
-            env={"COLOR": "blue"} if env is None else env,
-            on_frame=self._on_frame,
-            on_gone=self._on_gone,
-            arguments=("first", "second"),
+            name="one", log=log, on_frame=self._on_frame, on_gone=self._on_gone
         )
 
     def _on_frame(self, payload: bytes) -> None:
@@ -50,6 +39,11 @@ class Started:
         await asyncio.wait_for(self.process.gone(), 30)
         assert len(self.reasons) == 1
         return self.reasons[0]
+
+
+def on(host: RemoteHost) -> Spawn:
+    """Return what starts the small program on a host."""
+    return host.starting(Program.ROLE, Share(threads=3))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -7,13 +7,13 @@ import pytest
 from rollweave.core.bindings import bind_all, bind_engine, groups_on_gpus
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
-from rollweave.runtime.hosts.hosts import hosts_here
+from rollweave.runtime.hosts.hosts import environment
 from rollweave.runtime.launch import machine_of, train
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineSlot
-from rollweave.schema.hosts import HostSlot
+from rollweave.schema.hosts import HostSlot, Program, Share
 
 LISTING = "".join(f"{index}, GPU-{index}, NVIDIA H20, 97871\n" for index in range(4))
 
@@ -61,7 +61,8 @@ def test_ranks_and_engines_share_the_gpus_of_one_machine(tmp_path: Path) -> None
     assert [rank.devices for rank in ranks] == [(0,), (1,)]
     assert [engine.devices for engine in engines] == [(2,), (3,), (0,)]
     assert unbound == []
-    assert hosts_here(0).host(0).environment(engines[1].devices) == {
+    assert environment(Program.ROLE, Share(devices=engines[1].devices)) == {
+        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "3",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }

@@ -20,7 +20,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.hosts import HostAccepted, Resources
 from tests.runtime.hosts.joined import SECRET, Listening, agent, listening
-from tests.runtime.hosts.started import Started, until
+from tests.runtime.hosts.started import Started, on, until
 from tests.support.processes import alive
 
 WAIT_S = 60.0
@@ -49,8 +49,8 @@ async def test_a_host_joins_with_its_resources(tmp_path: Path) -> None:
 
 
 async def test_a_released_host_ends_its_processes_and_exits(tmp_path: Path) -> None:
-    async with listening(tmp_path) as here, agent(here.address) as process:
-        one = Started((await joined(here)).spawn, tmp_path / "one.log")
+    async with listening(tmp_path) as here, agent(here.address, "--user-code") as process:
+        one = Started(on(await joined(here)), tmp_path / "one.log")
         await one.ask(b"hello")
         pid = one.process.pid
         await here.listener.close()
@@ -63,9 +63,9 @@ async def test_a_released_host_ends_its_processes_and_exits(tmp_path: Path) -> N
 
 
 async def test_a_killed_agent_is_a_lost_host_and_leaves_no_process(tmp_path: Path) -> None:
-    async with listening(tmp_path) as here, agent(here.address) as process:
+    async with listening(tmp_path) as here, agent(here.address, "--user-code") as process:
         host = await joined(here)
-        started = [Started(host.spawn, tmp_path / f"{n}.log") for n in range(3)]
+        started = [Started(on(host), tmp_path / f"{n}.log") for n in range(3)]
         for one in started:
             await one.ask(b"hello")
         process.kill()
@@ -75,7 +75,7 @@ async def test_a_killed_agent_is_a_lost_host_and_leaves_no_process(tmp_path: Pat
             assert await one.end() == f"host b is lost: {reason}"
             await until(lambda one=one: not alive(one.process.pid))  # type: ignore[misc]
         with pytest.raises(OSError, match="host b is lost"):
-            Started(host.spawn, tmp_path / "late.log")
+            Started(on(host), tmp_path / "late.log")
 
 
 async def test_a_stopped_host_is_lost_and_ends_its_processes_when_it_continues(
@@ -83,9 +83,9 @@ async def test_a_stopped_host_is_lost_and_ends_its_processes_when_it_continues(
 ) -> None:
     async with (
         listening(tmp_path, silent_s=1.0, lease_s=1.5) as here,
-        agent(here.address) as process,
+        agent(here.address, "--user-code") as process,
     ):
-        one = Started((await joined(here)).spawn, tmp_path / "one.log")
+        one = Started(on(await joined(here)), tmp_path / "one.log")
         await one.ask(b"hello")
         os.kill(process.pid, signal.SIGSTOP)
         os.kill(one.process.pid, signal.SIGSTOP)
@@ -136,9 +136,9 @@ async def test_a_cut_off_host_ends_its_processes_by_itself_and_joins_again(
     async with (
         listening(tmp_path, silent_s=1.0, lease_s=2.0) as here,
         cut_link(here.listener.port) as (link, address),
-        agent(address),
+        agent(address, "--user-code"),
     ):
-        one = Started((await joined(here)).spawn, tmp_path / "one.log")
+        one = Started(on(await joined(here)), tmp_path / "one.log")
         await one.ask(b"hello")
         pid = one.process.pid
         link.open.clear()
@@ -146,7 +146,7 @@ async def test_a_cut_off_host_ends_its_processes_by_itself_and_joins_again(
         await one.end()
         await until(lambda: not alive(pid))  # without any message from here
         link.open.set()
-        again = Started((await joined(here)).spawn, tmp_path / "two.log")
+        again = Started(on(await joined(here)), tmp_path / "two.log")
         assert await again.ask(b"hello") == b"echo hello"
 
 

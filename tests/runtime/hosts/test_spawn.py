@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.io.child import Spawn, spawn
+from rollweave.io.child import Spawn, child_of
 from tests.runtime.hosts.joined import joined_host
-from tests.runtime.hosts.started import Started, until
+from tests.runtime.hosts.started import PROGRAM, Started, on, until
 from tests.support.processes import alive
 
 
 @pytest.fixture(params=["local", "remote"])
 async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Spawn]:
     if request.param == "local":
-        yield spawn
+        yield child_of(PROGRAM, env={"OMP_NUM_THREADS": "3"})
     else:
         async with joined_host(tmp_path) as (host, _):
-            yield host.spawn
+            yield on(host)
 
 
 @pytest.fixture
@@ -60,14 +60,16 @@ async def test_large_frames_arrive_whole(one: Started) -> None:
     await one.end()
 
 
-async def test_environment_directory_and_arguments_arrive(one: Started, start: Spawn) -> None:
-    assert await one.ask(b"environment") == b"blue"
+async def test_environment_directory_and_output_arrive(
+    one: Started, request: pytest.FixtureRequest
+) -> None:
+    assert (await one.ask(b"environment")).startswith(b"3 ")
     directory = Path((await one.ask(b"directory")).decode())
-    if start is spawn:
+    if "local" in request.node.callspec.id:
         assert directory == Path.cwd()
     else:
         assert directory.name.startswith("rollweave-host-")
-    await until(lambda: one.log.exists() and "begun first second" in one.log.read_text())
+    await until(lambda: one.log.exists() and "begun" in one.log.read_text())
     one.process.kill()
     await one.end()
 
@@ -119,15 +121,6 @@ async def test_a_stopped_process_can_be_killed(one: Started) -> None:
     await one.end()
 
 
-async def test_a_module_that_does_not_exist_is_the_reason(start: Spawn, tmp_path: Path) -> None:
-    reasons: list[str] = []
-    process = start(
-        name="none",
-        module="tests.no_such_module",
-        log=tmp_path / "none.log",
-        env={},
-        on_frame=lambda _: None,
-        on_gone=reasons.append,
-    )
-    await asyncio.wait_for(process.gone(), 30)
-    assert "no_such_module" in reasons[0]
+async def test_a_module_that_does_not_exist_is_the_reason(tmp_path: Path) -> None:
+    one = Started(child_of("tests.no_such_module"), tmp_path / "none.log")
+    assert "no_such_module" in await one.end()

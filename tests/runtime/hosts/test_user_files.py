@@ -14,7 +14,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import UserModule
 from tests.runtime.hosts.joined import agent, listening
-from tests.runtime.hosts.started import Started
+from tests.runtime.hosts.started import Started, on
 
 PROGRAM = """
 import os, pathlib
@@ -80,10 +80,9 @@ async def test_files_and_variables_reach_a_host_and_are_removed_from_it(
     archive = pack(of_run(run), run.cluster.files)
     async with (
         listening(tmp_path, archive=archive, modules=modules, env={"COLOR": "blue"}) as here,
-        agent(here.address) as process,
+        agent(here.address, "--user-code", "--env", "COLOR", role="program") as process,
     ):
-        host = await asyncio.wait_for(here.joined.get(), 60)
-        one = Started(host.spawn, tmp_path / "one.log", module="program", env={})
+        one = Started(on(await asyncio.wait_for(here.joined.get(), 60)), tmp_path / "one.log")
         assert await one.ask(b"go") == b"hello blue world"
         (folder,) = temporary.glob("rollweave-host-*")
         assert not (folder / "prompts" / ".hidden").exists()
@@ -152,7 +151,10 @@ def test_too_many_bytes_are_refused(directory: Path) -> None:
 
 async def test_a_host_without_a_module_is_refused_in_one_line(tmp_path: Path) -> None:
     needed = UserModule(setting="tasks.0.env", value="nim_pro:Nim", module="nim_pro")
-    async with listening(tmp_path, modules=(needed,)) as here, agent(here.address) as process:
+    async with (
+        listening(tmp_path, modules=(needed,)) as here,
+        agent(here.address, "--user-code") as process,
+    ):
         _, errors = await process.communicate()
         line = (
             "host b: tasks.0.env must be importable on every host, got nim_pro:Nim: there is no "
@@ -165,6 +167,9 @@ async def test_a_host_without_a_module_is_refused_in_one_line(tmp_path: Path) ->
 
 async def test_a_torn_archive_is_refused(tmp_path: Path, directory: Path) -> None:
     archive = pack(of_run(config()), ())[:-20]
-    async with listening(tmp_path, archive=archive) as here, agent(here.address) as process:
+    async with (
+        listening(tmp_path, archive=archive) as here,
+        agent(here.address, "--user-code") as process,
+    ):
         assert await process.wait() == 2
         assert "the user's files must be unpacked" in await here.refused.get()

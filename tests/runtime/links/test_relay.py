@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.io.child import spawn
+from rollweave.io.child import child_of
 from rollweave.runtime.links.relay import (
-    ONE_THREAD,
     SUSPECT_BEATS,
     OnStalled,
     OnSuspected,
@@ -52,7 +51,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         file_bytes: int | None = None,
     ) -> ProcessRelay:
         spec = RelaySpec(id=f"r{number}", host=f"127.0.0.{number + 1}")
-        env = dict(ONE_THREAD)
+        env = {"OMP_NUM_THREADS": "1"}
         if file_bytes is not None:
             module, env["FILE_BYTES"] = "tests.runtime.small_relay", str(file_bytes)
         log = tmp_path / f"r{number}.log"
@@ -62,11 +61,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                 spec,
                 suspected,
                 stalled,
-                spawn=spawn,
+                spawn=child_of(module, env=env),
                 log=log,
-                env=env,
                 silent_s=silent_s,
-                module=module,
             )
         )
         return relays[-1]

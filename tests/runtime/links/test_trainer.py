@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollweave.io.child import child_of
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
     ThreadTrainer,
@@ -56,10 +57,10 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
             backends.append(
                 ProcessTrainer(
                     spec,
-                    places=[WorkerPlace(env=env)] * (2 if kind == "two ranks" else 1),
+                    places=[WorkerPlace(spawn=child_of("tests.runtime.fake_trainer", env=env))]
+                    * (2 if kind == "two ranks" else 1),
                     logs=tmp_path / "logs",
                     start_s=20.0,
-                    module="tests.runtime.fake_trainer",
                 )
             )
         return backends[-1]

@@ -24,13 +24,14 @@ class Wait(Struct, frozen=True, kw_only=True):
     lacks.
 
     The wait began at `since`; None means when it was first listed. It usually takes
-    `usual_s`.
+    `usual_s`, and at most `limit_s` if it has a limit of its own.
     """
 
     component: str
     what: str
     since: float | None = None
     usual_s: float = 0.0
+    limit_s: float = 0.0
 
 
 def wait_lines(named: Sequence[tuple[Wait, float]]) -> list[tuple[str, str]]:
@@ -38,7 +39,7 @@ def wait_lines(named: Sequence[tuple[Wait, float]]) -> list[tuple[str, str]]:
     line for all others.
     """
     lines = [
-        (wait.component, f"waiting {seconds:.0f} s for {wait.component}: {wait.what}")
+        (wait.component, f"waiting {_duration(wait, seconds)} for {wait.component}: {wait.what}")
         for wait, seconds in named[:SHOWN]
     ]
     if rest := named[SHOWN:]:
@@ -48,6 +49,11 @@ def wait_lines(named: Sequence[tuple[Wait, float]]) -> list[tuple[str, str]]:
             ("others", f"waiting up to {longest:.0f} s for {len(rest)} others: {first} … {last}")
         )
     return lines
+
+
+def _duration(wait: Wait, seconds: float) -> str:
+    limit = f" of at most {wait.limit_s:.0f} s" if wait.limit_s else ""
+    return f"{seconds:.0f} s{limit}"
 
 
 class LongWaits:

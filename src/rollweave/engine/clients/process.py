@@ -3,12 +3,11 @@ over the connection that `io/child.Spawn` opens.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.engine.clients.client import OpenLink
 from rollweave.io.child import Spawn
-from rollweave.io.child import spawn as spawn_here
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
 
@@ -16,26 +15,20 @@ _decode = decoder_of(EngineReply)
 
 
 class ProcessLink:
-    """`EngineLink` to `python -m module`, which receives an `EngineSpec` as its first
-    frame.
-    """
+    """`EngineLink` to a process, which receives an `EngineSpec` as its first frame."""
 
     def __init__(
         self,
         spec: EngineSpec,
         *,
         spawn: Spawn,
-        module: str,
         log: Path,
-        env: Mapping[str, str],
         model_ready: asyncio.Future[None],
         on_reply: Callable[[EngineReply], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._on_reply = on_reply
-        self._child = spawn(
-            name=spec.id, module=module, log=log, env=env, on_frame=self._on_frame, on_gone=on_lost
-        )
+        self._child = spawn(name=spec.id, log=log, on_frame=self._on_frame, on_gone=on_lost)
         model_ready.add_done_callback(lambda _: self._child.send(encode(spec)))
 
     @property
@@ -56,15 +49,9 @@ class ProcessLink:
 
 
 def in_process(
-    spec: EngineSpec,
-    *,
-    module: str,
-    log: Path,
-    env: Mapping[str, str],
-    model_ready: asyncio.Future[None],
-    spawn: Spawn = spawn_here,
+    spec: EngineSpec, *, spawn: Spawn, log: Path, model_ready: asyncio.Future[None]
 ) -> OpenLink:
-    """Return how `EngineClient` starts an engine as a child process.
+    """Return how `EngineClient` starts an engine as a process.
 
     The process starts at once and takes seconds to import its modules; it loads its
     model once `model_ready` is done.
@@ -72,9 +59,7 @@ def in_process(
     return lambda on_reply, on_lost: ProcessLink(
         spec,
         spawn=spawn,
-        module=module,
         log=log,
-        env=env,
         model_ready=model_ready,
         on_reply=on_reply,
         on_lost=on_lost,

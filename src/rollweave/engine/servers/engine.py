@@ -33,6 +33,7 @@ from rollweave.engine.servers.process import Server, max_context
 from rollweave.engine.servers.progress import ProgressReports
 from rollweave.engine.servers.published import HeldWeights, published, published_model
 from rollweave.engine.servers.versions import OwnDialect
+from rollweave.io import user_code
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.schema.errors import ConfigError, EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
@@ -191,6 +192,8 @@ class ServerEngine:
         `EngineFatal`.
         """
         try:
+            if not (self._settings.is_ours or user_code.is_allowed()):
+                raise EngineError(f"the server's interpreter and options {user_code.RULE}")
             shape = read_any_shape(Path(self._spec.model))
             if not self._settings.addresses:
                 await asyncio.to_thread(

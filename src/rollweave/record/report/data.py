@@ -6,15 +6,61 @@ part of the report is left out. Lines that are torn or foreign are ignored.
 
 import contextlib
 import json
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rollweave.io.reading import lines, whole
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
 from rollweave.schema.errors import ConfigError
+
+FILE_BYTES = 64 << 20
+"""Maximum size of a summary or a configuration."""
+
+
+DAMAGE = (ValueError, RecursionError, AttributeError, msgspec.MsgspecError)
+"""Exceptions of `add_line` and `summary_of` for what a run has not written."""
+
+Figures = dict[str, float | None]
+
+
+class _Figures(msgspec.Struct):
+    """The shape of a step or an evaluation, as far as readers depend on it."""
+
+    step: int
+    at: float
+    reward: Figures = {}
+    success: Figures = {}
+    staleness: dict[int, int] = {}
+    idle: dict[str, dict[str, float]] = {}
+    trainer: dict[str, Any] = {}
+    stop_reasons: dict[str, int] = {}
+
+
+class _Warning(msgspec.Struct):
+    """The shape of a warning."""
+
+    at: float
+    component: str
+    message: str
+
+
+class _Summary(msgspec.Struct):
+    """The shape of a summary, as far as readers depend on it."""
+
+    wall_s: float
+    idle: dict[str, dict[str, float]] = {}
+    stop_reasons: dict[str, int] = {}
+
+
+SHAPES = {"step": _Figures, "evaluation": _Figures, "warning": _Warning}
+"""Shapes of lines of metrics.jsonl by their kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +104,13 @@ class RunData:
     config: str = ""
     spans: list[Span] = field(default_factory=list)
     lanes: dict[tuple[int, int], str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    """A line about each file of which something is left out."""
+
+    def leave_out(self, path: Path, message: str) -> None:
+        """Warn of a file of which something is left out."""
+        self.left_out.append(f"{path}: {message}")
+        self.warnings.append({"at": self.wall_s, "component": path.name, "message": message})
 
     @property
     def tasks(self) -> list[str]:
@@ -140,24 +193,61 @@ def read_run(run: RunDir) -> RunData:
     """Read the run's files. Raises ConfigError if there is nothing to report."""
     if not run.metrics.exists():
         raise ConfigError(f"{run.path} must hold metrics.jsonl, found none yet")
-    data = RunData(name=run.path.resolve().name)
-    for line in _json_lines(run.metrics):
-        add_line(data, line)
-    if run.summary.exists():
-        data.summary = next(_objects([run.summary.read_text(errors="replace")]), None)
-    if run.config.is_file():
-        data.config = run.config.read_text(errors="replace")
-    if run.trace.exists():
+    data, strange = RunData(name=run.path.resolve().name), 0
+    for text in lines(run.metrics):
+        try:
+            add_line(data, json.loads(text.decode(errors="replace")))
+        except DAMAGE:
+            # the last line may be torn, or be written at this moment
+            strange += text.endswith(b"\n")
+    if strange:
+        data.leave_out(run.metrics, damaged_lines(strange))
+    with _left_out(data, run.summary):
+        data.summary = summary_of(whole(run.summary, FILE_BYTES))
+    with _left_out(data, run.config):
+        config = whole(run.config, FILE_BYTES).decode(errors="replace")
+        tomllib.loads(config)
+        data.config = config
+    with _left_out(data, run.trace):
         _read_trace(run.trace, data)
     return data
 
 
+@contextlib.contextmanager
+def _left_out(data: RunData, path: Path) -> Iterator[None]:
+    """Leave out a file that is missing, and name one that cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        data.leave_out(path, f"it is left out: {error.strerror or error}")
+    except DAMAGE as error:
+        reason = " ".join(str(error).split())[:200]
+        data.leave_out(path, f"it is damaged and left out: {reason}")
+
+
+def summary_of(content: bytes) -> dict[str, Any]:
+    """Return the summary in a file's content. Raises one of `DAMAGE`."""
+    summary: dict[str, Any] = json.loads(content)
+    msgspec.convert(summary, _Summary, str_keys=True)
+    return summary
+
+
+def damaged_lines(count: int) -> str:
+    """Describe the lines of metrics.jsonl that are left out."""
+    return f"{count} lines are damaged and left out"
+
+
 def add_line(data: RunData, line: dict[str, Any]) -> None:
     """Add a line of metrics.jsonl. Steps that follow a lost trainer replace those that
-    were lost with it.
+    were lost with it. Raises one of `DAMAGE`.
     """
-    match line.get("kind"):
-        case "step" if isinstance(line.get("step"), int):
+    kind = line.get("kind")
+    if (shape := SHAPES.get(kind or "")) is not None:
+        msgspec.convert(line, shape, str_keys=True)
+    match kind:
+        case "step":
             while data.steps and data.steps[-1]["step"] >= line["step"]:
                 data.lost.append(data.steps.pop())
             data.steps.append(line)
@@ -180,16 +270,11 @@ def _under(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from _objects(file)
-
-
-def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _objects(texts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the texts that are JSON objects."""
     for text in texts:
         try:
-            value = json.loads(text)
+            value = json.loads(text.decode(errors="replace"))
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
@@ -198,10 +283,9 @@ def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _read_trace(path: Path, data: RunData) -> None:
     """Read boxes and lane names of `trace.json`, which has one event per line."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for event in _objects(line.rstrip().rstrip(",") for line in file):
-            with contextlib.suppress(KeyError, TypeError):  # a foreign event
-                _read_event(event, data)
+    for event in _objects(line.rstrip().rstrip(b",") for line in lines(path)):
+        with contextlib.suppress(KeyError, TypeError):  # a foreign event
+            _read_event(event, data)
 
 
 def _read_event(event: dict[str, Any], data: RunData) -> None:

@@ -27,12 +27,16 @@ TABLE_ROWS = 200
 """Maximum number of rows: a longer run lists every n-th step and the last."""
 
 
-def write_report(run: RunDir) -> Path:
-    """Write `report.html` into the run directory, whole or not at all.
+def write_report(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Path:
+    """Write `report.html` into the run directory, whole or not at all. `warn` receives
+    a line about each file of which something is left out.
 
     Raises ConfigError without a run, and DiskError.
     """
-    replace_file(run.report, render(read_run(run)).encode())
+    data = read_run(run)
+    replace_file(run.report, render(data).encode())
+    for line in data.left_out:
+        warn(line)
     return run.report
 
 
@@ -49,7 +53,7 @@ def render(data: RunData) -> str:
         ("Steps", "steps", _steps),
         ("Configuration", "configuration", _configuration),
     ]
-    bodies = [(title, anchor, make(data)) for title, anchor, make in sections]
+    bodies = [(title, anchor, _drawn(title, make, data)) for title, anchor, make in sections]
     links = "".join(f'<a href="#{anchor}">{title}</a>' for title, anchor, body in bodies if body)
     main = "".join(
         f'<section id="{anchor}"><h2>{title}</h2>{body}</section>'
@@ -63,10 +67,23 @@ def render(data: RunData) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(data.name)} · rollweave</title><style>{style}</style></head><body>"
-        f"<header>{_header(data)}<nav>{links}</nav></header><main>{main}</main>"
+        f"<header>{_drawn('header', _header, data)}<nav>{links}</nav></header><main>{main}</main>"
         "<footer>Written by <b>rollweave report</b> from the files of the run "
         "directory.</footer></body></html>"
     )
+
+
+def _drawn(title: str, make: Callable[[RunData], str], data: RunData) -> str:
+    """Return a part of the page, or a line about the damage that does not let it be
+    drawn.
+    """
+    try:
+        return make(data)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        text = f"it does not suffice for the part {title!r} ({reason})"
+        data.left_out.append(f"metrics.jsonl or summary.json: {text}")
+        return f"<p>Left out: metrics.jsonl or summary.json is damaged ({escape(reason)}).</p>"
 
 
 def _header(data: RunData) -> str:

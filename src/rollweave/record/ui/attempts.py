@@ -4,7 +4,7 @@ Invariants: every record is read once; tokens are skipped, and read only for one
 at a time; a damaged segment is one line, and all others stay readable.
 """
 
-import contextlib
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rollweave.io.reading import named
 from rollweave.record.record_file import HEADER
 from rollweave.record.store import (
     SEGMENT,
@@ -180,8 +181,10 @@ class AttemptIndex:
                 self._read(number)
             except CorruptJournalError as error:
                 self.damaged[number] = error.problem
-            except OSError:  # deleted while it was read: the next call begins anew
+            except FileNotFoundError:  # deleted while it was read: the next call begins anew
                 return False
+            except OSError as error:
+                self.damaged[number] = named(error)
             if time.monotonic() >= until:
                 return number == unread[-1]
         return True
@@ -201,11 +204,16 @@ class AttemptIndex:
         return bool(self._inodes) and not numbers
 
     def _unread(self, number: int) -> bool:
+        path = segment_path(self._directory, number)
         try:
-            status = segment_path(self._directory, number).stat()
+            status = path.stat()
+        except FileNotFoundError:
+            return path.is_symlink()  # to nothing, which `_read` names
         except OSError:
-            return False
+            return True
         self._inodes[number] = status.st_ino
+        if not stat.S_ISREG(status.st_mode):
+            return True
         return status.st_size > max(self._ends.get(number, 0), HEADER.size)
 
     def _read(self, number: int) -> None:
@@ -295,9 +303,5 @@ class AttemptIndex:
         return [one for one in self.rows if one.stored.trajectory_id.rpartition(".")[0] == group]
 
     def load(self, row: Row) -> Trajectory:
-        """Read an attempt with its tokens. Raises OSError, CorruptJournalError."""
-        with contextlib.suppress(FileNotFoundError):
-            return read_attempt(self._directory, row.stored)
-        raise CorruptJournalError(
-            f"{segment_path(self._directory, row.stored.segment)} was deleted"
-        )
+        """Read an attempt with its tokens. Raises CorruptJournalError."""
+        return read_attempt(self._directory, row.stored)

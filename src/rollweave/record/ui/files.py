@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from rollweave.io.reading import named, opened
+
 READ_BYTES = 8 << 20
 """Maximum number of bytes read at once."""
 
@@ -19,6 +21,8 @@ class AppendedFile:
         self._inode = -1
         self._offset = 0
         self._size = 0
+        self.problem = ""
+        """Why the file cannot be read, though there is one."""
 
     @property
     def unread(self) -> bool:
@@ -33,7 +37,7 @@ class AppendedFile:
         the end is returned.
         """
         try:
-            with self._path.open("rb", buffering=0) as file:
+            with opened(self._path) as file:
                 status = os.fstat(file.fileno())
                 replaced = self._inode >= 0 and (
                     status.st_ino != self._inode or status.st_size < self._offset
@@ -42,10 +46,12 @@ class AppendedFile:
                     self._offset = 0
                 self._inode, self._size = status.st_ino, status.st_size
                 piece = os.pread(file.fileno(), READ_BYTES, self._offset)
-        except OSError:
+        except OSError as error:
             gone = self._inode >= 0
+            self.problem = "" if isinstance(error, FileNotFoundError) else named(error)
             self._inode, self._offset, self._size = -1, 0, 0
             return [], gone
+        self.problem = ""
         end = piece.rfind(b"\n") + 1
         if self._ending and piece[:end].endswith(b"\n" + self._ending):
             end -= len(self._ending)
@@ -57,7 +63,7 @@ class ReplacedFile:
     """A small file that is replaced as a whole."""
 
     def __init__(self, path: Path, *, most: int = 16 << 20) -> None:
-        self._path, self._most = path, most
+        self.path, self._most = path, most
         self._stamp: tuple[int, int, int] | None = None
 
     def content(self) -> tuple[bytes | None, bool]:
@@ -67,14 +73,16 @@ class ReplacedFile:
         Raises OSError for a file that cannot be read.
         """
         try:
-            status = self._path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
+            if self.path.is_symlink():
+                opened(self.path)  # raises
             changed, self._stamp = self._stamp is not None, None
             return None, changed
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
         if stamp == self._stamp:
             return b"", False
-        with self._path.open("rb") as file:
+        with opened(self.path) as file:
             content = file.read(self._most)
         self._stamp = stamp
         return content, True

@@ -75,6 +75,11 @@ class LaneIndex:
         self._file = AppendedFile(path, ending=ENDING)
         self._clear()
 
+    @property
+    def problem(self) -> str:
+        """Why the trace cannot be read, though there is one."""
+        return self._file.problem
+
     def _clear(self) -> None:
         self._pending: list[bytes] = []
         self._names: dict[tuple[int, int], str] = {}

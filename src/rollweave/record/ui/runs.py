@@ -6,20 +6,28 @@ once is not read again.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollweave.io.reading import named
 from rollweave.record.images import ImageError, find_image, images_of
-from rollweave.record.report.data import RunData, add_line
+from rollweave.record.report.data import (
+    DAMAGE,
+    RunData,
+    add_line,
+    damaged_lines,
+    summary_of,
+)
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import headline_figures
 from rollweave.record.transcript import (
@@ -34,6 +42,12 @@ from rollweave.record.ui.lanes import LaneIndex
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.media import Image
 from rollweave.schema.status import RunStatus
+
+MAX_ENTRIES = 10_000
+"""Maximum number of entries of a directory that are looked at."""
+
+HELD_S = 5.0
+"""Maximum seconds for which a thread waits for another one that reads the same run."""
 
 BUDGET_S = 0.4
 """Maximum seconds that an answer waits for what is not read yet."""
@@ -70,34 +84,6 @@ PHASES = {
     "finished": "ending",
 }
 """The activity of a living run by its phase."""
-
-
-Figures = dict[str, float | None]
-
-
-class _Figures(msgspec.Struct):
-    """The shape of a step or an evaluation, as far as an answer depends on it."""
-
-    step: int
-    at: float
-    reward: Figures = {}
-    success: Figures = {}
-    staleness: dict[int, int] = {}
-    idle: dict[str, dict[str, float]] = {}
-    trainer: dict[str, Any] = {}
-    stop_reasons: dict[str, int] = {}
-
-
-class _Summary(msgspec.Struct):
-    """The shape of a summary, as far as an answer depends on it."""
-
-    wall_s: float
-    idle: dict[str, dict[str, float]] = {}
-    stop_reasons: dict[str, int] = {}
-
-
-_check_figures = msgspec.json.Decoder(_Figures).decode
-_check_summary = msgspec.json.Decoder(_Summary).decode
 
 
 class UnknownRunError(Exception):
@@ -160,13 +146,11 @@ class RunView:
     def _add_line(self, text: bytes) -> None:
         try:
             line = json.loads(text)
-            if line.get("kind") in ("step", "evaluation"):
-                _check_figures(text)
             if line.get("kind") == "waiting":
                 self.waiting = [*self.waiting[-LOG_LINES:], line]
             else:
                 add_line(self.data, line)
-        except (ValueError, RecursionError, AttributeError, msgspec.MsgspecError):
+        except DAMAGE:
             self._strange_lines += 1
 
     def _replace(self, name: str, use: Callable[[bytes | None], None]) -> None:
@@ -176,16 +160,16 @@ class RunView:
                 use(content)
                 self._damaged.pop(name, None)
         except OSError as error:
-            self._damaged[name] = f"{self.run.path / name}: {error.strerror or error}"
+            self._damaged[name] = named(error)
         except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             reason = " ".join(str(error).split())[:200]
-            self._damaged[name] = f"{name}: the file is damaged and left out: {reason}"
+            path = self._files[name].path
+            self._damaged[name] = f"{path}: it is damaged and left out: {reason}"
 
     def _set_summary(self, content: bytes | None) -> None:
         self.data.summary = None
         if content is not None:
-            _check_summary(content)
-            self.data.summary = json.loads(content)
+            self.data.summary = summary_of(content)
 
     def _set_config(self, content: bytes | None) -> None:
         self.settings = tomllib.loads(content.decode()) if content is not None else {}
@@ -200,7 +184,7 @@ class RunView:
 
     def line(self, budget_s: float) -> dict[str, Any]:
         """Return the run's row in the list of runs."""
-        with self._lock:
+        with held(self._lock, self.run.path):
             complete = self._advance(budget_s=budget_s)
             data, status = self.data, self.status
             curves = self._curves("success") or self._curves("reward")
@@ -216,7 +200,7 @@ class RunView:
 
     def overview(self) -> dict[str, Any]:
         """Return everything of the run but its attempts and lanes."""
-        with self._lock:
+        with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S)
             data = self.data
             return {
@@ -249,7 +233,7 @@ class RunView:
 
     def lanes(self, start: float | None, end: float | None, bins: int) -> dict[str, Any]:
         """Return the lanes of the trace between two times; by default all of it."""
-        with self._lock:
+        with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S, lanes=True)
             last = self._lanes.end_s
             start, end = start or 0.0, last if end is None else end
@@ -271,7 +255,7 @@ class RunView:
         self, query: Query, *, order: str, offset: int, limit: int = PAGE
     ) -> dict[str, Any]:
         """Return a page of the attempts that `query` admits."""
-        with self._lock:
+        with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S, attempts=True)
             page = self._attempts.page(query, order=order, offset=offset, limit=limit)
             return {
@@ -287,7 +271,7 @@ class RunView:
 
         Raises UnknownRunError if it is not there or cannot be read.
         """
-        with self._lock:
+        with held(self._lock, self.run.path):
             complete = self._advance(budget_s=BUDGET_S, attempts=True)
             row = self._attempts.find(name, attempt)
             if row is None:
@@ -321,7 +305,7 @@ class RunView:
 
     def figures(self) -> dict[str, Any]:
         """Return what `/metrics` shows of the run."""
-        with self._lock:
+        with held(self._lock, self.run.path):
             self._advance(budget_s=BUDGET_S)
             data = self.data
             return {
@@ -473,9 +457,10 @@ class RunView:
         return {name: summary.get(name) for name in names}
 
     def _problems(self) -> list[str]:
-        lines = [*self._damaged.values(), *self._attempts.damaged.values()]
+        unread = (self._metrics_file.problem, self._lanes.problem)
+        lines = [*self._damaged.values(), *self._attempts.damaged.values(), *filter(None, unread)]
         if self._strange_lines:
-            lines.append(f"metrics.jsonl: {self._strange_lines} lines are damaged and left out")
+            lines.append(f"metrics.jsonl: {damaged_lines(self._strange_lines)}")
         if not self.run.path.is_dir():
             lines.insert(0, f"{self.run.path} was deleted: what was read of it is shown")
         return lines
@@ -529,7 +514,7 @@ class Runs:
         raise UnknownRunError(f"there is no run {name!r:.80} in {self._directory}: it was deleted")
 
     def _found(self) -> list[RunView]:
-        with self._lock:
+        with held(self._lock, self._directory):
             there = {path.name: path for path in _run_directories(self._directory)}
             self._views = {
                 name: self._views.get(name) or RunView(path) for name, path in there.items()
@@ -549,14 +534,37 @@ def is_long(seconds: float, usual_s: float) -> bool:
     return seconds > max(10.0, 2.0 * usual_s)
 
 
+@contextlib.contextmanager
+def held(lock: threading.Lock, path: Path) -> Iterator[None]:
+    """Hold a lock. Raises UnknownRunError if another thread holds it for too long."""
+    if not lock.acquire(timeout=HELD_S):
+        raise UnknownRunError(
+            f"{path} has been read for more than {HELD_S:g} s: its file system may hang"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _run_directories(directory: Path) -> list[Path]:
+    """Return the runs in a directory, by name: of its first `MAX_ENTRIES` entries."""
     if is_run(directory):
         return [directory]
     try:
-        entries = sorted(path for path in directory.iterdir() if path.is_dir())
+        with os.scandir(directory) as entries:
+            looked_at = list(itertools.islice(entries, MAX_ENTRIES))
     except OSError:
         return []
-    return [path for path in entries if is_run(path)]
+    paths = sorted(directory / entry.name for entry in looked_at if _is_directory(entry))
+    return [path for path in paths if is_run(path)]
+
+
+def _is_directory(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a loop of links, for example
+        return False
 
 
 def _changed(run: RunDir) -> float:

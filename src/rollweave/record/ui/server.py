@@ -2,14 +2,16 @@
 
 Invariants: nothing is answered without the token, except one line with status 403; the
 guard refuses pages of other sites (`io/http/guard`); files are read on threads, one at
-a time of each run, so that a slow disk delays only its own answers.
+a time of each run, so that a slow disk delays only its own answers; a file system that
+hangs delays no answer beyond `READ_S`, and not the end of the server.
 """
 
 import asyncio
 import contextlib
 import hmac
 import math
-from collections.abc import AsyncIterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -27,6 +29,12 @@ T = TypeVar("T")
 
 HOST = "127.0.0.1"
 """The address to listen on: never another."""
+
+READ_S = 10.0
+"""Maximum seconds for which an answer waits for files."""
+
+MAX_READERS = 32
+"""Maximum number of threads that read files, with those that hang."""
 
 MAX_BINS = 1000
 """Maximum number of parts of a window of lanes."""
@@ -123,9 +131,56 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _json({"error": error.reason}, status=error.status)
 
 
+class _Readers:
+    """Threads that read files. The interpreter does not wait for them when it ends."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    async def read(self, function: Callable[[], T]) -> T:
+        """Return what `function` returns, or raise its exception. Raises
+        HTTPServiceUnavailable if that takes too long.
+        """
+        if self._count >= MAX_READERS:
+            raise _unavailable(f"{MAX_READERS} other requests wait for files")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def finish(result: T | None, error: BaseException | None) -> None:
+            self._count -= 1
+            if done.cancelled():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]
+
+        def work() -> None:
+            result: T | None = None
+            error: BaseException | None = None
+            try:
+                result = function()
+            except Exception as problem:
+                error = problem
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(finish, result, error)
+
+        self._count += 1
+        threading.Thread(target=work, name="reader", daemon=True).start()
+        try:
+            async with asyncio.timeout(READ_S):
+                return await done
+        except TimeoutError:
+            raise _unavailable(f"files were not read within {READ_S:g} s") from None
+
+
+def _unavailable(reason: str) -> web.HTTPServiceUnavailable:
+    return web.HTTPServiceUnavailable(reason=f"{reason}: a file system may hang")
+
+
 class _Routes:
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+        self._runs, self._read = runs, _Readers().read
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -146,18 +201,18 @@ class _Routes:
 
     async def runs(self, request: web.Request) -> web.Response:
         del request
-        return _json(await asyncio.to_thread(self._runs.overview))
+        return _json(await self._read(self._runs.overview))
 
     async def run(self, request: web.Request) -> web.Response:
         name = request.query.get("run", "")
-        return _json(await asyncio.to_thread(lambda: self._runs.get(name).overview()))
+        return _json(await self._read(lambda: self._runs.get(name).overview()))
 
     async def lanes(self, request: web.Request) -> web.Response:
         query = request.query
         name = query.get("run", "")
         start, end = _number(query, "from"), _number(query, "to")
         bins = int(_number(query, "bins", least=1, most=MAX_BINS) or 300)
-        return _json(await asyncio.to_thread(lambda: self._runs.get(name).lanes(start, end, bins)))
+        return _json(await self._read(lambda: self._runs.get(name).lanes(start, end, bins)))
 
     async def attempts(self, request: web.Request) -> web.Response:
         query = request.query
@@ -178,7 +233,7 @@ class _Routes:
         limit = int(_number(query, "limit", least=1, most=PAGE) or PAGE)
         name = query.get("run", "")
         return _json(
-            await asyncio.to_thread(
+            await self._read(
                 lambda: self._runs.get(name).attempts(
                     conditions, order=order, offset=offset, limit=limit
                 )
@@ -190,9 +245,7 @@ class _Routes:
         name, number = query.get("run", ""), _number(query, "attempt", least=0)
         attempt = int(number) if number is not None else None
         return _json(
-            await asyncio.to_thread(
-                lambda: self._runs.get(name).attempt(query.get("id", ""), attempt)
-            )
+            await self._read(lambda: self._runs.get(name).attempt(query.get("id", ""), attempt))
         )
 
     async def image(self, request: web.Request) -> web.Response:
@@ -200,13 +253,13 @@ class _Routes:
         case.
         """
         name, digest = request.query.get("run", ""), request.query.get("digest", "")
-        image = await asyncio.to_thread(lambda: self._runs.get(name).image(digest))
+        image = await self._read(lambda: self._runs.get(name).image(digest))
         return web.Response(body=image.data, content_type=image.media_type)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""
         del request
-        text = await asyncio.to_thread(lambda: metrics(self._runs.figures()))
+        text = await self._read(lambda: metrics(self._runs.figures()))
         return web.Response(text=text, content_type="text/plain")
 
 

@@ -5,7 +5,9 @@ Invariants: every process is a child of the agent, and the kernel kills it with 
 agent; all processes of a membership end before the next one begins; an agent that
 receives nothing from its controller for the duration of its lease ends all of them. It
 measures the lease by its own clock, so a host that is cut off or was stopped need not
-be reached for that.
+be reached for that. A controller chooses one of the programs that the agent has a
+module for; it gets neither files nor variables nor code of the user onto a host whose
+operator has not allowed it (`Permissions`).
 """
 
 import asyncio
@@ -15,23 +17,28 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from rollweave.core.policy.waiting import LongWaits, Wait, wait_lines
+from rollweave.io import user_code
 from rollweave.io.child import exit_status, kill_group, start_process
+from rollweave.io.disk import free_space
 from rollweave.io.framing import FramedSocket, send_frame
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.io.reading import whole
+from rollweave.io.sealing import Seal
 from rollweave.io.wire import decoder_of, encode
 from rollweave.package import VERSION
 from rollweave.runtime.hosts import user_files
 from rollweave.runtime.hosts.authentication import introduce
+from rollweave.runtime.hosts.hosts import environment
 from rollweave.runtime.hosts.resources import resources
-from rollweave.schema.errors import HostError
+from rollweave.schema.errors import HostError, WireError
 from rollweave.schema.hosts import (
     ALIVE_S,
     AgentSpec,
@@ -47,10 +54,13 @@ from rollweave.schema.hosts import (
     ProcessEnded,
     ProcessLogged,
     ProcessStarted,
+    Program,
+    Programs,
     ReleaseHost,
     Resources,
     StartProcess,
 )
+from rollweave.schema.text import visible
 
 CONNECT_S = 5.0
 """Maximum seconds to connect to the controller, once."""
@@ -64,8 +74,24 @@ ACCEPT_S = 10.0
 FOLDER_PREFIX = "rollweave-host-"
 """Prefix of the temporary folders with the user's files, one for each membership."""
 
+MARK_BYTES = 1 << 10
+"""Maximum size of the file by which a host recognizes the run's directory."""
+
 LOG_BYTES = 1 << 18
-"""Maximum bytes of one process's log that are sent at once."""
+"""Maximum bytes of one process's log that are sent at each sign of life. Of more, the
+newest are sent.
+"""
+
+KEPT_BYTES = 4 << 20
+"""Newest bytes of a log that stay on this host: a server's process looks for the first
+error there.
+"""
+
+MAX_PROCESSES = 1024
+"""Maximum number of processes of a membership at one time."""
+
+LENT_ENGINE = "rollweave.runtime.entrypoints.lent_engine"
+"""Module of the process that connects a run with the engine that this host lends."""
 
 _decode = decoder_of(ControllerMessage)
 
@@ -77,7 +103,35 @@ class _Process:
     log: IO[bytes]
     """Its output, in a file without a name, which vanishes with the agent."""
     sent: int = 0
-    """Number of bytes of the log that were sent."""
+    """Number of bytes of the log that were sent or left out."""
+    freed: int = 0
+    """Number of bytes whose space is freed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permissions:
+    """A host's permissions for a run, as its operator gave them: the user's code and
+    files, and environment variables of the controller by name. With `lent`, the socket
+    of an engine that the host lends, nothing runs but that engine and a relay.
+    """
+
+    user_code: bool = False
+    variables: tuple[str, ...] = ()
+    lent: str = ""
+    programs: Programs = field(default_factory=Programs)
+
+    def check(self, program: Program) -> None:
+        """Raise `HostError` for a program that a run must not start here."""
+        if self.lent and program not in (Program.ENGINE, Program.RELAY):
+            raise HostError(f"this host lends an engine, and starts no {program.value}")
+        if program in (Program.WORKER, Program.ROLE) and not self.user_code:
+            raise HostError(f"a {program.value} runs the user's code, which needs --user-code here")
+
+    def command(self, program: Program) -> tuple[str, tuple[str, ...]]:
+        """Return the module of a program, and its arguments."""
+        if self.lent and program is Program.ENGINE:
+            return LENT_ENGINE, (self.lent,)
+        return self.programs.module(program), ()
 
 
 class HostAgent:
@@ -94,6 +148,7 @@ class HostAgent:
         resources: Resources,
         join_s: float,
         address: str | None = None,
+        permissions: Permissions | None = None,
         on_change: Callable[[str], None] = print,
     ) -> None:
         """`join_s` is the maximum number of seconds without a controller. `address` is
@@ -102,7 +157,8 @@ class HostAgent:
         joins or leaves a run.
         """
         self.name, self._controller, self._secret = name, controller, secret
-        self._resources, self._join_s, self._address = resources, join_s, address
+        self.resources, self._join_s, self._address = resources, join_s, address
+        self.permissions = permissions or Permissions()
         self._on_change = on_change
 
     @property
@@ -117,16 +173,17 @@ class HostAgent:
         within `join_s`.
         """
         while True:
-            sock = await self._connect()
+            sock, seal = await self._connect()
             with temporary_folder(FOLDER_PREFIX) as folder, contextlib.chdir("."):
-                over, reason = await _Membership(self, sock, folder).run()
+                over, reason = await _Membership(self, sock, seal, folder).run()
             if over:
                 self._on_change(f"host {self.name}: the run is over")
                 return
             self._on_change(f"host {self.name}: left the run at {self.where}: {reason}")
 
-    async def connect(self) -> socket.socket:
-        """Open a connection to the controller, and complete the handshake.
+    async def connect(self) -> tuple[socket.socket, Seal]:
+        """Open a connection to the controller, complete the handshake, and return both
+        ends' seal with it.
 
         Raises OSError, TimeoutError, HostError.
         """
@@ -139,14 +196,14 @@ class HostAgent:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.sock_connect(sock, addresses[0][4])
-                await introduce(sock, self._secret, where=self.where)
+                seal = await introduce(sock, self._secret, where=self.where)
             except HostError as error:
                 sock.close()
                 raise HostError(f"host {self.name}: {error}") from None
             except BaseException:
                 sock.close()
                 raise
-        return sock
+        return sock, seal
 
     def joining(self, sock: socket.socket) -> JoinHost:
         """Return the offer to join, for the controller to which `sock` is connected."""
@@ -154,7 +211,10 @@ class HostAgent:
             name=self.name,
             address=self._address or sock.getsockname()[0],
             package=VERSION,
-            resources=self._resources,
+            resources=self.resources,
+            user_code=self.permissions.user_code,
+            variables=self.permissions.variables,
+            lends=bool(self.permissions.lent),
         )
 
     def enter(self, accepted: HostAccepted, archive: bytes, folder: Path) -> str:
@@ -162,8 +222,11 @@ class HostAgent:
 
         Returns the reason why this host cannot serve the run, or "".
         """
+        foreign = sorted(set(accepted.env) - set(self.permissions.variables))
+        if foreign or ((archive or accepted.modules) and not self.permissions.user_code):
+            return f"host {self.name}: the controller sent files or variables that it must not send"
         try:
-            if Path(accepted.mark_path).read_text() != accepted.mark:
+            if whole(Path(accepted.mark_path), MARK_BYTES) != accepted.mark.encode():
                 raise OSError("another file of that name")
         except (OSError, ValueError) as problem:
             return (
@@ -179,7 +242,7 @@ class HostAgent:
         self._on_change(f"host {self.name}: joined the run at {self.where}")
         return ""
 
-    async def _connect(self) -> socket.socket:
+    async def _connect(self) -> tuple[socket.socket, Seal]:
         """Connect; retry for at most `join_s` seconds."""
         error: Exception = HostError("not tried")
         long_waits, began = LongWaits(), time.monotonic()
@@ -222,13 +285,14 @@ def agent_of(spec: AgentSpec) -> HostAgent:
         ),
         join_s=spec.join_s,
         address=spec.address,
+        permissions=Permissions(user_code=True, variables=spec.variables, programs=spec.programs),
     )
 
 
 class _Membership:
     """One membership in a run, from `JoinHost` to the end of its connection."""
 
-    def __init__(self, agent: HostAgent, sock: socket.socket, folder: Path) -> None:
+    def __init__(self, agent: HostAgent, sock: socket.socket, seal: Seal, folder: Path) -> None:
         self._agent, self._folder = agent, folder
         self._accepted: HostAccepted | None = None
         self._archive = bytearray()
@@ -242,7 +306,7 @@ class _Membership:
         self._refused = ""
         self._lease_s = ACCEPT_S
         self._received_at = self._loop.time()
-        self._control = FramedSocket(sock, on_frame=self._on_frame, on_end=self._on_end)
+        self._control = FramedSocket(sock, on_frame=self._on_frame, on_end=self._on_end, seal=seal)
         self._control.send(encode(agent.joining(sock)))
 
     async def run(self) -> tuple[bool, str]:
@@ -285,8 +349,8 @@ class _Membership:
             case ArchivePart(data=data):
                 self._receive(data)
             case HostRefused(error=error):
-                self._refused = error
-                self._end(error)
+                self._refused = visible(error)
+                self._end(self._refused)
             case StartProcess(process=number) as start:
                 task = self._tasks[number] = self._loop.create_task(self._run_process(start))
                 task.add_done_callback(lambda task: self._on_process_ended(number, task))
@@ -300,9 +364,13 @@ class _Membership:
 
     def _receive(self, data: bytes) -> None:
         """Receive a part of the user's files, and enter the run once all are there."""
+        if self._entering is not None:
+            raise WireError("the user's files are complete already")
         self._archive += data
         accepted = self._accepted
-        if accepted is not None and len(self._archive) >= accepted.archive_bytes:
+        if len(self._archive) > 2 * user_files.BYTES:
+            self._end("the controller sent too many files")
+        elif accepted is not None and len(self._archive) >= accepted.archive_bytes:
             self._entering = self._loop.create_task(self._enter(accepted))
 
     async def _enter(self, accepted: HostAccepted) -> None:
@@ -313,22 +381,38 @@ class _Membership:
             self._refused = error
         self._control.send(encode(HostReady(error=error)))
 
-    @property
-    def _env(self) -> dict[str, str]:
-        return self._accepted.env if self._accepted is not None else {}
+    def _env(self, start: StartProcess) -> Mapping[str, str]:
+        """Return the variables of a process, in addition to the agent's own."""
+        env = dict(self._accepted.env) if self._accepted is not None else {}
+        env |= environment(start.program, start.share)
+        if not self._agent.permissions.user_code:
+            env[user_code.VARIABLE] = user_code.REFUSED
+        return env
+
+    def _check(self, start: StartProcess) -> None:
+        """Raise `HostError` for a process that must not run here."""
+        agent = self._agent
+        if self._entering is None or not self._entering.done():
+            raise HostError("this host has not entered the run yet")
+        agent.permissions.check(start.program)
+        offered = {device.index for device in agent.resources.devices}
+        if not offered.issuperset(start.share.devices or ()):
+            raise HostError(f"GPUs must be among those that this host offers, {sorted(offered)}")
+        if len(self._tasks) > MAX_PROCESSES:
+            raise HostError(f"a host starts at most {MAX_PROCESSES} processes at one time")
 
     async def _run_process(self, start: StartProcess) -> ProcessEnded:
         """Run one process from its start to its end."""
         number = start.process
         try:
+            self._check(start)
             process = self._processes[number] = await self._open(start)
         except (OSError, TimeoutError, HostError) as error:
             return ProcessEnded(process=number, error=str(error) or type(error).__name__)
         self._control.send(encode(ProcessStarted(process=number, pid=process.popen.pid)))
         with process.log:
             status = await exit_status(process.popen, within_s=None)
-            while self._forward_log(process):
-                pass
+            self._forward_log(process)
         return ProcessEnded(process=number, status=status)
 
     def _on_process_ended(self, number: int, task: "asyncio.Task[ProcessEnded]") -> None:
@@ -339,19 +423,21 @@ class _Membership:
 
     async def _open(self, start: StartProcess) -> _Process:
         """Connect to the controller, and start the process with that connection."""
-        sock = await self._agent.connect()
+        sock, seal = await self._agent.connect()
+        module, arguments = self._agent.permissions.command(start.program)
         with sock, contextlib.ExitStack() as opened:
             attach = AttachProcess(host=self._agent.name, process=start.process, key=start.key)
-            await send_frame(sock, encode(attach))
+            await send_frame(sock, encode(attach), seal)
             # the mode belongs to the connection, which the process shares
             sock.setblocking(True)
             log = opened.enter_context(tempfile.TemporaryFile())
             popen = start_process(
                 sock,
-                module=start.module,
+                module=module,
                 log=Path(f"/dev/fd/{log.fileno()}"),
-                env={**self._env, **start.env},
-                arguments=start.arguments,
+                env=self._env(start),
+                arguments=arguments,
+                seal=seal,
             )
             opened.pop_all()
         return _Process(number=start.process, popen=popen, log=log)
@@ -362,16 +448,25 @@ class _Membership:
         elif number in self._tasks:
             self._tasks[number].cancel()  # it is not started yet
 
-    def _forward_log(self, process: _Process) -> bool:
-        """Send what is new in a log; return False if there was nothing."""
+    def _forward_log(self, process: _Process) -> None:
+        """Send what is new in a log, at most its newest `LOG_BYTES`, and free the space
+        of what was sent.
+        """
+        file = process.log.fileno()
         try:
-            data = os.pread(process.log.fileno(), LOG_BYTES, process.sent)
+            end = os.fstat(file).st_size
+            start = max(process.sent, end - LOG_BYTES)
+            data = os.pread(file, end - start, start)
         except OSError:
-            return False
+            return
+        if left_out := start - process.sent:
+            data = b"\n[%d bytes of output are left out here]\n" % left_out + data
+        process.sent = end
         if data:
-            process.sent += len(data)
             self._control.send(encode(ProcessLogged(process=process.number, data=data)))
-        return bool(data)
+        if end - process.freed > 2 * KEPT_BYTES:
+            process.freed = end - KEPT_BYTES
+            free_space(file, process.freed)
 
     async def _end_all(self) -> None:
         """Kill all processes, and wait until they are reaped."""

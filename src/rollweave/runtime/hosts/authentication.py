@@ -1,8 +1,9 @@
 """The handshake between a host's agent and the controller: each proves to the other
 that it knows the run's secret, which is never sent.
 
-The frames that follow are neither encrypted nor signed: the network between the hosts
-of a run must be private (`docs/SECURITY.md`).
+The frames that follow carry authentication codes with keys that only these two ends
+know (`io/sealing`). They are not encrypted, and neither are weights and KV between
+hosts: the network between the hosts of a run must be private (`docs/SECURITY.md`).
 """
 
 import asyncio
@@ -11,9 +12,10 @@ import os
 import socket
 
 from rollweave.io.framing import receive_exactly
+from rollweave.io.sealing import Seal
 from rollweave.schema.errors import HostError
 
-GREETING = b"rollweave host 1\n"
+GREETING = b"rollweave host 2\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 REFUSED = bytes(MAC_BYTES)
@@ -23,9 +25,9 @@ HANDSHAKE_S = 5.0
 """Maximum seconds that a handshake takes."""
 
 
-async def admit(sock: socket.socket, secret: bytes) -> bool:
-    """Complete the handshake with the agent that has connected; return False if it does
-    not know the secret.
+async def admit(sock: socket.socket, secret: bytes) -> Seal | None:
+    """Complete the handshake with the agent that has connected, and return the seal of
+    the connection; None if the agent does not know the secret.
 
     Raises OSError if the connection ends, and TimeoutError if the agent is silent.
     """
@@ -37,11 +39,13 @@ async def admit(sock: socket.socket, secret: bytes) -> bool:
         known = hmac.compare_digest(proof, _proof(secret, b"agent", ours, theirs))
         answer = _proof(secret, b"controller", ours, theirs) if known else REFUSED
         await loop.sock_sendall(sock, answer)
-        return known
+    to_agent, to_controller = _keys(secret, ours, theirs)
+    return Seal(to_agent, to_controller) if known else None
 
 
-async def introduce(sock: socket.socket, secret: bytes, *, where: str) -> None:
-    """Complete the handshake with the controller at `where`.
+async def introduce(sock: socket.socket, secret: bytes, *, where: str) -> Seal:
+    """Complete the handshake with the controller at `where`, and return the seal of the
+    connection.
 
     Raises `HostError` if the other end is no controller, or does not know the secret,
     and OSError and TimeoutError as `admit` does.
@@ -59,6 +63,16 @@ async def introduce(sock: socket.socket, secret: bytes, *, where: str) -> None:
             f"--secret-file or ROLLWEAVE_HOST_SECRET must hold the secret of the run at {where}, "
             "got another one"
         )
+    to_agent, to_controller = _keys(secret, theirs, ours)
+    return Seal(to_controller, to_agent)
+
+
+def _keys(secret: bytes, controllers: bytes, agents: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of the frames to the agent and to the controller."""
+    return (
+        _proof(secret, b"frames to the agent", controllers, agents),
+        _proof(secret, b"frames to the controller", controllers, agents),
+    )
 
 
 def _proof(secret: bytes, side: bytes, controllers: bytes, agents: bytes) -> bytes:

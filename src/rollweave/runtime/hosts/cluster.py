@@ -6,33 +6,39 @@ join the controller; its own machine is a host only if an agent runs there.
 """
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rollweave.core.policy.pools import pools_of, slots_of
 from rollweave.core.policy.waiting import Wait
 from rollweave.io.disk import replace_file
+from rollweave.io.reading import whole
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Host, Hosts, hosts_here
 from rollweave.runtime.hosts.launchers import Launcher, launcher_of
 from rollweave.runtime.hosts.listener import LEASE_S, HostListener, RemoteHost
+from rollweave.runtime.hosts.permissions import Hosted, options_for, refusal
 from rollweave.runtime.hosts.user_files import UserFiles, pack, variables
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost
-from rollweave.schema.hosts import HostAccepted, HostSlot, Resources
+from rollweave.schema.hosts import HostAccepted, HostSlot, JoinHost, Programs, Resources
 
 SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
 """Environment variable with the secret of the run, which controller and agents may read
 in place of its file.
 """
+
+SECRET_FILE_BYTES = 1 << 16
+"""Maximum size of the file with the secret."""
 
 SECRET_BYTES = 32
 """Number of random bytes in a generated secret."""
@@ -59,13 +65,18 @@ class GatheredHosts:
         *,
         relays: int = 0,
         user: UserFiles | None = None,
+        hosted: Iterable[Hosted] = (),
+        programs: Programs | None = None,
         on_status: Callable[[str], None],
     ) -> None:
         """Without a cluster, this machine stands for `relays` hosts. Each host of a
-        cluster gets the files of `user`.
+        cluster that runs the user's code gets the files of `user`. `hosted` are the
+        programs that the hosts must run, and `programs` the modules of those on this
+        machine.
         """
         self._cluster, self._pools, self._run = cluster, pools, run
-        self._user = user or UserFiles()
+        self._user, self._hosted = user or UserFiles(), tuple(hosted)
+        self._programs = programs or Programs()
         self._tasks, self._on_status = tasks, on_status
         self._numbers = itertools.count()
         self._members: dict[str, _Member] = {}
@@ -82,7 +93,7 @@ class GatheredHosts:
         """
         self._wanted, self._until = 0, 0.0
         """Number of hosts that `gather` waits for, and until when."""
-        self.hosts: Hosts = hosts_here(relays)
+        self.hosts: Hosts = hosts_here(relays, self._programs)
         self.slots: tuple[HostSlot, ...] = ()
         """The hosts with which the world starts; empty for this machine alone."""
 
@@ -100,6 +111,7 @@ class GatheredHosts:
         self._launcher = launcher_of(
             cluster,
             labels=[pool.resource for pool in self._pools.values()],
+            programs=self._programs,
             logs=self._run.logs,
             on_status=self._on_pending,
             fail=self._on_refused,
@@ -113,6 +125,7 @@ class GatheredHosts:
         if self._launcher is None:
             given = SECRET_VARIABLE in os.environ
             option = "" if given else f" --secret-file {self._run.host_secret}"
+            option += options_for(self._hosted, cluster.env)
             self._on_status(
                 f"waiting for {wanted} hosts: rollweave host --join {self._where}{option}"
             )
@@ -213,6 +226,8 @@ class GatheredHosts:
             on_lost=self._on_lost,
             on_refused=self._on_refused,
             on_wrong_secret=self._on_wrong_secret,
+            on_cut=self._on_status,
+            refusal=functools.partial(self._refused, cluster.env),
         )
         try:
             listener.listen(host, cluster.port)
@@ -223,6 +238,10 @@ class GatheredHosts:
             ) from None
         return listener
 
+    def _refused(self, names: Iterable[str], joined: JoinHost) -> str:
+        """Return why the run does not take a host whose operator allows too little."""
+        return refusal(joined, pools_of(self._pools, joined.resources), self._hosted, names)
+
     def _secret(self) -> bytes:
         """Return the secret in the environment, or else that of the run, which is
         created if it does not exist.
@@ -232,12 +251,12 @@ class GatheredHosts:
         file = self._run.host_secret
         if not file.exists():
             replace_file(file, f"{secrets.token_hex(SECRET_BYTES)}\n".encode(), mode=0o600)
-        return file.read_text().strip().encode()
+        return whole(file, SECRET_FILE_BYTES).strip()
 
     def _on_joined(self, remote: RemoteHost) -> None:
         member = self._members[remote.name] = _Member(number=next(self._numbers), remote=remote)
         self.hosts.by_number[member.number] = Host(
-            name=remote.name, address=remote.address, spawn=remote.spawn
+            name=remote.name, address=remote.address, starting=remote.starting
         )
         self._changed.set()
         if self._post is not None:

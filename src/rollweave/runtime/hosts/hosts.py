@@ -2,11 +2,13 @@
 which they listen.
 """
 
+import functools
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollweave.io.child import Spawn, spawn
+from rollweave.io.child import Spawn, child_of
+from rollweave.schema.hosts import Program, Programs, Share
 
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 
@@ -17,29 +19,20 @@ following addresses.
 Processes see each loopback address as a separate host, and so does `tc`.
 """
 
+Starting = Callable[[Program, Share], Spawn]
+"""Returns what starts processes of a program, each with this share of the host."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host: how to start a process there, and its address."""
+    """One host: how to start a process there, and its address. `is_here` is true for
+    this machine.
+    """
 
     name: str
     address: str
-    spawn: Spawn = spawn
-
-    @property
-    def is_here(self) -> bool:
-        """True if it is this machine."""
-        return self.spawn is spawn
-
-    def environment(self, devices: Sequence[int]) -> Mapping[str, str]:
-        """Return variables that make only these GPUs visible to a process."""
-        if not devices:
-            return {}
-        return {
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-            # CUDA counts GPUs as the driver's program lists them
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        }
+    starting: Starting
+    is_here: bool = False
 
 
 @dataclass(kw_only=True)
@@ -61,15 +54,37 @@ class Hosts:
             raise OSError(f"host {number} is lost") from None
 
 
-def hosts_here(count: int) -> Hosts:
+def hosts_here(count: int, programs: Programs | None = None) -> Hosts:
     """Return this machine as `count` hosts with a relay each, or as one host
     without.
     """
-    if not count:
-        return Hosts(by_number={0: Host(name="this host", address=str(LOOPBACK))})
+    starting = functools.partial(start_here, programs or Programs())
+    names = {number: f"host {number}" for number in range(count)} or {0: "this host"}
+    addresses = {number: FIRST_ADDRESS + number for number in range(count)} or {0: LOOPBACK}
     return Hosts(
         by_number={
-            number: Host(name=f"host {number}", address=str(FIRST_ADDRESS + number))
-            for number in range(count)
+            number: Host(name=name, address=str(addresses[number]), starting=starting, is_here=True)
+            for number, name in names.items()
         }
     )
+
+
+def start_here(programs: Programs, program: Program, share: Share) -> Spawn:
+    """Return what starts processes of a program on this machine."""
+    return child_of(programs.module(program), env=environment(program, share))
+
+
+def environment(program: Program, share: Share) -> dict[str, str]:
+    """Return the environment variables by which a process keeps to its share of the
+    host. Roles are the user's own code, and tokenize as they like.
+    """
+    variables = {"OMP_NUM_THREADS": str(share.threads)}
+    if program is not Program.ROLE:
+        variables |= {"MKL_NUM_THREADS": str(share.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if share.devices is not None:
+        variables |= {
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, share.devices)),
+            # CUDA counts GPUs as the driver's program lists them
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
+    return variables

@@ -24,6 +24,7 @@ from rollweave.schema.hosts import (
     AgentPending,
     AgentSpec,
     ConnectRay,
+    Programs,
     RayConnected,
     RayFailed,
     RayReport,
@@ -71,6 +72,7 @@ def launcher_of(
     cluster: ClusterConfig,
     *,
     labels: Sequence[str] = (),
+    programs: Programs,
     logs: Path,
     on_status: Callable[[str], None],
     fail: Callable[[str], None],
@@ -78,12 +80,13 @@ def launcher_of(
     """Return the launcher that the configuration names; None if the user starts the
     agents.
 
-    `labels` are resources that hosts should have. `on_status` receives lines for the
+    `labels` are resources that hosts should have, and `programs` the modules of agents
+    on this machine. `on_status` receives lines for the
     user, and `fail` the reason why an agent cannot be started. Raises ConfigError.
     """
     match cluster.launcher:
         case "local":
-            return LocalLauncher(cluster, logs)
+            return LocalLauncher(cluster, logs, programs)
         case "ray":
             check_launcher(cluster)
             return RayLauncher(cluster, logs, labels=labels, on_status=on_status, fail=fail)
@@ -104,8 +107,9 @@ class LocalLauncher:
     them.
     """
 
-    def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
+    def __init__(self, cluster: ClusterConfig, logs: Path, programs: Programs) -> None:
         assert cluster.hosts is not None, "it is checked with the configuration"
+        self._variables, self._programs = cluster.env, programs
         self._count, self._join_s, self._logs = cluster.hosts, cluster.join_s, logs
         self._resources: Resources | None = None
         self._agents: dict[int, ChildProcess] = {}
@@ -133,6 +137,8 @@ class LocalLauncher:
                 join_s=self._join_s,
                 cpus=max(1, self._resources.cpus // self._count),
                 devices=tuple(devices[number :: self._count]),
+                variables=self._variables,
+                programs=self._programs,
             )
             self._spawn(number, spec)
 
@@ -211,6 +217,7 @@ class RayLauncher:
             join_s=self._cluster.join_s,
             hosts=self._cluster.hosts,
             labels=self._labels,
+            variables=self._cluster.env,
         )
         self._driver.send(encode(start))
 

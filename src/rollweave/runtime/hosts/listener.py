@@ -1,7 +1,8 @@
 """The controller's side of other hosts: a listener that agents join, and one
 `RemoteHost` for each of them.
 
-Invariants: no message is read before the handshake; a host counts as lost once its
+Invariants: no message is read before the handshake, and none without its seal; what a
+host says of itself is bounded and printable; a host counts as lost once its
 connection has ended or was silent for `SILENT_S`, and `on_lost` is then called exactly
 once, before the processes of the host report their ends; no two hosts have the same
 name.
@@ -13,15 +14,19 @@ import functools
 import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from rollweave.io.child import ChildProcess, why_it_ended
+import msgspec
+
+from rollweave.io.child import ChildProcess, Spawn, why_it_ended
 from rollweave.io.framing import FramedSocket, receive_frame, send_frame
+from rollweave.io.sealing import Seal
 from rollweave.io.sockets import bound_socket
 from rollweave.io.wire import decoder_of, encode
 from rollweave.package import VERSION
 from rollweave.runtime.hosts.authentication import admit
+from rollweave.runtime.hosts.process_log import ProcessLog
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.errors import HostError, WireError
 from rollweave.schema.hosts import (
@@ -38,9 +43,13 @@ from rollweave.schema.hosts import (
     ProcessEnded,
     ProcessLogged,
     ProcessStarted,
+    Program,
     ReleaseHost,
+    Share,
     StartProcess,
+    wrong_offer,
 )
+from rollweave.schema.text import shortened, visible
 
 SILENT_S = 4.0
 """Seconds without a sign of life after which a host counts as lost: more than a busy
@@ -71,8 +80,14 @@ MAX_NAMED = 16
 MAX_UNAUTHENTICATED = 64
 """Maximum number of connections in the handshake; further ones are closed."""
 
+FIRST_BYTES = 1 << 18
+"""Maximum size of the message that follows a handshake."""
+
 CONTROL_BYTES = 4 << 20
 """Maximum size of an agent's message; the largest has a piece of a log."""
+
+REASON_CHARS = 2000
+"""Maximum characters of a reason that an agent gives."""
 
 PART_BYTES = 1 << 20
 """Maximum bytes of the user's files in one message, each of which is a sign of life."""
@@ -94,7 +109,8 @@ class RemoteProcess:
     ) -> None:
         self.name, self.number, self.key = name, number, os.urandom(16)
         self.pid = 0
-        self._host, self._log = host, log
+        self._host = host
+        self._log = ProcessLog(log, lambda text: host.on_cut(f"host {host.name}: {text}"))
         self._on_frame, self._on_gone = on_frame, on_gone
         self._unsent: list[bytes] = []
         """Frames that were sent before the process had a connection."""
@@ -124,20 +140,25 @@ class RemoteProcess:
         """Return once `on_gone` was called."""
         await self._gone.wait()
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, sock: socket.socket, seal: Seal) -> None:
         """Take over the connection that the agent has opened for this process."""
         if self._error or self._ended is not None or self._frames is not None:
             sock.close()
             return
-        self._frames = FramedSocket(sock, on_frame=self._on_frame, on_end=self._on_disconnected)
+        self._frames = FramedSocket(
+            sock, on_frame=self._on_frame, on_end=self._on_disconnected, seal=seal
+        )
         for payload in self._unsent:
             self._frames.send(payload)
         self._unsent.clear()
 
     def logged(self, data: bytes) -> None:
         """Append output of the process to its log on this host."""
-        with contextlib.suppress(OSError), self._log.open("ab") as log:
-            log.write(data)
+        self._log.write(data)
+
+    def tick(self) -> None:
+        """Let the log grow again."""
+        self._log.tick()
 
     def on_ended(self, ended: ProcessEnded) -> None:
         """Handle the agent's report that the process has ended."""
@@ -178,21 +199,23 @@ class RemoteProcess:
         if self._ended is None:
             reason = f"{self._error} {where}" if self._error == "killed" else self._error
         elif self._ended.error:
-            reason = f"cannot be started {where}: {self._ended.error}"
+            reason = f"cannot be started {where}: {_reason(self._ended.error)}"
         else:
             reason = why_it_ended(
-                self._ended.status, self._log, f"{self._error or 'ended'} {where}"
+                self._ended.status, self._log.path, f"{self._error or 'ended'} {where}"
             )
         self._gone.set()
         self._on_gone(reason)
 
 
 class RemoteHost:
-    """A host that has joined. `spawn` starts processes there, as `io/child.spawn` does
-    on this machine.
+    """A host that has joined. `starting` returns what starts processes there, as
+    `io/child.child_of` does for this machine.
     """
 
-    def __init__(self, joined: JoinHost, sock: socket.socket, *, silent_s: float) -> None:
+    def __init__(
+        self, joined: JoinHost, sock: socket.socket, seal: Seal, *, silent_s: float
+    ) -> None:
         self.name, self.address, self.resources = joined.name, joined.address, joined.resources
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
@@ -200,10 +223,12 @@ class RemoteHost:
         """Receives the reason of the loss, before the host's processes report their
         ends.
         """
+        self.on_cut: Callable[[str], None] = lambda _: None
+        """Receives a line when the log of a process is cut for the first time."""
         self.gone = asyncio.Event()
         """Set once the host is lost or released."""
         self._control = FramedSocket(
-            sock, on_frame=self._on_frame, on_end=self._on_end, limit=CONTROL_BYTES
+            sock, on_frame=self._on_frame, on_end=self._on_end, limit=CONTROL_BYTES, seal=seal
         )
         self.ready: asyncio.Future[str] = self._loop.create_future()
         """The error of the agent's `HostReady`, "" if there is none."""
@@ -215,49 +240,42 @@ class RemoteHost:
         self._processes: dict[int, RemoteProcess] = {}
         self._numbers = itertools.count()
 
-    def spawn(
+    def starting(self, program: Program, share: Share) -> Spawn:
+        """Return what starts processes of a program on this host. Each call of it
+        raises OSError if the host is lost.
+        """
+        return functools.partial(self._start, program, share)
+
+    def _start(
         self,
+        program: Program,
+        share: Share,
         *,
         name: str,
-        module: str,
         log: Path,
-        env: Mapping[str, str],
         on_frame: Callable[[bytes], None],
         on_gone: Callable[[str], None],
-        arguments: Sequence[str] = (),
     ) -> ChildProcess:
-        """Start a process on this host; see `io/child.Spawn`. Raises OSError if the
-        host is lost.
-        """
         if self._control.closed:
             raise OSError(f"host {self.name} is lost")
         log.parent.mkdir(parents=True, exist_ok=True)
         process = RemoteProcess(name, next(self._numbers), self, log, on_frame, on_gone)
         self._processes[process.number] = process
-        self._control.send(
-            encode(
-                StartProcess(
-                    process=process.number,
-                    key=process.key,
-                    module=module,
-                    env=dict(env),
-                    arguments=tuple(arguments),
-                )
-            )
-        )
+        start = StartProcess(process=process.number, key=process.key, program=program, share=share)
+        self._control.send(encode(start))
         return process
 
     def kill(self, process: RemoteProcess) -> None:
         """Request that the agent kill a process."""
         self._control.send(encode(KillProcess(process=process.number)))
 
-    def attach(self, message: AttachProcess, sock: socket.socket) -> None:
+    def attach(self, message: AttachProcess, sock: socket.socket, seal: Seal) -> None:
         """Give a new connection to the process that it belongs to, or close it."""
         process = self._processes.get(message.process)
         if process is None or process.key != message.key:
             sock.close()
         else:
-            process.attach(sock)
+            process.attach(sock, seal)
 
     async def is_alive(self) -> bool:
         """Wait for a sign of life; return False if the host is lost instead."""
@@ -296,7 +314,7 @@ class RemoteHost:
                 if (process := self._processes.pop(ended.process, None)) is not None:
                     process.on_ended(ended)
             case HostReady() as ready if not self.ready.done():
-                self.ready.set_result(ready.error)
+                self.ready.set_result(_reason(ready.error))
             case HostAlive():
                 pass
             case other:
@@ -313,6 +331,8 @@ class RemoteHost:
             self.lose(f"silent for {self._silent_s:g} s")
             return
         self._control.send(encode(HostAlive()))
+        for process in self._processes.values():
+            process.tick()
         self._timer = self._loop.call_later(ALIVE_S, self._tick)
 
     def _on_end(self, error: str) -> None:
@@ -328,13 +348,20 @@ class RemoteHost:
         self.gone.set()
 
 
+def _reason(text: str) -> str:
+    """Return the reason that an agent gives, in one bounded and printable line."""
+    return visible(shortened(" ".join(text.split()), REASON_CHARS))
+
+
 class HostListener:
     """Admits agents that know `secret`.
 
-    Each host that joins receives `accepted` and `archive`, the user's files. All
-    callbacks run on the event loop. `on_refused` receives the reason why a host cannot
-    join, `on_wrong_secret` a report of one with a wrong secret, and `on_lost` receives
-    the reason of a loss; it is not called for hosts that `close` releases.
+    Each host that joins receives `accepted` and, if it runs the user's code, `archive`,
+    the user's files. All callbacks run on the event loop. `refusal` returns the reason
+    why the run does not take a host, or ""; `on_refused` receives the reason why a host
+    cannot join, `on_wrong_secret` a report of one with a wrong secret, `on_cut` a line
+    about a log that is cut, and `on_lost` the reason of a loss; it is not called for
+    hosts that `close` releases.
     """
 
     def __init__(
@@ -348,6 +375,8 @@ class HostListener:
         on_lost: Callable[[RemoteHost, str], None],
         on_refused: Callable[[str], None],
         on_wrong_secret: Callable[[str], None],
+        on_cut: Callable[[str], None],
+        refusal: Callable[[JoinHost], str] = lambda _: "",
         silent_s: float = SILENT_S,
         enter_s: float = ENTER_S,
     ) -> None:
@@ -355,7 +384,7 @@ class HostListener:
         self._accepted, self._archive = accepted, archive
         self._on_joined, self._on_lost, self._on_refused = on_joined, on_lost, on_refused
         self._on_wrong_secret, self._silent_s = on_wrong_secret, silent_s
-        self._enter_s = enter_s
+        self._enter_s, self._on_cut, self._refusal = enter_s, on_cut, refusal
         self._hosts: dict[str, RemoteHost] = {}
         self._named: set[str] = set()
         """Addresses that were reported because of a wrong secret."""
@@ -422,31 +451,31 @@ class HostListener:
         """Complete the handshake, and dispatch the connection by its first message."""
         try:
             try:
-                message = await self._first_message(sock)
+                first = await self._first_message(sock)
             finally:
                 self._greeted -= 1
-            if message is None:
+            if first is None:
                 sock.close()
             else:
-                await self._dispatch(sock, message)
+                await self._dispatch(sock, *first)
         except (OSError, TimeoutError, WireError):
             sock.close()
         except BaseException:
             sock.close()
             raise
 
-    async def _first_message(self, sock: socket.socket) -> object:
-        """Complete the handshake, and return the message that follows it, or None after
-        a wrong secret.
+    async def _first_message(self, sock: socket.socket) -> tuple[object, Seal] | None:
+        """Complete the handshake, and return the message that follows it with the seal
+        of the connection, or None after a wrong secret.
         """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not await admit(sock, self._secret):
+        seal = await admit(sock, self._secret)
+        if seal is None:
             self._on_wrong_proof(sock.getpeername()[0])
             return None
         async with asyncio.timeout(FIRST_FRAME_S):
-            message: object = _decode(await receive_frame(sock, CONTROL_BYTES))
-        return message
+            return _decode(await receive_frame(sock, seal, limit=FIRST_BYTES)), seal
 
     def _on_wrong_proof(self, address: str) -> None:
         """Report a host with a wrong secret: once for each address, and only for the
@@ -458,16 +487,16 @@ class HostListener:
                 f"a host at {address} must know the run's secret, got another one"
             )
 
-    async def _dispatch(self, sock: socket.socket, message: object) -> None:
+    async def _dispatch(self, sock: socket.socket, message: object, seal: Seal) -> None:
         match message:
             case AttachProcess() if message.host in self._hosts:
-                self._hosts[message.host].attach(message, sock)
+                self._hosts[message.host].attach(message, sock, seal)
             case JoinHost():
-                await self._join(sock, message)
+                await self._join(sock, message, seal)
             case _:
                 sock.close()
 
-    async def _join(self, sock: socket.socket, joined: JoinHost) -> None:
+    async def _join(self, sock: socket.socket, joined: JoinHost, seal: Seal) -> None:
         """Admit a host, or report to its agent and to the user why it is refused.
 
         A host of the same name may still be listed because its loss was not noticed
@@ -479,12 +508,13 @@ class HostListener:
         try:
             self._check(joined)
         except HostError as problem:
-            await send_frame(sock, encode(HostRefused(error=str(problem))))
+            await send_frame(sock, encode(HostRefused(error=str(problem))), seal)
             sock.close()
             self._on_refused(str(problem))
             return
-        host = self._hosts[joined.name] = RemoteHost(joined, sock, silent_s=self._silent_s)
-        host.accept(self._accepted, self._archive)
+        host = self._hosts[joined.name] = RemoteHost(joined, sock, seal, silent_s=self._silent_s)
+        host.on_cut = self._on_cut
+        host.accept(*self._given(joined))
         if error := await self._enter(host):
             del self._hosts[host.name]
             host.lose(error)
@@ -504,10 +534,23 @@ class HostListener:
                 f"within {self._enter_s:g} s, got no answer: a file system may hang there"
             )
 
+    def _given(self, joined: JoinHost) -> tuple[HostAccepted, bytes]:
+        """Return what a host gets: one that runs none of the user's code gets no files,
+        and no variables but those that its operator names.
+        """
+        accepted, archive = self._accepted, self._archive
+        env = {name: value for name, value in accepted.env.items() if name in joined.variables}
+        accepted = msgspec.structs.replace(accepted, env=env)
+        if joined.user_code:
+            return accepted, archive
+        return msgspec.structs.replace(accepted, archive_bytes=0, modules=()), b""
+
     def _check(self, joined: JoinHost) -> None:
         """Raise `HostError` if the host must not join."""
         if self._closing:
             raise HostError("the run is over")
+        if wrong := wrong_offer(joined):
+            raise HostError(wrong)
         if joined.package != VERSION:
             raise HostError(
                 f"rollweave on host {joined.name} must be version {VERSION}, as on the "
@@ -518,6 +561,8 @@ class HostListener:
                 f"host names must be distinct, got {joined.name} a second time, from "
                 f"{joined.address}"
             )
+        if reason := self._refusal(joined):
+            raise HostError(reason)
 
     def _forget(self, host: RemoteHost, reason: str) -> None:
         del self._hosts[host.name]

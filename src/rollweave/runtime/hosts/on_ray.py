@@ -250,6 +250,7 @@ class Agents:
             cpus=max(1, int(node.cpus)),
             devices=None if node.gpus else (),
             labels=dict(node.labels),
+            variables=self._start.variables,
         )
         running.ended = running.actor.run.remote(spec)
 

@@ -9,10 +9,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
+from rollweave.core.policy.waiting import Wait
 from rollweave.io.child import spawn
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import user_files
+from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -25,9 +27,6 @@ from rollweave.schema.serverless import (
     RemoveFunctions,
     ServeReport,
 )
-
-DEPLOY_S = 180.0
-"""Maximum seconds to start Ray and Ray Serve, and to deploy."""
 
 REMOVE_S = 20.0
 """Maximum seconds to remove the functions; then the process is killed."""
@@ -68,6 +67,7 @@ async def deployed(
     check_platform(config)
     async with on_ray_serve(
         functions,
+        deploy_s=config.watchdog.start_s,
         cluster=config.cluster,
         files=user_files.of_rewards(config),
         owner=run_id,
@@ -82,6 +82,7 @@ async def deployed(
 async def on_ray_serve(
     functions: Sequence[DeployedFunction | DeployedRole],
     *,
+    deploy_s: float,
     cluster: ClusterConfig | None,
     files: user_files.UserFiles,
     owner: str,
@@ -90,7 +91,8 @@ async def on_ray_serve(
     on_lost: Callable[[str], None],
 ) -> AsyncIterator[Mapping[str, str]]:
     """Deploy functions for the time of the context, which gets their URLs by their
-    names: on the Ray cluster of `cluster`, if it is one, else on this machine.
+    names: on the Ray cluster of `cluster`, if it is one, else on this machine. To start
+    Ray and Ray Serve, and to deploy, takes at most `deploy_s` seconds.
     `on_status` receives a line about what is under way, `on_lost` one if the process
     that keeps the functions is lost.
 
@@ -135,11 +137,7 @@ async def on_ray_serve(
     )
     try:
         process.send(encode(command))
-        try:
-            async with asyncio.timeout(DEPLOY_S):
-                report = await answered
-        except TimeoutError:
-            report = DeployFailed(error=f"no answer in {DEPLOY_S:g} s")
+        report = await _report(answered, names, limit_s=deploy_s, on_status=on_status)
         if isinstance(report, DeployFailed):
             raise ConfigError(f"{names} must be deployed on Ray Serve: {report.error}")
         yield report.urls
@@ -151,3 +149,30 @@ async def on_ray_serve(
                 await process.gone()
         process.kill()
         await process.gone()
+
+
+async def _report(
+    answered: asyncio.Future[FunctionsDeployed | DeployFailed],
+    names: str,
+    *,
+    limit_s: float,
+    on_status: Callable[[str], None],
+) -> FunctionsDeployed | DeployFailed:
+    """Return the answer about the functions, or a failure after `limit_s` seconds. A
+    long wait is named.
+    """
+    loop = asyncio.get_running_loop()
+    wait = Wait(
+        component=f"Ray Serve with {names}", what="starting", since=loop.time(), limit_s=limit_s
+    )
+    naming = loop.create_task(
+        name_long_waits(lambda: [wait], clock=loop.time, report=lambda _, line: on_status(line)),
+        name="name the wait for Ray Serve",
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            return await answered
+    except TimeoutError:
+        return DeployFailed(error=f"no answer in {limit_s:g} s")
+    finally:
+        naming.cancel()

@@ -7,7 +7,6 @@ once the process has ended, for whatever reason, and is reaped.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -39,8 +38,8 @@ class Link(Protocol):
 
 
 class ProcessLink(Generic[R]):
-    """The link to `python -m module`, to which the first frame is `spec`. The process
-    reports by a message of type `R` that it is ready.
+    """The link to a process, to which the first frame is `spec`. The process reports
+    by a message of type `R` that it is ready.
 
     A subclass handles the frames. `_timer` first bounds the start; the subclass
     restarts it to measure silence.
@@ -53,9 +52,7 @@ class ProcessLink(Generic[R]):
         spec: Struct,
         *,
         spawn: Spawn,
-        module: str,
         log: Path,
-        env: Mapping[str, str],
         start_s: float,
         stop: Struct,
         close_s: float,
@@ -72,14 +69,7 @@ class ProcessLink(Generic[R]):
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[R] = self._loop.create_future()
         self._reason = ""
-        self._child = spawn(
-            name=name,
-            module=module,
-            log=log,
-            env=env,
-            on_frame=self._on_frame,
-            on_gone=self._on_gone,
-        )
+        self._child = spawn(name=name, log=log, on_frame=self._on_frame, on_gone=self._on_gone)
         self._timer = self._loop.call_later(
             start_s, self._give_up, f"was not ready within {start_s:g} s"
         )

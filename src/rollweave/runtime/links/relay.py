@@ -12,7 +12,7 @@ it adds at most one heartbeat to a relay's silence.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -56,9 +56,6 @@ seconds.
 CLOSE_S = 5.0
 """Maximum time for a relay to end by itself, in seconds."""
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of the process: the cores belong to engines and trainer."""
-
 _decode = decoder_of(RelayReply)
 
 
@@ -101,19 +98,11 @@ OnStalled = Callable[[VersionStalled], None]
 """Receives the report that a fetch makes no progress."""
 
 OpenRelay = Callable[[Spawn, RelaySpec, OnSuspected, OnStalled], RelayLink]
-"""Start a relay on the host of this `Spawn`. Raises OSError."""
+"""Start a relay by this `Spawn`. Raises OSError."""
 
 
-def in_process(
-    *,
-    logs: Path,
-    env: Mapping[str, str] = ONE_THREAD,
-    silent_s: float = SILENT_S,
-    module: str = "rollweave.runtime.entrypoints.relay",
-) -> OpenRelay:
-    """Run each relay as a process, `python -m module`, whose output goes to
-    `logs/<id>.log`.
-    """
+def in_process(*, logs: Path, silent_s: float = SILENT_S, start_s: float = START_S) -> OpenRelay:
+    """Run each relay as a process, whose output goes to `logs/<id>.log`."""
 
     def start(
         spawn: Spawn, spec: RelaySpec, on_suspected: OnSuspected, on_stalled: OnStalled
@@ -124,9 +113,8 @@ def in_process(
             on_stalled,
             spawn=spawn,
             log=logs / f"{spec.id}.log",
-            env=env,
             silent_s=silent_s,
-            module=module,
+            start_s=start_s,
         )
 
     return start
@@ -143,19 +131,16 @@ class ProcessRelay(ProcessLink[RelayReady]):
         *,
         spawn: Spawn,
         log: Path,
-        env: Mapping[str, str],
         silent_s: float,
-        module: str,
+        start_s: float = START_S,
     ) -> None:
         super().__init__(
             "relay",
             spec.id,
             spec,
             spawn=spawn,
-            module=module,
             log=log,
-            env=env,
-            start_s=START_S,
+            start_s=start_s,
             stop=StopRelay(),
             close_s=CLOSE_S,
             lost_error=RelayLostError,

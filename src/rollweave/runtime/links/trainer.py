@@ -269,7 +269,6 @@ class ProcessTrainer:
         places: Sequence[WorkerPlace],
         logs: Path,
         start_s: float,
-        module: str,
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
         """Start one rank at each of `places`. Raises OSError."""
@@ -279,7 +278,6 @@ class ProcessTrainer:
             TrainerRank,
             places=places,
             logs=logs,
-            module=module,
             arguments=constructor_codec(TrainerRank).encode((spec,), {}),
         )
 

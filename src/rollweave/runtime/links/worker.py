@@ -5,7 +5,7 @@ Invariants: those of `runtime/links/process.py`; no report is delivered after th
 Silence is measured as in `runtime/links/relay.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -57,7 +57,7 @@ OnReport = Callable[[WorkerReport], None]
 
 
 class ProcessWorker(ProcessLink[WorkerReady]):
-    """`WorkerLink` to `python -m module`, whose first frame is a `WorkerSpec`."""
+    """`WorkerLink` to a process, whose first frame is a `WorkerSpec`."""
 
     def __init__(
         self,
@@ -65,9 +65,7 @@ class ProcessWorker(ProcessLink[WorkerReady]):
         on_report: OnReport,
         *,
         spawn: Spawn,
-        module: str,
         log: Path,
-        env: Mapping[str, str],
         start_s: float,
         silent_s: float | None = None,
     ) -> None:
@@ -76,9 +74,7 @@ class ProcessWorker(ProcessLink[WorkerReady]):
             spec.id,
             spec,
             spawn=spawn,
-            module=module,
             log=log,
-            env=env,
             start_s=start_s,
             stop=StopRolloutWorker(),
             close_s=CLOSE_S,

@@ -46,7 +46,6 @@ from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.engines import EngineConfig
-from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.hosts import Resources
@@ -213,7 +212,7 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) 
         except ConfigError as error:
             yield fail("run.dir", str(error))
             return
-        if strays := config.strays_from(load(run.config)) if run.journal.exists() else ():
+        if strays := config.strays_from(run.configuration()) if run.journal.exists() else ():
             yield from (fail("--resume", line) for line in strays)
             return
         if not deep:  # the run itself checks the rest before it changes a file

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rollweave.core.policy.waiting import Wait
-from rollweave.io.child import ChildProcess, Spawn, spawn
+from rollweave.io.child import ChildProcess, Spawn
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.roles.serving import constructor_codec, method_codec
 from rollweave.runtime.roles.worker import Worker, declarations
@@ -56,12 +56,11 @@ _decode = decoder_of(RoleReport)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPlace:
-    """The place of one worker: `spawn` starts its process, with `env` added to its
-    environment, on the host with this address, where it has `hardware` and `devices`.
+    """The place of one worker: `spawn` starts its process on the host with this
+    address, where it has `hardware` and `devices`.
     """
 
-    spawn: Spawn = spawn
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    spawn: Spawn
     address: str = "127.0.0.1"
     hardware: str = ""
     devices: tuple[int, ...] = ()
@@ -90,8 +89,8 @@ def _no_failure(_: Any) -> str:
 class WorkerGroup:
     """One process per rank, at each of `places`.
 
-    `worker` is the class; `module` is the main module of its processes, which import
-    the class at `reference`. All calls belong to the event loop's thread.
+    `worker` is the class; its processes import the class at `reference`. All calls
+    belong to the event loop's thread.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class WorkerGroup:
         *,
         places: Sequence[WorkerPlace],
         logs: Path,
-        module: str,
         reference: str = "",
         arguments: Arguments | None = None,
     ) -> None:
@@ -121,7 +119,7 @@ class WorkerGroup:
         )
         try:
             for rank, place in enumerate(places):
-                self._children.append(self._start(rank, place, logs, module))
+                self._children.append(self._start(rank, place, logs))
         except OSError:
             self.kill()
             raise
@@ -137,12 +135,10 @@ class WorkerGroup:
             )
             self._children[rank].send(encode(start))
 
-    def _start(self, rank: int, place: WorkerPlace, logs: Path, module: str) -> ChildProcess:
+    def _start(self, rank: int, place: WorkerPlace, logs: Path) -> ChildProcess:
         return place.spawn(
             name=f"{self.name}-{rank}",
-            module=module,
             log=logs / f"{self.name}-{rank}.log",
-            env=place.env,
             on_frame=lambda payload: self._on_message(rank, payload),
             on_gone=lambda reason: self.lose(rank, reason),
         )

@@ -15,7 +15,7 @@ from rollweave.core.policy.binding import Binding, Demand, bind
 from rollweave.core.policy.pools import empty_pools
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.cluster import GatheredHosts, slot_of
-from rollweave.runtime.hosts.hosts import Host
+from rollweave.runtime.hosts.permissions import Hosted
 from rollweave.runtime.hosts.resources import resources as resources_here
 from rollweave.runtime.hosts.serverless import on_ray_serve
 from rollweave.runtime.hosts.user_files import of_worker
@@ -27,11 +27,9 @@ from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.base import Struct
 from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.hosts import HostSlot, Resources
+from rollweave.schema.hosts import MAX_THREADS, HostSlot, Program, Resources, Share
 from rollweave.schema.roles import Arguments
 from rollweave.schema.serverless import DeployedRole
-
-MODULE = "rollweave.runtime.entrypoints.role"
 
 
 class WorkerResources(Struct, frozen=True, kw_only=True):
@@ -152,6 +150,7 @@ class Role:
         role = DeployedRole(name=spec.name, reference=spec.reference, arguments=spec.arguments)
         context = on_ray_serve(
             (role,),
+            deploy_s=spec.start_s,
             cluster=self._cluster,
             files=of_worker(spec.reference),
             owner=uuid.uuid4().hex,
@@ -184,6 +183,15 @@ class Role:
                 self.run,
                 tasks,
                 user=of_worker(self._spec.reference),
+                hosted=[
+                    Hosted(
+                        program=Program.ROLE,
+                        setting="resources.hardware",
+                        pools=one.pools,
+                        user_code=f"role {self._spec.name}",
+                    )
+                    for one in self._spec.resources
+                ],
                 on_status=_print_status,
             )
             try:
@@ -233,11 +241,9 @@ class Role:
             self._worker,
             places=[
                 WorkerPlace(
-                    spawn=present.host(place.host).spawn,
-                    env=_environment(
-                        present.host(place.host),
-                        place.devices,
-                        cores=by_number[place.host].cpus // crowd[place.host],
+                    spawn=present.host(place.host).starting(
+                        Program.ROLE,
+                        _share(place.devices, by_number[place.host].cpus // crowd[place.host]),
                     ),
                     address=present.host(place.host).address,
                     hardware=hardware,
@@ -246,7 +252,6 @@ class Role:
                 for place, hardware in zip(places, self._hardware, strict=True)
             ],
             logs=self.run.logs,
-            module=MODULE,
             reference=spec.reference,
             arguments=spec.arguments,
         )
@@ -285,15 +290,13 @@ def _places(spec: RoleSpec, hosts: Sequence[HostSlot]) -> list[Binding]:
     return places
 
 
-def _environment(host: Host, devices: Sequence[int], *, cores: int) -> dict[str, str]:
-    """Return the environment of a worker: it sees only these GPUs, if any, and computes
-    with its share of the cores unless the user has set another number.
+def _share(devices: tuple[int, ...], cores: int) -> Share:
+    """Return the share of a worker: it sees only these GPUs, if any, and computes with
+    its share of the cores unless the user has set another number.
     """
-    return {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores))),
-        **host.environment(devices),
-    }
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isascii() and given.isdecimal() else cores
+    return Share(threads=min(max(1, threads), MAX_THREADS), devices=devices)
 
 
 def _parts(

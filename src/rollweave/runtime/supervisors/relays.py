@@ -32,6 +32,7 @@ from rollweave.schema.events import (
     RelaySuspected,
     WeightsFetched,
 )
+from rollweave.schema.hosts import Program, Share
 from rollweave.schema.weights import (
     FetchReply,
     FetchVersion,
@@ -169,7 +170,7 @@ class RelaySupervisor:
         host = self._hosts.host(relay.host)
         spec = RelaySpec(id=relay.name, host=host.address, transport=self._transport)
         relay.link = self._open(
-            host.spawn,
+            host.starting(Program.RELAY, Share()),
             spec,
             lambda silent: self._on_suspected(relay, silent=silent),
             lambda message: self._on_stalled(relay, message),

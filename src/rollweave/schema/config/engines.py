@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rollweave.schema.address import parse_address
 from rollweave.schema.config.values import Flag, PositiveInt, Section, Variable, listed
-from rollweave.schema.serving import ServerName
+from rollweave.schema.serving import SERVER_PYTHON, ServerName
 
 BLOCK_TOKENS = 16
 """Tokens in one KV block."""
@@ -43,7 +43,7 @@ class EngineConfig(Section):
         "or GPUs in a simulation.",
     )
     python: str = Field(
-        "python3", description="Interpreter that has vLLM or SGLang, on the engine's host."
+        SERVER_PYTHON, description="Interpreter that has vLLM or SGLang, on the engine's host."
     )
     args: tuple[str, ...] = Field(
         (), description="More arguments of the server, which take precedence."

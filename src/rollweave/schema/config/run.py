@@ -40,6 +40,12 @@ class Faults(Section):
     latency_sigma: NotNegative = Field(1.0, description="Sigma of the logarithm of latency_s.")
 
 
+START_S = 900.0
+"""Seconds that every start may take: a server that compiles, or reads a large
+checkpoint from a slow disk, takes minutes.
+"""
+
+
 class WatchdogConfig(Section):
     """Deadlines, in seconds. A wait that exceeds its deadline is logged by name, acted
     on and counted.
@@ -53,9 +59,9 @@ class WatchdogConfig(Section):
     train_s: Positive = Field(
         600.0,
         description="Maximum seconds of one training step, measurement, publication or checkpoint. "
-        "A fifth of it is the maximum until an engine, relay, rollout worker or trainer is "
-        "ready; a tenth, of an engine that receives new weights, suspends, loads or resumes, "
-        "and of a relay that fetches a version.",
+        "A tenth of it is the maximum of an engine that receives new weights, suspends, loads or "
+        "resumes, and of a relay that fetches a version. Starts have 900 s, or train_s if that is "
+        "more: of engines, relays, rollout workers and the trainer, and of rewards behind HTTP.",
     )
     restarts: Count = Field(
         3,
@@ -65,10 +71,12 @@ class WatchdogConfig(Section):
 
     @property
     def start_s(self) -> float:
-        """Maximum seconds until an engine, relay, rollout worker or trainer is
-        ready.
+        """Maximum seconds until an engine with its server, a relay, a rollout worker or
+        the trainer with its warm-up is ready, until functions of rewards are deployed,
+        and until a judge, a teacher or the URL of a reward first answers. Other limits
+        begin then.
         """
-        return self.train_s / 5
+        return max(START_S, self.train_s)
 
     @property
     def weights_s(self) -> float:

@@ -18,6 +18,7 @@ import torch
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.server import EngineServer
+from rollweave.io.child import child_of
 from rollweave.io.http.guard import TOKEN_BYTES, Guard
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
@@ -95,9 +96,8 @@ class TrainedEngine:
         module = "rollweave.runtime.entrypoints.engine"
         link = in_process(
             self._spec,
-            module=module,
+            spawn=child_of(module, env=threads),
             log=scratch / "engine.log",
-            env=threads,
             model_ready=model_ready,
         )
         self._engine = EngineClient(self._spec.id, link, start_s=START_S, reply_s=LOAD_S)

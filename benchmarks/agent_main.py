@@ -1,0 +1,24 @@
+"""`rollweave host` with other programs than Rollweave's: `main(engine="module", …)`.
+
+An agent chooses the modules of its programs itself, so a bench or a test that replaces
+one starts its agents by this module.
+"""
+
+import dataclasses
+
+from rollweave.cli import host
+from rollweave.cli.entry import main as rollweave
+from rollweave.runtime.hosts.agent import HostAgent
+from rollweave.schema.hosts import Programs
+
+
+def main(**modules: str) -> None:
+    """Run the command line with these modules in place of the programs'."""
+    made = host.agent_for
+
+    def agent_for(joining: host.Joining) -> HostAgent:
+        permissions = dataclasses.replace(joining.permissions, programs=Programs(**modules))
+        return made(dataclasses.replace(joining, permissions=permissions))
+
+    host.agent_for = agent_for
+    rollweave()
