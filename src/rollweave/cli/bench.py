@@ -29,6 +29,7 @@ BENCHES = {
     "multitask": "learning:bench_learning",
     "longtail": "learning:bench_learning",
     "models": "models:bench_models",
+    "memory": "memory:bench_memory",
     "modes": "modes:bench_modes",
     "losses": "losses:bench_losses",
     "lora": "lora:bench_lora",
