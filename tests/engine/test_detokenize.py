@@ -53,7 +53,10 @@ def test_stops_at_the_token_that_completes_the_string(
 
 
 def test_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"sampling\.stop needs a tokenizer: .* must have a tokenizer\.json, got none"):
+    with pytest.raises(
+        EngineError,
+        match=r"sampling\.stop needs a tokenizer: .* must have a tokenizer\.json, got none",
+    ):
         load_tokenizer(tmp_path)
 
 
