@@ -63,8 +63,8 @@ def whole(path: Path, most: int) -> bytes:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file, with their ends, without those that are too
-    long. Raises OSError.
+    """Yield the lines of a regular file, with their ends; lines that are too long are
+    left out. Raises OSError.
     """
     with opened(path) as file:
         while line := file.readline(LINE_BYTES):

@@ -141,8 +141,8 @@ def _is_editable(distribution: metadata.Distribution) -> bool:
 
 
 def _listed(distribution: metadata.Distribution, folder: str) -> Iterator[str]:
-    """Yield the distribution's files, relative to its folder: those that it records,
-    or, as packages of a system record none, those of its top-level modules.
+    """Yield the distribution's files, relative to its folder: the recorded files, or,
+    since packages of a system record none, the files of its top-level modules.
     """
     record = distribution.read_text("RECORD")
     if record:
