@@ -466,7 +466,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         sees=True,
     ),
     Feature(
-        name="audio",
+        name="audio output",
         asks={"chat": {"modalities": ["text", "audio"], "audio": {"voice": "a", "format": "wav"}}},
         check=never,
     ),

@@ -45,7 +45,7 @@ def sparse(path: Path) -> None:
         (
             sparse,
             "file",
-            "must be a file that was written, got 1099511627776 bytes that never were",
+            "must be a file that was written, got 1099511627776 bytes, almost all a hole",
         ),
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 
 from rollweave.record.store import TrajectoryReader
 from rollweave.runtime.launch import train
-from rollweave.runtime.processes import Programs
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.hosts import Programs
 from rollweave.schema.work import Blame, StopReason
 from tests.support.real_gateway import checkpoint
 from tests.support.real_runs import lines, run_dir

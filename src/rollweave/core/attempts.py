@@ -118,8 +118,8 @@ def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None
 
 
 def acquit(run: Run, turn: Turn) -> None:
-    """Record the answer of a turn. If it was the last suspect of the loss of an engine,
-    that was a failure of the engine itself.
+    """Record the answer of a turn. If the turn was the last suspect of an engine's
+    loss, the loss was a failure of the engine itself.
     """
     suspicion = turn.suspicion
     lost = None if suspicion is None else run.state.engines.get(suspicion.engine)
@@ -132,7 +132,7 @@ def acquit(run: Run, turn: Turn) -> None:
 
 
 def open_again(run: Run, engine: Engine) -> None:
-    """Let an engine get turns again that was for a suspect."""
+    """Let an engine that was kept for a suspect get turns again."""
     engine.isolates = None
     run.fleet_changed()
     run.dirty_queues += [None, engine.id]

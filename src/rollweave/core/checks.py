@@ -148,8 +148,9 @@ def _check_turns(run: Run) -> None:
 
 
 def _check_suspects(run: Run) -> None:
-    """Assert that a suspect is alone on its engine, that an engine waits for one that
-    waits for it, and that the losses in doubt are of former processes.
+    """Assert that a suspect is alone on its engine, that an engine is kept only for a
+    suspect that waits for it, and that losses in doubt are those of the engine's
+    earlier processes.
     """
     state = run.state
     for engine in state.engines.values():

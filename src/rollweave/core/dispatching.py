@@ -5,8 +5,8 @@ Turns that were on an engine when it was lost are not queued, but run before all
 each alone on an engine (`core/policy/suspicion`).
 
 Invariants: an engine is given more turns than it has slots only by a turn that preempts
-(Heddle Alg. 1): it runs the highest ranks of those that it has. An engine that runs a
-suspect has no other turn.
+(Heddle Alg. 1): it runs the highest ranks of its turns. An engine that runs a suspect
+has no other turn.
 """
 
 from collections.abc import Mapping

@@ -200,7 +200,7 @@ def _awaited(run: Run, trajectory: Trajectory) -> tuple[str, str, float, float]:
                 case Queued(engine=engine):
                     return f"engine {engine}", "a free slot of it", turn.since, 0.0
                 case Suspected():
-                    what = "they were on one that was lost, and run apart from each other"
+                    what = "their last engine was lost, and each of them now runs alone"
                     return "an engine", what, turn.since, 0.0
                 case OnEngine(engine=engine):
                     limit_s = run.config.watchdog.turn_s

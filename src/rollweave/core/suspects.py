@@ -24,8 +24,8 @@ from rollweave.schema.work import StopReason
 
 
 class Verdict(NamedTuple):
-    """The result for the turns of a lost engine: the former suspicion of the one that
-    is to blame, None if none is, and the number of new suspects.
+    """The result for the turns of a lost engine: the earlier suspicion of the turn that
+    is to blame, None if no turn is, and the number of new suspects.
     """
 
     former: Suspicion | None = None
@@ -35,8 +35,8 @@ class Verdict(NamedTuple):
 def lose_turns(run: Run, engine: Engine, error: str, *, abort: bool) -> Verdict:
     """Fail every turn on an engine whose process is lost, as `turns.fail_all` does.
 
-    If the engine was computing, its newest turns are suspects from now on, and one that
-    was a suspect before is to blame: its attempt ends.
+    If the engine was computing, its newest turns are suspects from now on; a turn that
+    was a suspect before is to blame, and its attempt ends.
     """
     computing = engine.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING)
     if not computing or engine.lender:  # a loan may end at any moment
@@ -69,8 +69,8 @@ def _open_turns(run: Run) -> Iterator[tuple[Trajectory, Turn]]:
 
 
 def _computed(run: Run, engine: Engine) -> Iterator[Trajectory]:
-    """Yield the trajectories of whose turns the engine computes something: not those
-    whose prompts are elsewhere.
+    """Yield the trajectories for which the engine computes a prompt or a turn; a turn
+    whose prompt another engine computes is not one of them.
     """
     for trajectory_id in engine.active:
         trajectory = run.state.trajectories[trajectory_id]
@@ -81,8 +81,8 @@ def _computed(run: Run, engine: Engine) -> Iterator[Trajectory]:
 
 
 def _given_at(turn: Turn) -> float:
-    """Return a number that is greater for a turn, or prompt, that its engine was given
-    later.
+    """Return a number that grows with the time at which its engine got the turn or
+    its prompt.
     """
     assert isinstance(turn.place, OnEngine), "an engine has it"
     return turn.place.given if turn.prompt is None else turn.prompt.since
@@ -124,7 +124,7 @@ def _accuse(
 
 def _convict(run: Run, guilty: Trajectory, former: Suspicion, engine: Engine) -> None:
     """End the attempt that is to blame for both losses. The other suspects of the first
-    one stay suspects: it may have had two of this kind.
+    loss stay suspects: the lost engine may have had two such turns.
     """
     turn, group = guilty.open_turn, run.state.groups[guilty.group_id]
     assert group.task is not None, "its attempt has begun"

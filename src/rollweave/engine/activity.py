@@ -1,5 +1,5 @@
-"""The current work of an engine's thread, and its duration: heartbeats are answered
-from it on another thread, so that a long step is told from a process that is gone.
+"""The current work of an engine's thread, and its duration: another thread answers
+heartbeats with them, so that a long step is distinguished from a lost process.
 """
 
 from collections.abc import Callable

@@ -37,8 +37,9 @@ class RowState(Protocol):
 
 @dataclass(slots=True)
 class _Penalties:
-    """Penalties of rows `at`. `counts` are those of each token among the sampled ones,
-    and `seen` is true of those in the prompt, too; [rows, vocab].
+    """Penalties of rows `at`. `counts` has the occurrences of each token among the
+    sampled tokens, and `seen` is true also for the tokens of the prompt; both are
+    [rows, vocab].
     """
 
     at: torch.Tensor

@@ -50,7 +50,7 @@ class Connection:
         return None if head is None else self._read(LENGTH.unpack(head)[0])
 
     def send(self, reply: MaskReply) -> None:
-        """Send a reply. One that nobody reads is dropped."""
+        """Send a reply, which is dropped if the client has closed the connection."""
         with contextlib.suppress(OSError):
             self._socket.sendall(b"".join(frame(encode(reply))))
 
@@ -65,7 +65,7 @@ class Connection:
 
 
 class Worker:
-    """The texts of one worker, by their ids. `begin_s` are as `BEGIN_S`."""
+    """The texts of one worker, by their ids. `begin_s` stands for `BEGIN_S`."""
 
     def __init__(self, grammars: Grammars, *, begin_s: float) -> None:
         self._grammars, self._begin_s = grammars, begin_s

@@ -27,9 +27,9 @@ from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.serving import Constraint
 
 MOST_MULTIPLE = 10_000
-"""Maximum of the least common multiple of all numbers of whose multiples a schema
-speaks, without their decimal points. llguidance builds an automaton of that many states
-before the first token: 10,000 take 0.2 s, 99,991 take 1.7 s.
+"""Maximum of the least common multiple of a schema's `multipleOf` values, taken without
+their decimal points. llguidance builds an automaton with that many states before the
+first token: 10,000 take 0.2 s, 99,991 take 1.7 s.
 """
 
 LIMITS = LLParserLimits(max_grammar_size=30_000)

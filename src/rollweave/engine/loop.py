@@ -11,7 +11,7 @@ that has given back its memory computes nothing until it has loaded weights. A f
 of the loop itself is reported as `EngineFatal`, after which nothing more is answered.
 
 The masks of constrained turns are computed by another process (`engine/matchers`). A
-turn whose next mask is late is held, and the others go on without it.
+turn whose next mask is late is held, and the other turns continue without it.
 """
 
 import math

@@ -1,11 +1,11 @@
 """Constrained texts, token by token: their grammars are compiled, and the masks of
-allowed tokens computed, in a process of its own (`engine/constraint_process`).
+allowed tokens computed, in a separate process (`engine/constraint_process`).
 
 A grammar comes from a client or an agent, and may take any time and memory. Invariants:
-nobody waits for it but the text that it constrains and those that are constrained
-beside it, each of which it delays by at most `BEGIN_S` of CPU time, `WAIT_S` in all;
-each command gets one reply, unless its text is ended before; a text whose grammar is
-too expensive is refused, and all others go on. This module does not load the library.
+a grammar delays only the text that it constrains and other constrained texts, each by
+at most `BEGIN_S` of CPU time, and by `WAIT_S` in all; each command gets one reply,
+unless its text is ended before; a text whose grammar is too expensive is refused, and
+the other texts continue. This module does not load the library.
 """
 
 import contextlib
@@ -60,8 +60,8 @@ CANNOT: Final = "sampling.constraint cannot be constrained: "
 
 
 class Vocabulary(Struct, frozen=True, kw_only=True):
-    """The tokens of which masks are: `size` tokens of the tokenizer in the directory
-    `checkpoint`, or with "" the bytes. `begin_s` are as `BEGIN_S`.
+    """The tokens that a mask covers: `size` tokens of the tokenizer in the directory
+    `checkpoint`, or the bytes if that is "". `begin_s` stands for `BEGIN_S`.
     """
 
     checkpoint: str = ""
@@ -97,8 +97,8 @@ TextCommand = BeginText | ContinueText | EndText
 class MaskReply(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The tokens that may follow, one bit each, the lowest bit of a byte first; or that
     the text is `complete`, and no token can follow or end it; or an `error`, with which
-    the text is forgotten. All texts are if the worker is `lost`. A `passing` error says
-    nothing about the grammar.
+    the text is forgotten. If the worker is `lost`, all texts are forgotten. A `passing`
+    error says nothing about the grammar.
     """
 
     mask: bytes = b""
@@ -112,7 +112,7 @@ _reply_of: Callable[[bytes], MaskReply] = decoder_of(MaskReply)
 
 
 def refused_text(constraint: Constraint) -> str:
-    """Return why a text is no grammar, whatever it says; "" if that is not so."""
+    """Return why the text is too long for a grammar; "" if it is not."""
     most, count = MOST_CHARS[constraint.kind], len(constraint.text)
     return f"it must have at most {most} characters, got {count}" if count > most else ""
 
@@ -247,7 +247,7 @@ class Matchers:
         self._commands.put(ContinueText(id=id, token=token))
 
     def end(self, id: str) -> None:
-        """Forget a text, for which no reply follows that is not under way."""
+        """Forget a text. A reply that is under way still follows, and no other one."""
         self._commands.put(EndText(id=id))
 
     def close(self) -> None:

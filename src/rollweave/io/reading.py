@@ -22,8 +22,8 @@ LINE_BYTES = 64 << 20
 """Maximum bytes of a line that is read; a longer one is left out."""
 
 SPARSE_BYTES, SPARSE = 1 << 30, 1000
-"""A file of at least so many bytes of which less than the so many-th part was ever
-written is refused: nothing that a run writes looks like this.
+"""A file of at least `SPARSE_BYTES` of which less than one part in `SPARSE` was ever
+written is refused: no file that a run writes is like this.
 """
 
 
@@ -41,7 +41,7 @@ def opened(path: Path) -> IO[bytes]:
         if not stat.S_ISREG(status.st_mode):
             raise _other(path, status.st_mode)
         if status.st_size >= SPARSE_BYTES and status.st_blocks * 512 * SPARSE < status.st_size:
-            text = f"must be a file that was written, got {status.st_size} bytes that never were"
+            text = f"must be a file that was written, got {status.st_size} bytes, almost all a hole"
             raise OSError(errno.EFBIG, text, str(path))
         return open(fd, "rb", buffering=CHUNK)
     except BaseException:
@@ -63,8 +63,8 @@ def whole(path: Path, most: int) -> bytes:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file, with their ends, without those that are too
-    long. Raises OSError.
+    """Yield the lines of a regular file, with their ends; lines that are too long are
+    left out. Raises OSError.
     """
     with opened(path) as file:
         while line := file.readline(LINE_BYTES):
@@ -76,7 +76,7 @@ def lines(path: Path) -> Iterator[bytes]:
 
 
 def kind(mode: int) -> str:
-    """Return what has this mode, in words."""
+    """Return the kind of file that has this mode, in words."""
     for is_kind, name in (
         (stat.S_ISREG, "file"),
         (stat.S_ISDIR, "directory"),
@@ -90,8 +90,8 @@ def kind(mode: int) -> str:
 
 
 def kind_at(path: Path) -> str:
-    """Return what has this name, following links; "" if nothing has. A link that leads
-    nowhere is "symbolic link to nothing". Raises OSError.
+    """Return the kind of the file at this path, following links; "" if there is no
+    file. A link that leads nowhere is a "symbolic link to nothing". Raises OSError.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = path.lstat()

@@ -83,7 +83,7 @@ _FROM_FILE: Final = (
 """Types of models whose tokenizer is that of the file, whatever class is named."""
 
 _TYPE_DECIDES: Final = ("qwen2",)
-"""Types of models for which transformers does not believe the class that is named."""
+"""Types of models for which transformers ignores the class that is named."""
 
 
 @dataclass(frozen=True)

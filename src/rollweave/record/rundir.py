@@ -250,6 +250,8 @@ def _must_be(path: Path, *kinds: str) -> None:
     try:
         kind = kind_at(path)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return  # nothing can have it
         raise ConfigError(f"{named(error)}; a run's files must be accessible") from error
     if kind and kind not in kinds:
         raise ConfigError(f"{path} must be a {kinds[0]}, got a {kind}; move it away")

@@ -4,10 +4,10 @@ reward, or a judge.
 Invariants: a call ends within `timeout_s`, with its retries, once it is one of the
 `SERVICE_CALLS` under way, so that its wait for the others is no failure of the service;
 while the service has answered no call yet, it may be starting, and calls are repeated
-for `start_s`; `wait` counts all of them; a request and an answer
-have limits of size; what cannot be read is asked for again and then an error, never a
-value. A request may be sent again after a connection broke, so the service must answer
-a repeated one like the first.
+for `start_s`; `wait` counts all of them; a request and an answer have limits of size;
+what cannot be read is asked for again and then an error, never a value. A request may
+be sent again after a connection broke, so the service must answer a repeated one like
+the first.
 """
 
 import asyncio

@@ -30,8 +30,8 @@ SHM_FILES = 8192
 """Maximum number of files in /dev/shm."""
 
 MASKED = ("cmdline", "key-users", "keys", "timer_list")
-"""Files of /proc that say how the machine was started, and name others' processes and
-keys.
+"""Files of /proc with the kernel's command line, and with processes and keys from
+outside the sandbox.
 """
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC

@@ -4,8 +4,8 @@ Each is copied once for all sandboxes of a back end, into a layer below their wr
 program of hundreds of megabytes takes neither time nor memory of a sandbox, until code
 inside changes it. Modes and symbolic links stay as they are.
 
-Invariant: a folder that would not arrive whole is refused, with the path of the first
-file that is the reason: before a run by `check_folder`.
+Invariant: a folder that cannot be copied completely is refused, with the path of the
+first file that is the reason; `check_folder` refuses it before a run.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ for path, to in json.load(sys.stdin).items():
 
 @functools.lru_cache(64)
 def check_folder(folder: str) -> None:
-    """Raise ConfigError for a folder that sandboxes cannot have: with more than FILES
-    or FOLDER_BYTES, or with a file that is not readable, a link that leads out, a
-    device, a socket or a FIFO.
+    """Raise ConfigError for a folder that sandboxes cannot have: it exceeds FILES or
+    FOLDER_BYTES, or has an unreadable file, a link that leads out, a device, a socket
+    or a FIFO.
     """
     if not os.path.isdir(folder):
         raise ConfigError(f"folder must be a folder, got {folder!r}")

@@ -229,7 +229,7 @@ def _add_interpreter(content: _Content, prefix: str, libraries: list[str]) -> No
 
 
 def _settings(prefix: str, base: str) -> str:
-    """Return the pyvenv.cfg of a virtual environment, without the host's own words."""
+    """Return the pyvenv.cfg of a virtual environment, with the needed settings only."""
     shared = "include-system-site-packages"
     lines = Path(f"{prefix}/pyvenv.cfg").read_text().lower().replace(" ", "").splitlines()
     is_shared = str(f"{shared}=true" in lines).lower()

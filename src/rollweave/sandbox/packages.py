@@ -29,7 +29,7 @@ _CACHE = "__pycache__"
 
 @functools.cache
 def installed(*names: str) -> tuple[str, ...]:
-    """Return those of the packages that are installed here, and not as editable."""
+    """Return the packages that are installed here, without editable installs."""
     found = ((name, _found(Requirement(name))) for name in names)
     return tuple(
         name
@@ -42,8 +42,8 @@ def distributions(names: Iterable[str]) -> dict[str, metadata.Distribution]:
     """Return the distributions of these names and all that they require, by their
     canonical names.
 
-    Raises ConfigError for one that is not installed, is installed as editable, or is or
-    requires Rollweave.
+    Raises ConfigError for a package that is not installed, is an editable install, or
+    is or requires Rollweave.
     """
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -59,7 +59,7 @@ def distributions(names: Iterable[str]) -> dict[str, metadata.Distribution]:
         required = "" if is_named else f", which {named} requires,"
         if name == OURS:
             raise ConfigError(
-                f"packages must not have {OURS}{required} whose handlers contain the right "
+                f"packages must not have {OURS}{required or ','} whose handlers contain the right "
                 f"answers of their tasks, got {named!r}"
             )
         distribution = _found(requirement)
@@ -111,7 +111,7 @@ def files_of(distribution: metadata.Distribution) -> Iterator[str]:
 
 
 def stamp_of(distribution: metadata.Distribution) -> list[object]:
-    """Return what changes whenever the distribution is installed again."""
+    """Return values that change whenever the distribution is installed again."""
     metadata_folder = str(getattr(distribution, "_path", folder_of(distribution)))
     record = f"{metadata_folder}/RECORD"
     status = os.stat(record if os.path.exists(record) else metadata_folder)
@@ -126,8 +126,8 @@ def _found(requirement: Requirement) -> metadata.Distribution | None:
 
 
 def _is_editable(distribution: metadata.Distribution) -> bool:
-    """Return whether the distribution is a folder's own (PEP 610), or an older kind of
-    the same.
+    """Return whether the distribution is an editable install, by PEP 610 or in the
+    older way.
     """
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -141,8 +141,8 @@ def _is_editable(distribution: metadata.Distribution) -> bool:
 
 
 def _listed(distribution: metadata.Distribution, folder: str) -> Iterator[str]:
-    """Yield the distribution's files, relative to its folder: those that it records,
-    or, as packages of a system record none, those of its top-level modules.
+    """Yield the distribution's files, relative to its folder: the recorded files, or,
+    since packages of a system record none, the files of its top-level modules.
     """
     record = distribution.read_text("RECORD")
     if record:

@@ -40,7 +40,7 @@ async def view_of(spec: SandboxSpec) -> View:
     try:
         return await asyncio.to_thread(view_with, spec.packages)
     except OSError as error:
-        raise SandboxError(f"the packages of the sandbox cannot be brought: {error}") from error
+        raise SandboxError(f"the packages of the sandbox cannot be provided: {error}") from error
 
 
 def root_of(

@@ -91,7 +91,7 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
 
 
 def _forget_modules(*, keep_preloaded: bool) -> None:
-    """Forget Rollweave's modules, and those that were loaded for cells, unless the
+    """Forget Rollweave's modules, and the modules that were loaded for cells unless the
     sandbox has their packages.
     """
     for name in (*_ours, *(() if keep_preloaded else _preloaded)):

@@ -18,11 +18,12 @@ engine has rarely been there for long.
 """
 
 SHARE = 4
-"""Number of engines for each that may run a suspect at a time; one always may."""
+"""One in so many engines may run a suspect at a time; one engine always may."""
 
 MOST_EXCUSED = 8
-"""Maximum number of losses in a row, without a finished turn in between, for which a
-turn is blamed that no other engine has run: after that, the engine is at fault.
+"""Maximum number of losses of an engine in a row, without a finished turn in between,
+that count as a turn's fault although no other engine was lost with the turn. Further
+losses are the engine's own failures.
 """
 
 
@@ -38,8 +39,8 @@ def engine_for_suspect(
     keep it waiting for one.
 
     The engines `avoid` were lost with it: they are a last resort, since the loss of
-    another engine is better evidence. So are engines that serve users, too. Among the
-    others, the one with the fewest turns is empty first.
+    another engine is better evidence. Engines that also serve users are a last resort,
+    too. Among the others, the engine with the fewest turns is empty first.
     """
     known = list(engines)
     dedicated = [engine for engine in known if not engine.borrowed] or known
@@ -49,8 +50,9 @@ def engine_for_suspect(
 
 
 def excuses(*, elsewhere: bool, excused: int) -> bool:
-    """True if the loss of an engine is not its own failure, since a turn is to blame
-    for it, whose first loss was that of an engine `elsewhere`. `excused` counts such
-    losses since the engine last finished a turn.
+    """True if the loss of an engine, for which a turn is to blame, is not a failure of
+    the engine. With `elsewhere`, another engine was lost with this turn before.
+    `excused` counts the losses for which turns were blamed since the engine last
+    finished a turn.
     """
     return elsewhere or excused < MOST_EXCUSED

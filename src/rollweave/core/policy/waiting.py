@@ -24,7 +24,7 @@ class Wait(Struct, frozen=True, kw_only=True):
     lacks.
 
     The wait began at `since`; None means when it was first listed. It usually takes
-    `usual_s`, and at most `limit_s` if it has a limit of its own.
+    `usual_s`, and at most `limit_s` if that is not 0.
     """
 
     component: str

@@ -49,8 +49,8 @@ START_S = 60.0
 """Maximum seconds in which a judge's process must import its libraries."""
 
 ANSWER_S = 40.0
-"""Maximum seconds of one verdict. The process itself bounds its processor time, so this
-ends only one that the machine does not let run.
+"""Maximum seconds of one verdict. The process bounds its own processor time, so this
+limit ends only a process that the machine does not let run.
 """
 
 CONTROL = "0"
@@ -79,8 +79,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def judge(given: str, expected: str) -> Verdict:
-    """Return whether math-verify takes the answer for the expected one; wait for it on
-    this thread. Raises RewardError.
+    """Return whether math-verify accepts the answer for the expected one; block this
+    thread until then. Raises RewardError.
     """
     verdict = _shared.pool.submit(given, expected)
     try:

@@ -36,7 +36,7 @@ TOO_LONG = f"comparing the answer takes more than {CPU_S:g} s"
 
 
 class _LimitError(BaseException):
-    """The time is up. No library catches it for an error of its own."""
+    """The time is up. No library mistakes it for one of its errors."""
 
 
 def main() -> None:

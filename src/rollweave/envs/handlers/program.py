@@ -102,7 +102,7 @@ class RunsSubmission(Protocol):
         """Run `command` in the home of a sandbox that has `files`, and the submission
         in the folder that the variable SUBMISSION names.
 
-        Each call has a sandbox of its own, so that no code of one reaches another.
+        Each call has a separate sandbox, so that code of one call cannot reach another.
         Raises SandboxSpoiledError, which gives the attempt reward 0 if it propagates,
         if code inside ends or overloads its sandbox.
         """
@@ -142,7 +142,7 @@ class Program(SandboxHandler):
     relative to its home, where the program runs.
 
     - `command` is the program and its arguments. On the image `host`, `python` is the
-      interpreter that runs Rollweave, and `packages` are those that it can import.
+      interpreter that runs Rollweave, and it can import `packages`.
     - `score` is `package.module:function`, called with an `Outcome`; it may be async,
       and returns a number or a `Score`. Or it is a command: it runs in the home of a
       clean sandbox, with the `Outcome` as JSON on standard input and the folder of the

@@ -76,7 +76,7 @@ PASSED = frozenset({"PASSED", "XFAIL"})
 """The outcomes that count as passed, as in SWE-bench."""
 
 UNPASSED = frozenset({"FAILED", "ERROR", "SKIPPED"})
-"""The outcomes of controls by which tests are believed."""
+"""The outcomes that controls must have for the other outcomes to be believed."""
 
 FINISHED = (("end", "o", "0"), ("end", "o", "1"))
 """The last record of tests that ran: all passed, or some did not."""
@@ -158,8 +158,8 @@ def folders_of(tests: Iterable[str]) -> frozenset[str]:
 
 
 def matched(pairs: Outcomes, names: Sequence[str]) -> dict[str, bool]:
-    """Return which tests passed. A name that ends before a space stands for all that
-    begin so, because SWE-bench's own names end there.
+    """Return which tests passed. A name that is cut off at a space stands for all names
+    that begin with it, because SWE-bench cuts names there.
     """
     seen: dict[str, list[bool]] = {}
     known = frozenset(names)

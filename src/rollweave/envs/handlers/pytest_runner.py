@@ -27,7 +27,9 @@ import types
 from typing import Any, Callable  # noqa: UP035 (for Python 3.6)
 
 CHANNEL = 300
-"""Least number of the channel's descriptor, which tests that close others spare."""
+"""Minimum number of the channel's descriptor: tests that close descriptors close lower
+ones.
+"""
 
 OPTIONS = (
     *("-rA", "--tb=short", "--show-capture=no", "--continue-on-collection-errors"),
@@ -117,7 +119,7 @@ def status_of(reports: "list[Any]", raised: bool, marked: bool) -> str:
 
 def control_status_of(reports: "list[Any]", raised: str, number: str) -> str:
     """Return `FAILED` for a control that failed as it should, `ERROR` or `SKIPPED` for
-    one to whose body its module did not come, and else `BROKEN`.
+    a control whose body its module never ran, and otherwise `BROKEN`.
     """
     if number in raised:
         return "FAILED"

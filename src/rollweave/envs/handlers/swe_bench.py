@@ -107,8 +107,8 @@ class SweBench(SandboxHandler):
     - `image` and `limits` configure the sandboxes; `image_field` names the field of an
       instance with its image.
     - `python` is the command of the interpreter that has pytest and what the tests
-      need. On the image `host` it is the one that runs Rollweave, and `packages` are
-      those that it has besides pytest.
+      need. On the image `host`, it is the interpreter that runs Rollweave, with
+      `packages` besides pytest.
     - `test` is a command that runs the tests in place of pytest. It gets the files of
       the tests (of names without `::`, the names), and prints outcomes as `pytest -rA`
       does.

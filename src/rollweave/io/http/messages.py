@@ -145,7 +145,7 @@ class ChatMessage(OpenModel):
 
 
 class Reading(Protocol):
-    """Decides about what a prompt may be unable to show."""
+    """Decides about fields and parts that a prompt may be unable to show."""
 
     def refusal(self, field: str, message: str) -> Exception:
         """Return the error of a field that breaks a rule."""

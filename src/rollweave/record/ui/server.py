@@ -34,7 +34,7 @@ READ_S = 10.0
 """Maximum seconds for which an answer waits for files."""
 
 MAX_READERS = 32
-"""Maximum number of threads that read files, with those that hang."""
+"""Maximum number of threads that read files, including hanging threads."""
 
 MAX_BINS = 1000
 """Maximum number of parts of a window of lanes."""

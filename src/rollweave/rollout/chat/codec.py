@@ -270,9 +270,8 @@ class ChatCodec(TextCodec):
 
     @property
     def rewritten(self) -> list[str]:
-        """The parts of a conversation that the chat template renders otherwise, or
-        elsewhere, once more messages follow. In a conversation that grows they stay as
-        they were.
+        """The parts of a conversation that the chat template changes or moves once more
+        messages follow. In a conversation that grows, their tokens stay unchanged.
         """
         opening = (EARLIER[0],)
         if self._following(()).rewrites(opening, "d"):

@@ -2,9 +2,9 @@
 of it by itself.
 
 A turn ends at a token if the template closes it with a marker (perhaps after a space),
-or begins every other message with one; a token of the vocabulary never ends it. Else it
-ends at a text: the template's closing, or, if that is a space, what begins the next
-message.
+or begins every other message with a marker; an ordinary token of the vocabulary never
+ends a turn. Otherwise the turn ends at a text: the template's closing, or, if that is a
+space, the beginning of the next message.
 """
 
 import re
@@ -59,8 +59,8 @@ class Ending:
         self._sequence = (*before, *after)
 
     def overlap(self, sampled: Sequence[int]) -> int:
-        """Return how many of the last sampled tokens belong to the end of turn: its
-        first tokens, or those from the token on that ends it.
+        """Return how many of the last sampled tokens belong to the end of the turn:
+        they begin it, perhaps only from the token that ends the turn on.
         """
         for end in (self._sequence, self._sequence[self._start :], self.tokens[1:]):
             for count in range(min(len(end), len(sampled)), 0, -1):

@@ -75,8 +75,8 @@ class Following:
         self.closing = closing
         """The text that ends the agent's message."""
         self.ends = self._find_ends()
-        """The markers that end it: first that of the closing, if there is one, and
-        another one after calls, if the template has such.
+        """The markers that end the message: first the marker in `closing`, if it has
+        one; then the marker after calls, if it is another one.
         """
         self.header = after.partition(QUESTION.content)[0].removeprefix(self.closing)
         """The text between the agent's message and a user's."""
@@ -110,8 +110,9 @@ class Following:
         return tuple(dict.fromkeys(match.group() for match in found if match)) if found[0] else ()
 
     def rewrites(self, first: Sequence[Message], said: str) -> bool:
-        """Return whether the template renders the first messages, or what the agent
-        `said`, otherwise or elsewhere once others follow. False if it refuses them.
+        """Return whether the template changes or moves the first messages, or the text
+        that the agent `said`, once other messages follow. False if it refuses the
+        conversation.
         """
         answer = Message(role="assistant", content=said)
         try:
@@ -138,7 +139,7 @@ class Following:
     def _settled(
         self, context: Sequence[Message], messages: Sequence[Message], *, prompt: bool
     ) -> str:
-        """Return the text after this context. Raises ChatError if it is another one
+        """Return the text after this context. Raises ChatError if the text differs
         after earlier turns.
         """
         text = self._after(context, messages, prompt=prompt)

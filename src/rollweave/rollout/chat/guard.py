@@ -2,7 +2,7 @@
 marks turns, tool calls and images.
 
 The spellings of markers in messages are delimited before the template renders them, and
-tokenized without any added token after. Markers are special tokens, placeholders of
+tokenized without added tokens afterwards. Markers are special tokens, placeholders of
 images, and the other added tokens that the template writes, except white space.
 """
 
@@ -24,8 +24,8 @@ CACHED_SPELLINGS: Final = 1024
 
 
 class Guard:
-    """The markers of a template with these `literals`. `turns` are the tokens of some
-    renderings without calls and tools, `written` those of others.
+    """The markers of a template with these `literals`. `turns` are the tokens of
+    renderings without calls and tools, `written` the tokens of other renderings.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Guard:
         return self._text(plain)
 
     def encode(self, rendering: str, *, before: str = "") -> list[int]:
-        """Tokenize a rendering, which follows the text `before`: added tokens where it
-        spells them, except where messages do.
+        """Tokenize a rendering that follows the text `before`. Spellings of added
+        tokens become these tokens, except in the content of messages.
         """
         first, *others = self._delimited.split(valid(rendering))
         ids = encode_after(self._tokenizer, before, first) if first else []
@@ -139,8 +139,8 @@ class Guard:
         return spelled.sub(rf"{OPEN}\g<0>{CLOSE}", text)
 
     def _encode_literally(self, text: str) -> tuple[int, ...]:
-        """Tokenize a spelling as a text of the vocabulary alone. Raises ChatError if it
-        is the marker even then.
+        """Tokenize a spelling without added tokens. Raises ChatError if the result is
+        the marker even so.
         """
         line = encode(self._tokenizer, "\n")
         ids = self._vocabulary_ids(f"\n{text}")

@@ -192,8 +192,8 @@ class ChatTemplate:
         self.thinking = self._find_thinking()
 
     def _find_form(self) -> None:
-        """Find out how the template takes what there are several ways to give: a text
-        (perhaps only in a list of parts, in templates for images), and a tool call.
+        """Find out in which form the template takes a text (perhaps only in a list of
+        parts, in templates for images), and a tool call.
         """
         text = Message(role="user", content="\u2042text\u2042")
         shown = (self._renders([text], text.content, parts) for parts in (False, True))
@@ -238,7 +238,7 @@ class ChatTemplate:
         return other
 
     def with_those_of(self, arguments: Mapping[str, Any]) -> Self:
-        """Return this template with values for those of the arguments that it reads."""
+        """Return this template with values for the `arguments` that it reads."""
         read = {name: value for name, value in arguments.items() if name in self.variables}
         return self.with_arguments(read)
 
@@ -271,8 +271,8 @@ class ChatTemplate:
             ) from error
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """Return a message as templates take it: with its thoughts in fields of their
-        own if the template reads one, otherwise in its content.
+        """Return a message as templates take it: with its thoughts in separate fields
+        if the template reads such a field, otherwise in its content.
         """
         if message.thoughts and not self._thoughts and self.thinking is not None:
             joined = self.thinking.joined(message.thoughts, message.content)
@@ -320,7 +320,7 @@ def configured(
     templates: Mapping[str, ChatTemplate], arguments: Mapping[str, Any]
 ) -> dict[str, ChatTemplate]:
     """Return the templates with the arguments of `model.template_arguments`. Raises
-    ConfigError for one that none of them reads: it would change nothing.
+    ConfigError for an argument that no template reads: it would change nothing.
     """
     variables = {name for template in templates.values() for name in template.variables}
     for name in arguments:

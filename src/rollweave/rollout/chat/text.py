@@ -135,8 +135,8 @@ class TextCodec:
         self, text: str, *, after: str = "", adds_special: bool = False
     ) -> tuple[int, ...]:
         """Return the tokens of a text that follows the text `after`, with special
-        tokens where it spells them, and with `adds_special` those that the tokenizer
-        adds.
+        tokens where it spells them. With `adds_special`, special tokens that the
+        tokenizer adds are included.
 
         Raises ChatError without a tokenizer.
         """

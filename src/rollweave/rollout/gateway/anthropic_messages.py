@@ -341,8 +341,8 @@ def _usage(reply: ChatReply) -> Json:
 
 
 def _ask(reading: Reading, asked: _Request) -> None:
-    """Read the wishes for the chat template, and edits of the context, of which only
-    those that keep all of it can be had.
+    """Read the wishes for the chat template, and edits of the context, which are unread
+    unless they keep all of it.
     """
     reading.asks += template_asks(asked.chat_template_kwargs)
     reading.thinking("thinking", asked.thinking)

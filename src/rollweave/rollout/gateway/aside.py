@@ -1,10 +1,10 @@
-"""Work that a client controls, beside the event loop: a thread for what is
-proportional to the size of a request (parsing, rendering and tokenizing it), and for
-grammars, whose work has no such bound, a process that can be ended
+"""Work that a client controls, beside the event loop: a thread for work that is
+proportional to the size of a request (parsing, rendering and tokenizing it), and a
+process that can be ended for grammars, whose work has no such bound
 (`engine/grammar_check`).
 
 Invariants: small requests wait for neither; the thread does one piece of work at a
-time, and only pieces that end, during which other threads run too.
+time; every piece ends by itself, and lets other threads run meanwhile.
 """
 
 import asyncio
@@ -48,10 +48,11 @@ class Aside:
         most: int = INLINE,
         line: asyncio.Lock | None = None,
     ) -> T:
-        """Return the result of work, or raise its exception. It runs on the thread if
-        its size is more than `most`, and then one at a time of those with one `line`.
+        """Return the result of work, or raise its exception. Work of a size above
+        `most` runs on the thread; of such work with the same `line`, one piece runs at
+        a time.
 
-        Raises RequestError if the thread has no time for it.
+        Raises RequestError if the thread does not finish it in time.
         """
         if size <= most:
             return work()

@@ -28,8 +28,8 @@ that a call cannot end in a run of blanks.
 
 CLOSED_BY: Final = ("additionalProperties", "patternProperties")
 COMBINED_BY: Final = ("allOf", "if", "dependentSchemas", "unevaluatedProperties")
-"""Keywords that say themselves which further properties an object may have, and those
-under which the properties of several schemas belong to one object.
+"""Keywords that decide which further properties an object may have, and keywords that
+combine the properties of several schemas in one object.
 """
 
 

@@ -222,8 +222,8 @@ class DeltaReader:
         return safe
 
     def _divide(self, deltas: list[TextDelta], text: str) -> list[TextDelta]:
-        """Return deltas that follow each other in `text` with thoughts and answer
-        apart, and without those that show nothing.
+        """Divide deltas that follow each other in `text` into thoughts and answer.
+        Leave out deltas that show nothing.
         """
         if self._thinking is None:
             return deltas

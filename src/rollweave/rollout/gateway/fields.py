@@ -82,8 +82,8 @@ UNREADABLE: Final = frozenset(
         "web_search_options",
     )
 )
-"""Fields of `NEUTRAL` whose other values ask something of the model, its template or
-another server that is not there: the answer is a valid one without them.
+"""Fields of `NEUTRAL` whose other values ask for something that the model, its template
+or this server does not have: without them, the answer is still valid.
 """
 
 WITHOUT_EFFECT: Final = fields.WITHOUT_EFFECT | {
@@ -106,7 +106,7 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 class Unread(Struct, frozen=True, kw_only=True):
     """A field that is not honored because nothing here can read it. `rule` is what a
     session says that refuses it; `action` is what another session does with it. With
-    `needs`, only a model that lacks these, thoughts or images, cannot read it.
+    `needs` (thoughts or images), only a model without them cannot read the field.
     """
 
     field: str

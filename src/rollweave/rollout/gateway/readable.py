@@ -34,8 +34,8 @@ OTHERS: Final = "(other fields)"
 def readable(
     chat: ChatRequest, codec: TextCodec, *, no_images: str, unreadable: Unreadable
 ) -> tuple[ChatRequest, list[Unread]]:
-    """Return the request that the model can be shown, and what it lacks. `no_images` is
-    why messages must have no images, "" if they may.
+    """Return the request as the model can be shown it, and the fields that it lacks.
+    `no_images` is why messages must have no images, "" if they may.
 
     Raises RequestError for what must be refused.
     """

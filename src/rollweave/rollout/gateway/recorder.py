@@ -452,8 +452,9 @@ class SessionRecorder:
         return _render(context, codec, last, messages[since:], tools), recognized
 
     def _begun(self, digests: Sequence[bytes], shown: frozenset[int]) -> tuple[int, Call | None]:
-        """Return the longest beginning of a conversation, in messages, that a call ends
-        with its answer, and the call: one whose tokens have the thoughts `shown`.
+        """Return the longest beginning of this conversation that is a call's
+        conversation with its answer: its number of messages, and the call, whose tokens
+        have the thoughts `shown`. Return 0 and None if there is no such call.
         """
         for place in range(len(digests) - 1, 0, -1):
             thought = frozenset(each for each in shown if each < place)
@@ -467,9 +468,9 @@ class SessionRecorder:
     def _with_thoughts(
         self, messages: Sequence[Message], tools: Sequence[str], arguments: str
     ) -> tuple[Sequence[Message], list[bytes]]:
-        """Return the messages, those of the agent with the thoughts that it had where
+        """Return the messages, with the thoughts of the agent's messages restored where
         the program has sent none; and the digests of the conversation's beginnings:
-        `[place]` is that of the first `place` messages.
+        `[place]` is the digest of the first `place` messages.
         """
         whole: list[Message] = []
         digests = [xxhash.xxh3_128_digest(repr((tuple(tools), arguments)).encode())]

@@ -278,7 +278,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def chat_request(chat: Chat) -> ChatRequest:
-    """Return the request that these fields are. Raises RequestError."""
+    """Return the request that has these fields. Raises RequestError."""
     reading = reading_of(chat)
     _ask(reading, chat)
     declared = list(_declared(reading, chat.tools))

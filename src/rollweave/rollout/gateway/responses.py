@@ -417,8 +417,8 @@ def token_name(codec: TextCodec, token: int, chat: ChatRequest) -> str:
 
 
 def top_of(entry: TokenEntry, chat: ChatRequest) -> TokenChances:
-    """Return the tokens that are shown beside a sampled one: the likeliest ones, or
-    those that the request names, with the sampled one.
+    """Return the tokens that are shown beside a sampled token: the likeliest tokens, or
+    the tokens that the request names, with the sampled token.
     """
     sampled = (entry.token, entry.logprob)
     if chat.logprob_ids:

@@ -1,6 +1,6 @@
 """Tools of OpenAI's Responses API, which the agent sees as functions: groups of
-functions (`namespace`), tools that take free text (`custom`), and those of which the
-client has the declaration (`local_shell`, `shell`, `apply_patch`). Pure.
+functions (`namespace`), tools that take free text (`custom`), and tools that clients
+know without a declaration (`local_shell`, `shell`, `apply_patch`). Pure.
 
 Invariant: an item that a client sends back is the call from which it was made:
 `item_of` and `call_of` are inverse to each other up to the spacing of JSON.
@@ -92,7 +92,7 @@ class Tools:
 
 
 def read_tools(tools: list[Any], reading: Reading) -> Tools:
-    """Return the tools that the agent can call; those that OpenAI's servers run are
+    """Return the tools that the agent can call; tools that OpenAI's servers run are
     left out. Raises RequestError.
     """
     found = Tools()

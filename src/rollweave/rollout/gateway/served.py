@@ -68,7 +68,7 @@ class Served(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
 
     def fields(self, codec: TextCodec) -> dict[str, Any]:
-        """Return the fields of `ChatRequest` that these are. Raises RequestError."""
+        """Return these fields as fields of `ChatRequest`. Raises RequestError."""
         if self.prompt_logprobs is not None and getattr(self, "stream", None):
             raise bad("prompt_logprobs", "must be null where stream is true", self.prompt_logprobs)
         if getattr(self, "stream_options", None) is not None and not getattr(self, "stream", None):
@@ -127,7 +127,7 @@ class ServedChat(Chat, Served):
         pass  # the embedded engine reports them
 
     def request(self, codec: TextCodec) -> ChatRequest:
-        """Return the request that these fields are. Raises RequestError."""
+        """Return the request that has these fields. Raises RequestError."""
         form = self.form(
             adds_special=False,
             opens_turn=self.add_generation_prompt is not False and not self.continue_final_message,
@@ -166,8 +166,8 @@ def parse_batch(body: bytes, codec: TextCodec) -> ChatRequest:
 
 
 def checked_length(chat: ChatRequest) -> ChatRequest:
-    """Return the request. Raises RequestError if it asks for more tokens than for at
-    most.
+    """Return the request. Raises RequestError if its minimum of tokens exceeds its
+    maximum.
     """
     least = 0 if chat.adjustments is None else chat.adjustments.min_tokens
     if chat.max_tokens is not None and least > chat.max_tokens:
@@ -176,8 +176,8 @@ def checked_length(chat: ChatRequest) -> ChatRequest:
 
 
 def with_choices(prompts: Sequence[ChatRequest], n: int) -> ChatRequest:
-    """Return the first of the requests, with `n` choices of each as its others. Raises
-    RequestError for too many.
+    """Return the first request, whose `others` are all further choices, `n` for each
+    request. Raises RequestError for too many choices.
     """
     if len(prompts) * n > MAX_CHOICES:
         rule = f"must be at most {MAX_CHOICES} for all prompts together"
@@ -203,7 +203,7 @@ def _biases(given: Mapping[str, float]) -> Iterator[tuple[int, float]]:
 
 
 def _words(words: Sequence[str], codec: TextCodec) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of each text, as the first one and behind a space."""
+    """Yield the tokens of each text, at the beginning of a text and after a space."""
     for word in words:
         if not word.strip():
             raise bad("bad_words", "must have texts that are not blank", word)

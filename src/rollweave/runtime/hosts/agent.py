@@ -78,8 +78,8 @@ MARK_BYTES = 1 << 10
 """Maximum size of the file by which a host recognizes the run's directory."""
 
 LOG_BYTES = 1 << 18
-"""Maximum bytes of one process's log that are sent at each sign of life. Of more, the
-newest are sent.
+"""Maximum bytes of one process's log that are sent at each sign of life: the newest
+bytes.
 """
 
 KEPT_BYTES = 4 << 20

@@ -535,8 +535,8 @@ class HostListener:
             )
 
     def _given(self, joined: JoinHost) -> tuple[HostAccepted, bytes]:
-        """Return what a host gets: one that runs none of the user's code gets no files,
-        and no variables but those that its operator names.
+        """Return the settings and files for a host. A host that does not run the user's
+        code gets no files; each host gets only the variables that its operator names.
         """
         accepted, archive = self._accepted, self._archive
         env = {name: value for name, value in accepted.env.items() if name in joined.variables}

@@ -3,7 +3,7 @@
 Invariants: the file holds printable text, so that no terminal acts on what a process
 writes; a log takes at most `LOG_BYTES` on the disk, in the file and in the older half
 beside it, and says at its top that something is cut; a host that sends more than
-`RATE_BYTES` within a sign of life cannot keep the controller's disk busy.
+`RATE_BYTES` between two signs of life cannot keep the controller's disk busy.
 """
 
 import codecs
@@ -54,7 +54,9 @@ class ProcessLog:
                 file.write(lines)
 
     def _make_room(self, count: int) -> None:
-        """Put the file aside in place of its older half before it gets too long."""
+        """Rename the file to the older half, which it replaces, before it gets too
+        long.
+        """
         size = self.path.stat().st_size if self.path.exists() else 0
         if not size or size + count <= LOG_BYTES // 2:
             return

@@ -5,7 +5,8 @@ The estimate is exact for weights, gradients, optimizer, KV cache and published 
 The tensors that a forward pass keeps for the backward pass are counted operation by
 operation, for passes over a single sequence of the maximum length. Processes, CUDA and
 the temporary tensors of one operation are allowed for by constants, which were not
-measured on a GPU. `rollweave bench memory` compares the estimate with measured peaks.
+measured on a GPU; `rollweave bench gpu` measures the peaks of the trainer there, and
+`rollweave bench memory` compares the estimate with peaks on a CPU.
 """
 
 import dataclasses

@@ -60,8 +60,9 @@ class WatchdogConfig(Section):
         600.0,
         description="Maximum seconds of one training step, measurement, publication or checkpoint. "
         "A tenth of it is the maximum of an engine that receives new weights, suspends, loads or "
-        "resumes, and of a relay that fetches a version. Starts have 900 s, or train_s if that is "
-        "more: of engines, relays, rollout workers and the trainer, and of rewards behind HTTP.",
+        "resumes, and of a relay that fetches a version. Starts may take 900 s, or train_s if that "
+        "is more: those of engines, relays, rollout workers and the trainer, and of judges, "
+        "teachers and rewards behind HTTP until they have answered.",
     )
     restarts: Count = Field(
         3,
