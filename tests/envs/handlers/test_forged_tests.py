@@ -481,6 +481,19 @@ async def test_the_mended_code_earns_the_reward(options: dict[str, Any]) -> None
     assert "version" in result["git_patch"]
 
 
+async def test_a_root_that_the_agent_removed_is_its_failure(options: dict[str, Any]) -> None:
+    handler = SweBench(**options)
+    agent = Scripted([calls(("bash", {"command": "rm -rf $PWD"})), calls(("submit", {}))])
+    task = new_task(file=options["instances"], row=0)
+    async with sandboxes() as boxes:
+        with pytest.raises(
+            SandboxSpoiledError, match="No such file or directory: /testbed"
+        ) as raised:
+            await attempt(handler, task, agent, boxes)
+        await handler.close()
+    assert await handler.run_exception(raised.value) == Score(reward=0.0, success=False)
+
+
 def test_there_are_enough_attacks() -> None:
     assert len(ATTACKS) >= 50
     assert set(FAST) <= set(ATTACKS)
