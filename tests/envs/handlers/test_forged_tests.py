@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rollweave.envs.base import Score, new_task
+from rollweave.envs.handlers.base import Job
 from rollweave.envs.handlers.pytest_judge import LOCATE, Run, folders_of, is_control
 from rollweave.envs.handlers.swe_bench import SweBench
 from rollweave.schema.chat import Message
@@ -479,6 +480,35 @@ async def test_the_mended_code_earns_the_reward(options: dict[str, Any]) -> None
     assert score == Score(reward=1.0, success=True), result
     assert "conftest" not in result["git_patch"]
     assert "version" in result["git_patch"]
+
+
+STOPS = """python3 -I -S -c "
+import os, signal
+if not os.fork():
+    os.setsid()
+    while True:
+        for name in filter(str.isdigit, os.listdir('/proc')):
+            try:
+                with open('/proc/' + name + '/cmdline', 'rb') as file:
+                    if bytes.fromhex('626c616b653262') in file.read(): os.kill(int(name), signal.SIGSTOP)
+            except OSError:
+                pass
+" >/dev/null 2>&1 </dev/null"""
+"""A command that leaves a process, which stops the program that lists the changes."""
+
+
+async def test_an_agent_that_stops_the_listing_does_not_escape_its_reward(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Scripted([calls(("bash", {"command": STOPS})), calls(("submit", {}))])
+    handler, task = SweBench(**options), new_task(file=options["instances"], row=0)
+    async with sandboxes() as boxes:
+        await handler.init(Job(task=task, seed=0, sandboxes=boxes))
+        monkeypatch.setattr("rollweave.envs.handlers.swe_bench.LIST_S", 0.5)
+        await handler.run(agent)
+        await handler.close()
+        assert await handler.eval() == Score(reward=0.0, success=False)
+    assert handler.final_result()["refused"] == "the changes could not be listed within 0.5 s"
 
 
 async def test_a_root_that_the_agent_removed_is_its_failure(options: dict[str, Any]) -> None:

@@ -287,8 +287,9 @@ class SweBench(SandboxHandler):
     async def _collect(self, sandbox: Sandbox) -> None:
         program = self._python(CHANGED, self._root, str(CHANGED_BYTES))
         listing = await exec_after_agent(sandbox, program, stdin=self._survey, timeout_s=LIST_S)
-        if listing.timed_out:
-            raise SandboxTimeoutError(f"the changes could not be listed within {LIST_S:g} s")
+        if listing.timed_out:  # the base was listed in time
+            self._refused = f"the changes could not be listed within {LIST_S:g} s"
+            return
         self._changed, self._executable, self._refused = surveyed_changes(
             listing.stdout, self._survey, keep=self._is_taken_over
         )
