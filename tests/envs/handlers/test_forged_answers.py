@@ -148,6 +148,12 @@ async def test_no_program_forges_its_verdict(attack: str) -> None:
     assert score == Score(reward=0.0, success=False)
 
 
+async def test_a_program_that_closes_its_folder_does_not_escape_its_reward() -> None:
+    program = "import os; os.chmod(os.getcwd(), 0)"
+    score = await earned(Code(cases=2, timeout_s=3.0), TASK, [f"```python\n{program}\n```\n"])
+    assert score == Score(reward=0.0, success=False)
+
+
 async def earned(handler: Code | Swe, task: Task, replies: list[object]) -> Score | None:
     async with sandboxes() as boxes:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rollweave.envs.base import Score, new_task
+from rollweave.envs.handlers.base import Job
 from rollweave.envs.handlers.pytest_judge import LOCATE, Run, folders_of, is_control
 from rollweave.envs.handlers.swe_bench import SweBench
 from rollweave.schema.chat import Message
@@ -265,6 +266,63 @@ def total(prices):
 }
 """Code at the end of the package under test, by what it aims at."""
 
+FAKE = """
+import unittest
+def test_some(): pass
+class TestMean:
+    def test_mean(self): pass
+class Unit(unittest.TestCase):
+    def test_one(self): pass
+"""
+
+EARLY = {
+    "files": f"open('tests/test_new.py', 'w').write({FAKE!r})\n",
+    "helpers": "open('tests/helpers.py', 'w').write('def check(value, right): pass')\n",
+    "rewriting": """
+import ast, _pytest.assertion.rewrite as rewrite
+real = rewrite.rewrite_asserts
+class Strip(ast.NodeTransformer):
+    def visit_Assert(self, node): return ast.Pass()
+    def visit_Expr(self, node): return ast.Pass() if "self.assert" in ast.unparse(node) else node
+def strip(tree, *arguments):
+    real(ast.fix_missing_locations(Strip().visit(tree)), *arguments)
+rewrite.rewrite_asserts = strip
+""",
+    "cached code": f"""
+import os, pathlib, _pytest.assertion.rewrite as rewrite
+class State:
+    trace = print
+path = pathlib.Path("tests/test_new.py").absolute()
+digest = rewrite.importlib.util.source_hash(path.read_bytes())
+path.parent.joinpath("__pycache__").mkdir(exist_ok=True)
+pyc = path.parent / "__pycache__" / ("test_new" + rewrite.PYC_TAIL)
+rewrite._write_pyc(State(), compile({FAKE!r}, str(path), "exec"), digest, pyc)
+""",
+    "module": f"""
+import os, sys, types
+path = os.path.abspath("tests/test_new.py")
+module = sys.modules["tests.test_new"] = types.ModuleType("tests.test_new")
+module.__file__ = path
+exec(compile({FAKE!r}, path, "exec"), module.__dict__)
+""",
+    "finder": f"""
+import importlib.util, os, sys
+path = os.path.abspath("tests/test_new.py")
+class Fake:
+    def create_module(self, spec): return None
+    def exec_module(self, module): exec(compile({FAKE!r}, path, "exec"), module.__dict__)
+    def find_spec(self, name, *arguments):
+        if name == "tests.test_new":
+            return importlib.util.spec_from_file_location(name, path, loader=self)
+class Insisting(list):
+    def __iter__(self): return iter([Fake(), *list.__iter__(self)])
+sys.meta_path = Insisting(sys.meta_path)
+""",
+}
+"""Code of the package under test that a `conftest.py` imports before any test, by what
+it replaces.
+"""
+
 NAMED: dict[str, dict[str, str]] = {
     "pytest.ini": {"pytest.ini": "[pytest]\naddopts = -p evil\n"},
     ".pytest.ini": {".pytest.ini": "[pytest]\naddopts = -p evil\n"},
@@ -382,6 +440,31 @@ async def test_no_attack_earns_a_reward(attack: str, options: dict[str, Any]) ->
     assert not any(result["FAIL_TO_PASS"].values()), result
 
 
+@pytest.mark.parametrize("attack", mostly_slow(EARLY, {"rewriting", "module"}))
+async def test_tests_run_as_they_were_before_other_code(
+    attack: str, options: dict[str, Any]
+) -> None:
+    imported_early(options, with_helper=attack == "helpers")
+    score, result = await scored({"calc/__init__.py": CALC + EARLY[attack]}, options)
+    assert score == Score(reward=0.0, success=False), result
+
+
+def imported_early(options: dict[str, Any], *, with_helper: bool) -> None:
+    """Let a `conftest.py` of the base import the package, and perhaps a helper of the
+    tests hold the only assertion.
+    """
+    tests = Path(options["repositories"]) / "shop__calc" / "tests"
+    (tests / "conftest.py").write_text("import calc\n")
+    if with_helper:
+        (tests / "helpers.py").write_text("def check(value, right):\n    assert value == right\n")
+        text = "from .helpers import check\nfrom calc import total\n\n\ndef test_it():\n"
+        (tests / "test_new.py").write_text(f"{text}    check(total([1, 2]), 3)\n")
+        instances = Path(options["instances"])
+        instance = json.loads(instances.read_text()) | {"test_patch": ""}
+        instance["FAIL_TO_PASS"] = ["tests/test_new.py::test_it"]
+        instances.write_text(json.dumps(instance))
+
+
 async def test_the_mended_code_earns_the_reward(options: dict[str, Any]) -> None:
     """The settings of the base, which the tests need, have their effect; an agent's
     have none; other parts of a shared file are the agent's.
@@ -397,6 +480,48 @@ async def test_the_mended_code_earns_the_reward(options: dict[str, Any]) -> None
     assert score == Score(reward=1.0, success=True), result
     assert "conftest" not in result["git_patch"]
     assert "version" in result["git_patch"]
+
+
+STOPS = """python3 -I -S -c "
+import os, signal
+if not os.fork():
+    os.setsid()
+    while True:
+        for name in filter(str.isdigit, os.listdir('/proc')):
+            try:
+                with open('/proc/' + name + '/cmdline', 'rb') as file:
+                    if bytes.fromhex('626c616b653262') in file.read(): os.kill(int(name), signal.SIGSTOP)
+            except OSError:
+                pass
+" >/dev/null 2>&1 </dev/null"""
+"""A command that leaves a process, which stops the program that lists the changes."""
+
+
+async def test_an_agent_that_stops_the_listing_does_not_escape_its_reward(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Scripted([calls(("bash", {"command": STOPS})), calls(("submit", {}))])
+    handler, task = SweBench(**options), new_task(file=options["instances"], row=0)
+    async with sandboxes() as boxes:
+        await handler.init(Job(task=task, seed=0, sandboxes=boxes))
+        monkeypatch.setattr("rollweave.envs.handlers.swe_bench.LIST_S", 0.5)
+        await handler.run(agent)
+        await handler.close()
+        assert await handler.eval() == Score(reward=0.0, success=False)
+    assert handler.final_result()["refused"] == "the changes could not be listed within 0.5 s"
+
+
+async def test_a_root_that_the_agent_removed_is_its_failure(options: dict[str, Any]) -> None:
+    handler = SweBench(**options)
+    agent = Scripted([calls(("bash", {"command": "rm -rf $PWD"})), calls(("submit", {}))])
+    task = new_task(file=options["instances"], row=0)
+    async with sandboxes() as boxes:
+        with pytest.raises(
+            SandboxSpoiledError, match="No such file or directory: /testbed"
+        ) as raised:
+            await attempt(handler, task, agent, boxes)
+        await handler.close()
+    assert await handler.run_exception(raised.value) == Score(reward=0.0, success=False)
 
 
 def test_there_are_enough_attacks() -> None:

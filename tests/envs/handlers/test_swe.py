@@ -27,7 +27,7 @@ from rollweave.envs.handlers.swe_bugs import (
     visible_files,
 )
 from rollweave.schema.chat import Message
-from rollweave.schema.errors import ConfigError, SandboxLostError
+from rollweave.schema.errors import ConfigError, SandboxLostError, SandboxSpoiledError
 from rollweave.schema.work import StopReason, Task
 from tests.envs.handlers.agents import Scripted, attempt, calls, sandboxes
 from tests.support.variants import mostly_slow
@@ -340,6 +340,21 @@ async def test_an_overflowing_sandbox_is_the_agents_failure() -> None:
             await handler.run(Scripted([hog]))
         assert await handler.run_exception(caught.value) == Score(reward=0.0, success=False)
         await handler.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["chmod 000 .", "rm -rf $PWD", "cd / && rm -rf $OLDPWD && echo > $OLDPWD", "chmod 000 /"],
+)
+async def test_a_folder_that_the_agent_made_unusable_is_its_failure(command: str) -> None:
+    async with sandboxes() as boxes:
+        handler = Swe()
+        agent = Scripted([calls(("bash", {"command": command})), calls(("submit", {}))])
+        await handler.init(Job(task=TASK, seed=0, sandboxes=boxes))
+        with pytest.raises(SandboxSpoiledError, match="what the agent left prevents") as raised:
+            await handler.run(agent)
+        await handler.close()
+        assert await handler.run_exception(raised.value) == Score(reward=0.0, success=False)
 
 
 async def test_kill_and_close_release_the_sandbox() -> None:

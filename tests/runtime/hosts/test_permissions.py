@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,27 @@ import pytest
 
 from rollweave.envs import registry
 from rollweave.io import user_code
+from rollweave.io.framing import FramedSocket
+from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts import process_log
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
+from rollweave.runtime.hosts.authentication import admit
 from rollweave.runtime.hosts.listener import RemoteHost
 from rollweave.runtime.hosts.permissions import options_for, programs_of, refusal
 from rollweave.runtime.hosts.process_log import ProcessLog
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, HostError
 from rollweave.schema.hosts import (
+    AgentMessage,
     Device,
+    HostAccepted,
+    HostReady,
     JoinHost,
     Program,
     Programs,
     Resources,
     Share,
+    StartProcess,
     wrong_offer,
 )
 from tests.runtime.hosts.joined import SECRET, Listening, listening
@@ -122,6 +130,61 @@ async def test_an_agent_takes_no_files_and_variables_that_it_does_not_allow(
         with pytest.raises(HostError, match="sent files or variables that it must not send"):
             await asyncio.wait_for(agent(here.listener.port).run(), WAIT_S)
         assert here.joined.empty()
+
+
+@contextlib.asynccontextmanager
+async def entered(tmp_path: Path, changes: asyncio.Queue[str]) -> AsyncIterator[FramedSocket]:
+    """Yield a controller's connection to an agent that has entered its run. `changes`
+    gets the agent's lines.
+    """
+    loop, frames = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    (tmp_path / "mark").write_text("this run")
+    accepted = HostAccepted(lease_s=WAIT_S, mark_path=str(tmp_path / "mark"), mark="this run")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        one = agent(server.getsockname()[1])
+        one._on_change = changes.put_nowait
+        running = asyncio.create_task(one.run())
+        sock, _ = await loop.sock_accept(server)
+        seal = await admit(sock, SECRET)
+        control = FramedSocket(sock, on_frame=frames.put_nowait, on_end=lambda _: None, seal=seal)
+        try:
+            control.send(encode(accepted))
+            while not isinstance(decoder_of(AgentMessage)(await frames.get()), HostReady):
+                pass
+            yield control
+        finally:
+            control.close()
+            running.cancel()
+            await asyncio.wait([running])
+
+
+@pytest.mark.parametrize(
+    ("repeated", "reason"),
+    [
+        (
+            StartProcess(process=1, key=b"", program=Program.RELAY, share=Share()),
+            "process 1 runs already",
+        ),
+        (
+            HostAccepted(lease_s=WAIT_S, mark_path="", mark="", env={"LD_PRELOAD": "x"}),
+            "this host is accepted already",
+        ),
+    ],
+    ids=["a number", "an acceptance"],
+)
+async def test_an_agent_leaves_a_controller_that_repeats_what_comes_once(
+    tmp_path: Path, repeated: StartProcess | HostAccepted, reason: str
+) -> None:
+    """Else processes would outlive the membership, or have variables that nothing has
+    checked.
+    """
+    changes: asyncio.Queue[str] = asyncio.Queue()
+    async with asyncio.timeout(WAIT_S), entered(tmp_path, changes) as control:
+        assert "joined the run" in await changes.get()
+        for _ in range(2):
+            control.send(encode(repeated))
+        assert (await changes.get()).endswith(f"sent an invalid frame: {reason}")
 
 
 class Tampering:

@@ -7,6 +7,7 @@ one, so there is nothing that it could read or forge: it has to print the right 
 
 import random
 from collections.abc import Sequence
+from functools import partial as bound
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from rollweave.envs.base import Options, Score, Split, new_task, payload_of, split_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.code_tasks import FAMILIES, Problem, draw_problem
-from rollweave.envs.handlers.sandboxes import SandboxHandler
+from rollweave.envs.handlers.sandboxes import SandboxHandler, exec_after_agent
 from rollweave.envs.handlers.toolbox import check_positive, check_tools, packages_of, toolbox
 from rollweave.envs.handlers.tools import CallStyle, converse, fenced_blocks, text_call_instructions
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
@@ -194,8 +195,12 @@ class Code(SandboxHandler):
         try:
             await sandbox.write(FILE, program.encode(errors="replace"))
             for stdin in self._problem.cases(self._seed, self._cases):
-                result = await sandbox.exec(
-                    [python_of(SPEC), "-I", FILE], stdin=stdin.encode(), timeout_s=self._timeout_s
+                # The program has run here from the second case on.
+                execute = bound(exec_after_agent, sandbox) if self._passed else sandbox.exec
+                result = await execute(
+                    [python_of(SPEC), "-I", FILE],
+                    stdin=stdin.encode(),
+                    timeout_s=self._timeout_s,
                 )
                 output = result.stdout.decode(errors="replace")
                 self._passed.append(

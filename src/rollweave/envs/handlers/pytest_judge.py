@@ -104,6 +104,7 @@ class Run:
     def stdin(self) -> bytes:
         job: dict[str, object] = {"key": self.key.hex(), "tag": self.tag, "root": self.root}
         job |= {"config": self.config, "files": [*self.files], "changed": [*self.changed]}
+        job["folders"] = sorted(folders_of(self.files))
         return json.dumps(job).encode()
 
     def outcomes(self, channel: bytes) -> Outcomes | None:

@@ -3,9 +3,14 @@ their outcomes on a channel that no other code knows. Needs Python 3.6, its stan
 library and pytest.
 
 `python -I -S -c SOURCE` reads a job from standard input: `{"key", "tag", "root",
-"config", "files", "changed"}`, the last the files that the agent wrote. The interpreter
-runs no code when it starts: no `sitecustomize`, no module of the work folder. Standard
-output becomes the channel, and what tests print goes to standard error.
+"config", "files", "folders", "changed"}`: the files of tests, the folders of tests, and
+the files that the agent wrote. The interpreter runs no code when it starts: no
+`sitecustomize`, no module of the work folder. Standard output becomes the channel, and
+what tests print goes to standard error.
+
+Tests are imported as they were before any other code ran. Code under test may run
+before a test file is imported, because a `conftest.py` or another test imports it. It
+could replace the file, its cached code, its module or pytest's rewriting of assertions.
 
 A line of the channel is `NUMBER STATUS KIND NAME MAC`: the numbers count up, NAME is
 hexadecimal, and the MAC shows that the writer has the key. KIND is `f` for a function,
@@ -15,8 +20,10 @@ Among the tests of each module stands a control: a test that must fail. Where it
 the code under test has changed how tests run.
 """
 
+import ast
 import fcntl
 import hashlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -67,7 +74,9 @@ def main() -> None:
         arguments += ["-n", "0"]
     sys.argv = ["pytest", *arguments]
     changed = {os.path.realpath(path) for path in job["changed"]}
-    plugin = make_plugin(pytest, tell, "test_" + job.pop("tag"), job["root"], changed)
+    kept = read_sources(job["files"], job["folders"])
+    control = "test_" + job.pop("tag")
+    plugin = make_plugin(pytest, tell, control, job["root"], changed, job["files"], kept)
     status = pytest.main([*arguments, *job["files"]], plugins=[plugin])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -99,6 +108,67 @@ def find_packages() -> None:
     for name in ("execsitecustomize", "execusercustomize"):
         setattr(site, name, lambda: None)
     site.main()
+
+
+def read_sources(files: "list[str]", folders: "list[str]") -> "dict[str, bytes]":
+    """Return the sources of tests and of modules in their folders, by real path."""
+    paths = [path for path in files if path.endswith(".py")]
+    for top in folders:
+        for folder, _, names in os.walk(top):
+            paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    sources = {}
+    for path in map(os.path.realpath, paths):
+        try:
+            with open(path, "rb") as file:
+                sources[path] = file.read()
+        except OSError:  # a directory, a broken link
+            continue
+    return sources
+
+
+def rewritten(files: "list[str]", sources: "dict[str, bytes]", config: Any) -> "dict[str, Any]":
+    """Return the code of the files of tests, as pytest rewrites their assertions."""
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    codes = {}
+    for path in map(os.path.realpath, files):
+        try:
+            source = sources[path]
+            tree = ast.parse(source, filename=path)
+            rewrite_asserts(tree, source, path, config)
+            codes[path] = compile(tree, path, "exec", dont_inherit=True)
+        except (KeyError, SyntaxError, ValueError):  # pytest reports it
+            continue
+    return codes
+
+
+def make_finder(
+    sources: "dict[str, bytes]", codes: "dict[str, Any]", loaded: "dict[str, Any]"
+) -> Any:
+    """Return a finder of modules that runs kept code, or else compiles kept sources,
+    and notes in `loaded` which modules it made from which path.
+    """
+    find, real = importlib.machinery.PathFinder.find_spec, os.path.realpath
+    build, run = compile, exec
+    stems = {os.path.basename(path)[: -len(".py")] for path in sources}
+    stems.update(os.path.basename(os.path.dirname(path)) for path in sources)
+
+    class Loader(importlib.machinery.SourceFileLoader):
+        def exec_module(self, module: types.ModuleType) -> None:
+            path = real(self.path)
+            code = codes.get(path) or build(sources[path], path, "exec", dont_inherit=True)
+            loaded.setdefault(path, []).append(module)
+            run(code, module.__dict__)
+
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            spec = find(name, path, target) if name.rpartition(".")[2] in stems else None
+            if spec is None or spec.origin is None or real(spec.origin) not in sources:
+                return None
+            spec.loader = Loader(name, spec.origin)
+            return spec
+
+    return Finder()
 
 
 def status_of(reports: "list[Any]", raised: bool, marked: bool) -> str:
@@ -204,10 +274,19 @@ def error_of(item: Any, outcome: Any) -> "str | None":
         return ""
 
 
-def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[str]") -> Any:
+def make_plugin(
+    pytest: Any,
+    tell: Tell,
+    control: str,
+    root: str,
+    changed: "set[str]",
+    files: "list[str]",
+    kept: "dict[str, bytes]",
+) -> Any:
     """Return the plugin that tells outcomes. What it knows is in variables of this
     function, not in attributes, which other code could find by their names.
     """
+    loaded: dict[str, Any] = {}
     phases: dict[str, Any] = {}
     raised: dict[str, Any] = {}
     known: dict[Any, Any] = {}
@@ -216,18 +295,26 @@ def make_plugin(pytest: Any, tell: Tell, control: str, root: str, changed: "set[
 
     class Plugin:
         @pytest.hookimpl(tryfirst=True)  # type: ignore[untyped-decorator]
-        def pytest_load_initial_conftests(self) -> None:
+        def pytest_load_initial_conftests(self, early_config: Any) -> None:
             """Import from the work folder, as `python -m pytest` does, now that all
-            plugins are loaded.
+            plugins are loaded, and tests as they are now.
             """
+            plain = early_config.known_args_namespace.assertmode == "plain"
+            codes = {} if plain else rewritten(files, kept, early_config)
+            sys.meta_path.insert(0, make_finder(kept, codes, loaded))
             sys.path.insert(0, root)
 
         @pytest.hookimpl(hookwrapper=True, trylast=True)  # type: ignore[untyped-decorator]
         def pytest_make_collect_report(self, collector: Any) -> Any:
-            """Make the controls of a module together with its tests."""
+            """Make the controls of a module together with its tests; none in a module
+            that is not the kept one, whose tests are then not believed.
+            """
             yield
             module = getattr(collector, "obj", None)
-            if isinstance(collector, pytest.Module) and isinstance(module, types.ModuleType):
+            if not isinstance(collector, pytest.Module) or not isinstance(module, types.ModuleType):
+                return
+            path = os.path.realpath(str(collector.fspath))
+            if path not in kept or any(module is each for each in loaded.get(path, ())):
                 controls[collector.nodeid] = {
                     kind: make_control(module, kind, control, number) for kind in CONTROLS
                 }

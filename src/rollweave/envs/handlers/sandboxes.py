@@ -17,13 +17,27 @@ from typing import Protocol
 import msgspec
 
 from rollweave.envs.base import Options, Score
-from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot, is_reference
+from rollweave.sandbox.base import (
+    Backend,
+    ExecResult,
+    Sandbox,
+    SandboxSpec,
+    Snapshot,
+    is_reference,
+)
 from rollweave.sandbox.folders import check_folder
 from rollweave.sandbox.image_cache import Lease
 from rollweave.sandbox.packages import distributions
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
-from rollweave.schema.errors import ConfigError, ImageError, SandboxError, SandboxSpoiledError
+from rollweave.schema.errors import (
+    ConfigError,
+    ImageError,
+    SandboxError,
+    SandboxLostError,
+    SandboxSpoiledError,
+    SandboxTimeoutError,
+)
 
 KINDS = 8
 """Maximum number of specifications whose sandboxes are kept warm: the first that are
@@ -218,6 +232,22 @@ class SandboxHandler:
         here, too.
         """
         return await self.run_exception(error)
+
+
+async def exec_after_agent(
+    sandbox: Sandbox, command: list[str], *, stdin: bytes = b"", timeout_s: float
+) -> ExecResult:
+    """Run a command in a sandbox in which code of the agent has run.
+
+    Raises SandboxSpoiledError if that code prevents the command from starting: it has
+    removed the work folder, for example.
+    """
+    try:
+        return await sandbox.exec(command, stdin=stdin, timeout_s=timeout_s)
+    except (SandboxLostError, SandboxTimeoutError):
+        raise
+    except SandboxError as error:
+        raise SandboxSpoiledError(f"what the agent left prevents {command[0]}: {error}") from error
 
 
 def check_seen(options: Options) -> None:

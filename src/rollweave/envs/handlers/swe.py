@@ -16,7 +16,7 @@ from rollweave.envs.base import Options, Score, Split, new_task, payload_of
 from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.envs.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
 from rollweave.envs.handlers.probes import Notes, passed, run_probes
-from rollweave.envs.handlers.sandboxes import SandboxHandler
+from rollweave.envs.handlers.sandboxes import SandboxHandler, exec_after_agent
 from rollweave.envs.handlers.swe_bugs import (
     TESTS,
     Bug,
@@ -147,7 +147,7 @@ class Swe(SandboxHandler):
 
     async def _collect(self, sandbox: Sandbox, bug: Bug) -> None:
         program = [python_of(SPEC), "-I", "-S", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
-        listing = await sandbox.exec(program, timeout_s=LIST_S)
+        listing = await exec_after_agent(sandbox, program, timeout_s=LIST_S)
         self._changed, self._refused = changes(listing.stdout, visible_files(bug), keep=_is_no_test)
 
     async def _run_tests(self, bug: Bug) -> dict[str, bool]:

@@ -36,7 +36,7 @@ from rollweave.envs.handlers.pytest_judge import (
     is_control,
     matched,
 )
-from rollweave.envs.handlers.sandboxes import SandboxHandler, check_seen
+from rollweave.envs.handlers.sandboxes import SandboxHandler, check_seen, exec_after_agent
 from rollweave.envs.handlers.swe import LIST_S, end_of_work, first_messages, tools_or_default
 from rollweave.envs.handlers.swe_instances import (
     Instance,
@@ -286,9 +286,10 @@ class SweBench(SandboxHandler):
 
     async def _collect(self, sandbox: Sandbox) -> None:
         program = self._python(CHANGED, self._root, str(CHANGED_BYTES))
-        listing = await sandbox.exec(program, stdin=self._survey, timeout_s=LIST_S)
-        if listing.timed_out:
-            raise SandboxTimeoutError(f"the changes could not be listed within {LIST_S:g} s")
+        listing = await exec_after_agent(sandbox, program, stdin=self._survey, timeout_s=LIST_S)
+        if listing.timed_out:  # the base was listed in time
+            self._refused = f"the changes could not be listed within {LIST_S:g} s"
+            return
         self._changed, self._executable, self._refused = surveyed_changes(
             listing.stdout, self._survey, keep=self._is_taken_over
         )

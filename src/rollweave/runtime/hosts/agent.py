@@ -344,6 +344,8 @@ class _Membership:
         self._received_at = self._loop.time()
         match _decode(payload):
             case HostAccepted() as accepted:
+                if self._accepted is not None:  # its variables are checked once
+                    raise WireError("this host is accepted already")
                 self._accepted, self._lease_s = accepted, accepted.lease_s
                 self._receive(b"")
             case ArchivePart(data=data):
@@ -352,6 +354,8 @@ class _Membership:
                 self._refused = visible(error)
                 self._end(self._refused)
             case StartProcess(process=number) as start:
+                if number in self._tasks:  # of two, only one would be ended
+                    raise WireError(f"process {number} runs already")
                 task = self._tasks[number] = self._loop.create_task(self._run_process(start))
                 task.add_done_callback(lambda task: self._on_process_ended(number, task))
             case KillProcess(process=number):
