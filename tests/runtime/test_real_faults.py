@@ -384,7 +384,7 @@ def test_a_controller_is_killed_again_and_again(tmp_path: Path) -> None:
             )
             life.kill()
         lineage.take(config)
-    check_totals(config, run_to_end(config, resume=True))
+    check_totals(config, run_to_end(config, resume=True), losses=4)
     lineage.take(config)
     lineage.check(config.run.steps)
 
@@ -442,7 +442,7 @@ def test_random_kills(tmp_path: Path) -> None:
             )
             victim = rng.choice(life.children(rng.choice([ENGINE, TRAINER])))
             os.kill(victim, signal.SIGKILL)
-        check_totals(config, life.finish())
+        check_totals(config, life.finish(), losses=4)
     lineage = Lineage()
     lineage.take(config)
     lineage.check(config.run.steps)

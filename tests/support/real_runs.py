@@ -230,16 +230,17 @@ def at_gate(life: Life, gate: Path) -> None:
     )
 
 
-def check_totals(config: RunConfig, summary_: dict[str, Any]) -> None:
+def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 1) -> None:
     """Check that the run has trained and evaluated all that its configuration
     requires, except for trajectories that have become stale and left their groups:
-    on a slow machine, or where something was lost, at most as many as a step has.
+    on a slow machine, and for each of several losses of processes, at most as many as a
+    step has.
     """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     account = summary_["account"]
     left = account["dropped"].get("stale", 0)
     required = GROUPS * MEMBERS * config.run.steps
-    assert left <= GROUPS * MEMBERS
+    assert left <= losses * GROUPS * MEMBERS
     # those that left in a step that was lost with the trainer are replaced
     assert account["trained"] <= required <= account["trained"] + left
     assert summary_["eval_episodes"] == {"lake": 8}
