@@ -109,7 +109,7 @@ def test_a_file_that_adds_folders_is_left_out(site: Path) -> None:
     ("names", "message"),
     [
         (("nowhere-at-all",), "packages must be installed on this host, got 'nowhere-at-all'"),
-        (("rollweave",), "packages must not have rollweave whose handlers contain"),
+        (("rollweave",), "packages must not have rollweave, whose handlers contain"),
         (("Roll_weave",), "packages must be installed"),
         (("user",), r"rollweave, which user requires, whose handlers .*, got 'user'"),
         (("edited",), "packages must not be editable installs, .*: edited is one"),

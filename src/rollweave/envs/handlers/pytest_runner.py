@@ -76,8 +76,12 @@ def main() -> None:
     changed = {os.path.realpath(path) for path in job["changed"]}
     kept = read_sources(job["files"], job["folders"])
     control = "test_" + job.pop("tag")
-    plugin = make_plugin(pytest, tell, control, job["root"], changed, job["files"], kept)
-    status = pytest.main([*arguments, *job["files"]], plugins=[plugin])
+    loaded = {}  # type: ignore[var-annotated]
+    plugins = [
+        make_importer(pytest, job["root"], job["files"], kept, loaded),
+        make_plugin(pytest, tell, control, changed, kept, loaded),
+    ]
+    status = pytest.main([*arguments, *job["files"]], plugins=plugins)
     sys.stdout.flush()
     sys.stderr.flush()
     tell("end", "o", str(int(status)))
@@ -274,26 +278,14 @@ def error_of(item: Any, outcome: Any) -> "str | None":
         return ""
 
 
-def make_plugin(
-    pytest: Any,
-    tell: Tell,
-    control: str,
-    root: str,
-    changed: "set[str]",
-    files: "list[str]",
-    kept: "dict[str, bytes]",
+def make_importer(
+    pytest: Any, root: str, files: "list[str]", kept: "dict[str, bytes]", loaded: "dict[str, Any]"
 ) -> Any:
-    """Return the plugin that tells outcomes. What it knows is in variables of this
-    function, not in attributes, which other code could find by their names.
+    """Return the plugin that has tests imported as they are now, and notes in `loaded`
+    which modules were.
     """
-    loaded: dict[str, Any] = {}
-    phases: dict[str, Any] = {}
-    raised: dict[str, Any] = {}
-    known: dict[Any, Any] = {}
-    controls: dict[str, Any] = {}
-    number = str(random.SystemRandom().randrange(1 << 60, 1 << 61))
 
-    class Plugin:
+    class Importer:
         @pytest.hookimpl(tryfirst=True)  # type: ignore[untyped-decorator]
         def pytest_load_initial_conftests(self, early_config: Any) -> None:
             """Import from the work folder, as `python -m pytest` does, now that all
@@ -304,6 +296,27 @@ def make_plugin(
             sys.meta_path.insert(0, make_finder(kept, codes, loaded))
             sys.path.insert(0, root)
 
+    return Importer()
+
+
+def make_plugin(
+    pytest: Any,
+    tell: Tell,
+    control: str,
+    changed: "set[str]",
+    kept: "dict[str, bytes]",
+    loaded: "dict[str, Any]",
+) -> Any:
+    """Return the plugin that tells outcomes. What it knows is in variables of this
+    function, not in attributes, which other code could find by their names.
+    """
+    phases: dict[str, Any] = {}
+    raised: dict[str, Any] = {}
+    known: dict[Any, Any] = {}
+    controls: dict[str, Any] = {}
+    number = str(random.SystemRandom().randrange(1 << 60, 1 << 61))
+
+    class Plugin:
         @pytest.hookimpl(hookwrapper=True, trylast=True)  # type: ignore[untyped-decorator]
         def pytest_make_collect_report(self, collector: Any) -> Any:
             """Make the controls of a module together with its tests; none in a module
