@@ -232,15 +232,17 @@ def at_gate(life: Life, gate: Path) -> None:
 
 def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 1) -> None:
     """Check that the run has trained and evaluated all that its configuration
-    requires, except for trajectories that have become stale and left their groups:
-    on a slow machine, and for each of several losses of processes, at most as many as a
-    step has.
+    requires, except for trajectories that have become stale and left their groups.
+
+    On a slow machine these are at most as many as a step has. Each loss of a process
+    adds those in flight and, where the trainer goes back to a checkpoint, those that
+    wait for it: each at most as many as a step has.
     """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     account = summary_["account"]
     left = account["dropped"].get("stale", 0)
     required = GROUPS * MEMBERS * config.run.steps
-    assert left <= losses * GROUPS * MEMBERS
+    assert left <= (1 + 2 * losses) * GROUPS * MEMBERS
     # those that left in a step that was lost with the trainer are replaced
     assert account["trained"] <= required <= account["trained"] + left
     assert summary_["eval_episodes"] == {"lake": 8}
