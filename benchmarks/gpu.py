@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.batches import random_batch
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.harness import Harness
 from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
@@ -36,7 +37,7 @@ from rollweave.runtime.preflight.memory import (
     parameters,
     rank_parts,
 )
-from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import EngineError, RollweaveError
 from rollweave.schema.serving import (
@@ -56,18 +57,6 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.weights import NUMBER_BYTES
-from rollweave.schema.work import (
-    Batch,
-    Blame,
-    ScoredGroup,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    TokenSequence,
-    Trajectory,
-    TurnSpan,
-)
 from rollweave.train.trainer import Trainer
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
@@ -575,7 +564,9 @@ class _Subject:
     def _step(self, trainer: Trainer) -> int:
         """Train on a batch; return its tokens."""
         step, self._trained = self._trained, self._trained + 1
-        reply = trainer.handle(TrainOn(batch=_batch(self._case, step)))
+        vocab, length = self._case.config["vocab_size"], self._case.train
+        batch = random_batch(step, vocab=vocab, length=length, groups=2, members=4)
+        reply = trainer.handle(TrainOn(batch=batch))
         if not isinstance(reply, Trained):
             raise EngineError(f"the step must be trained, got {reply}")
         return int(reply.metrics.values["input_tokens"])
@@ -631,43 +622,3 @@ def _at_once(*works: Callable[[], float]) -> list[float]:
 
 def _over(value: float, peak: Figure) -> Figure:
     return value / peak if isinstance(peak, float) else None
-
-
-def _batch(case: GpuCase, step: int) -> Batch:
-    """Return two groups of four sequences, half of each sampled."""
-    generator = torch.Generator().manual_seed(step)
-    half = case.train // 2
-    groups = []
-    for number in range(2):
-        members = []
-        for member in range(4):
-            tokens = torch.randint(
-                1, case.config["vocab_size"], (case.train,), generator=generator
-            ).tolist()
-            sequence = TokenSequence(
-                tokens=tuple(tokens),
-                logprobs=tuple([0.0] * half + [-5.0] * (case.train - half)),
-                segments=(
-                    Segment(start=0, end=half, kind=SegmentKind.PROMPT, version=-1),
-                    Segment(start=half, end=case.train, kind=SegmentKind.OUTPUT, version=step),
-                ),
-                turns=(TurnSpan(start=half, end=case.train),),
-            )
-            members.append(
-                Trajectory(
-                    id=TrajectoryId(f"{step}.{number}.{member}"),
-                    group_id=GroupId(f"{step}.{number}"),
-                    task=Task(id=TaskId("t"), env="none", seed=0),
-                    attempt=0,
-                    initiated_version=step,
-                    sequences=(sequence,),
-                    reward=float(member),
-                    stop_reason=StopReason.FINISHED,
-                    blame=Blame.NONE,
-                    engine="bench",
-                )
-            )
-        groups.append(
-            ScoredGroup(id=GroupId(f"{step}.{number}"), env="none", trajectories=tuple(members))
-        )
-    return Batch(step=step, version=step, part=0, parts=1, groups=tuple(groups))

@@ -1,7 +1,7 @@
 """Bench `memory`: the estimate of a trainer's memory beside what it takes, for models
 of three sizes and three values of `trainer.micro_tokens`, on a CPU in float32.
 
-Each case is a process of its own with the production trainer: it publishes, trains on
+Each case is a separate process with the production trainer: it publishes, trains on
 sequences that fill `micro_tokens`, writes a checkpoint beside the next step, and
 publishes again. The peak counts the memory of this process and the memory files of the
 published weights, mapped or not; it is sampled every 10 ms.
@@ -9,7 +9,6 @@ published weights, mapped or not; it is sampled every 10 ms.
 
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -17,23 +16,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.batches import random_batch
 from benchmarks.contract import Figure, Result
 from rollweave.runtime.preflight.memory import rank_parts
-from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import Publish, Save, TrainOn
-from rollweave.schema.work import (
-    Batch,
-    Blame,
-    ScoredGroup,
-    Segment,
-    SegmentKind,
-    StopReason,
-    Task,
-    TokenSequence,
-    Trajectory,
-    TurnSpan,
-)
 from rollweave.weights.checkpoint import read_shape
 
 MODELS: Mapping[str, Mapping[str, int]] = {
@@ -151,40 +138,6 @@ def _memory_files() -> int:
     return sum(found.values())
 
 
-def _batch(step: int, *, vocab: int, length: int) -> Batch:
-    """Return one group of trajectories that differ in their rewards, half of them
-    prompt.
-    """
-    rng, group = random.Random(step), GroupId(f"g{step}")
-    members = list[Trajectory]()
-    for member in range(MEMBERS):
-        start = length // 2
-        sequence = TokenSequence(
-            tokens=tuple(rng.randrange(vocab) for _ in range(length)),
-            segments=(
-                Segment(start=0, end=start, kind=SegmentKind.PROMPT, version=-1),
-                Segment(start=start, end=length, kind=SegmentKind.OUTPUT, version=step),
-            ),
-            logprobs=(0.0,) * start + (-9.0,) * (length - start),
-            turns=(TurnSpan(start=start, end=length, reward=0.0, state_key="s"),),
-        )
-        trajectory = Trajectory(
-            id=TrajectoryId(f"{group}/{member}"),
-            group_id=group,
-            task=Task(id=TaskId("t"), env="none", seed=0),
-            attempt=0,
-            initiated_version=step,
-            sequences=(sequence,),
-            reward=float(member),
-            stop_reason=StopReason.FINISHED,
-            blame=Blame.NONE,
-            engine="e0",
-        )
-        members.append(trajectory)
-    scored = ScoredGroup(id=group, env="none", trajectories=tuple(members))
-    return Batch(step=step, version=step, part=0, parts=1, groups=(scored,))
-
-
 def _run_case(path: Path, micro: int) -> dict[str, int]:
     from rollweave.train.trainer import Trainer
 
@@ -208,7 +161,8 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
         trainer = Trainer(config, path, run)
         trainer.handle(Publish(version=0, publication_id=0, keep=(0,)))
         for step in range(2):
-            trainer.handle(TrainOn(batch=_batch(step, vocab=shape.vocab, length=micro)))
+            batch = random_batch(step, vocab=shape.vocab, length=micro, groups=1, members=MEMBERS)
+            trainer.handle(TrainOn(batch=batch))
             version = step + 1
             trainer.handle(Publish(version=version, publication_id=version, keep=(step, version)))
             if step == 0:
