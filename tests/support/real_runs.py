@@ -230,13 +230,13 @@ def at_gate(life: Life, gate: Path) -> None:
     )
 
 
-def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 1) -> None:
+def check_totals(config: RunConfig, summary_: dict[str, Any], *, losses: int = 0) -> None:
     """Check that the run has trained and evaluated all that its configuration
-    requires, except for trajectories that have become stale and left their groups.
+    requires, except for trajectories that have become stale and left their groups:
+    on a slow machine, or where something was lost, at most as many as a step has.
 
-    On a slow machine these are at most as many as a step has. Each loss of a process
-    adds those in flight and, where the trainer goes back to a checkpoint, those that
-    wait for it: each at most as many as a step has.
+    Several `losses`, after which a trainer goes back to a checkpoint, each add those in
+    flight and those that wait for the trainer, at most as many as two steps have.
     """
     assert (summary_["error"], summary_["steps"]) == ("", config.run.steps)
     account = summary_["account"]
