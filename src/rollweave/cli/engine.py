@@ -29,7 +29,7 @@ from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
-from rollweave.io.tokenizer import read_json
+from rollweave.io.reading import read_json
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront

@@ -301,7 +301,7 @@ class Engine(msgspec.Struct):
     # of a prefill engine: the trajectories whose prompts it computes
     prompts: dict[TrajectoryId, None] = {}
     prompts_since: float = 0.0  # when it began the prompt that it computes
-    restarts: int = 0  # after failures of its own
+    restarts: int = 0  # after failures for which it is to blame
     # epochs lost with suspects, of whom none is guilty yet → those without an answer
     doubted: dict[int, int] = {}
     excused: int = 0  # losses in a row for which a turn is to blame

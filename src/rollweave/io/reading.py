@@ -8,15 +8,21 @@ which must not be an event loop.
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from os import open as open_descriptor
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from rollweave.schema.errors import ConfigError
 
 CHUNK = 1 << 20
 """Bytes read from the system at once."""
+
+JSON_BYTES = 1 << 30
+"""Maximum size of a file of JSON that belongs to a checkpoint."""
 
 LINE_BYTES = 64 << 20
 """Maximum bytes of a line that is read; a longer one is left out."""
@@ -60,6 +66,21 @@ def whole(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"must have at most {most} bytes, got more", str(path))
     return content
+
+
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint; without the file an empty one,
+    unless it is `required`. Raises ConfigError for anything else.
+    """
+    if not required and not path.exists():
+        return {}
+    try:
+        value = json.loads(whole(path, JSON_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} must be readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def lines(path: Path) -> Iterator[bytes]:

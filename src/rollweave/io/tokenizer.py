@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
-from rollweave.io.reading import whole
+from rollweave.io.reading import read_json, whole
 from rollweave.schema.errors import ConfigError
 
 FILE_BYTES: Final = 1 << 30
@@ -148,23 +148,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return [path.relative_to(directory) for path in found if path.is_file()]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is no such file.
-
-    Raises ConfigError for anything else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(whole(path, FILE_BYTES).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} must be readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-# Tokens beside those of the vocabulary.
+# Tokens beside the vocabulary.
 
 
 def _tokens_of(

@@ -18,8 +18,8 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
-"""Control characters but tab and newline, and those that begin a line or change the
-direction of writing.
+"""Control characters but tab and newline, and characters that begin a line or change
+the direction of writing.
 """
 
 ERROR_CHARS = 8000

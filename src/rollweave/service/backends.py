@@ -10,7 +10,7 @@ from pathlib import Path
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.transport import OnRetry
-from rollweave.io.tokenizer import read_json
+from rollweave.io.reading import read_json
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.address import Hosts
 from rollweave.schema.config.root import RunConfig

@@ -7,7 +7,6 @@ by name. Torch is imported only where tensors are, so that reading the shape of 
 from scratch does not wait for it.
 """
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from rollweave.io.reading import read_json
 from rollweave.schema.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory} must hold model.safetensors or {index.name}, got "
             + (f"{others[0]}; {TO_CONVERT}" if others else "neither")
         )
-    places = _read_json(index).get("weight_map")
+    places = read_json(index).get("weight_map")
     values = list(places.values()) if isinstance(places, dict) else []
     if not values or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"{index} must have a weight_map of names of files, got {places!r:.80}")
@@ -363,25 +363,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """Return config.json. Raises ConfigError."""
     if how := gguf_of(directory):
         raise ConfigError(f"a model must be a folder with config.json, got {directory}; {how}")
-    return _read_json(directory / "config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} must be readable JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
-    return loaded
+    return read_json(directory / "config.json", required=True)
 
 
 def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Return the end-of-sequence ids: those of generation_config.json if it has them,
     as transformers does, else those of config.json.
     """
-    path = directory / "generation_config.json"
-    eos = _read_json(path).get("eos_token_id") if path.exists() else None
+    eos = read_json(directory / "generation_config.json").get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
     if eos is None:

@@ -28,13 +28,13 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from rollweave.io.reading import read_json
 from rollweave.io.tokenizer import (
     NAMED_TEMPLATES,
     NAMES,
     OLD_TEMPLATE,
     TEMPLATE,
     TOKENIZER_CONFIG,
-    read_json,
 )
 from rollweave.rollout.chat.thoughts import Thinking, thinking_of
 from rollweave.rollout.chat.tools import openai_message
@@ -71,7 +71,7 @@ class ChatError(RollweaveError):
 
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's text for trainers
-    that need a mask; its body is rendered, with a scope of its own.
+    that need a mask; its body is rendered, with a separate scope.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's declaration)

@@ -9,7 +9,8 @@ from typing import NoReturn, Self
 
 from tokenizers import Tokenizer
 
-from rollweave.io.tokenizer import CheckpointTokenizer, read_json, read_tokenizer
+from rollweave.io.reading import read_json
+from rollweave.io.tokenizer import CheckpointTokenizer, read_tokenizer
 from rollweave.rollout.chat.guard import encode_after
 from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.thoughts import Thinking
