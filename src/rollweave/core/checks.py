@@ -55,6 +55,9 @@ def check(run: Run) -> None:
     _check_saving(run)
     _check_evaluations(run)
     _check_attempts(run)
+    for mechanism in run.mechanisms:
+        if mechanism.check is not None:
+            mechanism.check(run)
     accounts = account(run.state)
     assert accounts.balanced, f"unaccounted trajectories: {accounts}"
 
@@ -227,11 +230,6 @@ def _check_groups(run: Run) -> None:
     version = run.next_version()
     for group in training:
         assert len(group.chosen) <= run.group_sizes[group.name], group
-        if group.status is GroupStatus.COMPARING:
-            assert group.name in run.comparison_s, group
-            assert all(
-                state.trajectories[member].stage is Stage.SCORED for member in group.chosen
-            ), group
     for group_id in state.buffer if state.drawing.swept_for_version == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (

@@ -1,11 +1,15 @@
 """The context that the sub-machines share: the settings, the state, the time, the
-facts posted and the commands emitted while one event is handled.
+facts posted and the commands emitted while one event is handled; and the form of a
+mechanism, an optional behavior that the kernel calls by a few hooks.
 """
 
+import enum
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from rollweave.core.fleet import Fleet
 from rollweave.core.length_index import LengthIndex
@@ -13,12 +17,22 @@ from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.redundancy import trained_at
 from rollweave.core.policy.scheduling import Scheduling, scheduling
-from rollweave.core.state import DomainStats, Engine, Phase, State, TrainerStatus, Trajectory
+from rollweave.core.state import (
+    DomainStats,
+    Engine,
+    GroupStatus,
+    Phase,
+    Stage,
+    State,
+    TrainerStatus,
+    Trajectory,
+)
 from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
+from rollweave.schema.events import Event
 from rollweave.schema.work import Purpose, StopReason
 
 
@@ -94,6 +108,72 @@ class Pacing(Protocol):
         """Weights to which trajectories or an evaluation are bound."""
 
 
+class TurnMove(enum.Enum):
+    """The moves of a turn. Followers get the trajectory and the turn, and what the move
+    says.
+    """
+
+    REQUESTED = "requested"  # its place may be taken: then it is not queued
+    QUEUED = "queued"  # it joins a queue, or moves in one: its rank may be changed
+    GIVEN = "given"  # an engine is about to get it
+    LEFT = "left"  # an engine is about to lose it
+    DONE = "done"  # with the event: its engine has answered it
+
+
+class TrainerMove(enum.Enum):
+    """The moves of the trainer."""
+
+    TRAINED = "trained"  # a step is trained, and its weights are not published yet
+    PUBLISHED = "published"
+
+
+Move = Stage | GroupStatus | TurnMove | TrainerMove
+"""A move of an attempt, a group, a turn or the trainer."""
+
+MOVES: tuple[Move, ...] = (*Stage, *GroupStatus, *TurnMove, *TrainerMove)
+
+Handler = Callable[["Run", Any], None]
+"""Handles one kind of event."""
+
+Step = Callable[["Run"], None]
+"""Does what has become possible, or checks a deadline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """An optional behavior, whole: its state and all that the kernel calls.
+
+    A configuration that does not use it pays nothing for it. Hooks of several
+    mechanisms are called in the order of `core/mechanisms.MECHANISMS`.
+    """
+
+    name: str
+    """Key of its part of the snapshot, `State.mechanisms`."""
+    used: Callable[[RunConfig], bool]
+    """True if a run with this configuration has the mechanism."""
+    state: type[msgspec.Struct]
+    """Its part of the snapshot. The kernel removes the entry of a trajectory or an
+    engine that is gone from its tables `trajectories` and `engines`, if it has them.
+    """
+    handlers: Mapping[type[Event], Handler] = field(default_factory=dict)
+    """Handlers of events, each called before the kernel's handler, if it has one."""
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    """The name of a kernel's step or deadline → the step that precedes it."""
+
+    # The hooks.
+
+    follows: Mapping[Move, Callable[..., None]] = field(default_factory=dict)
+    """The functions to call when a record has moved: an attempt or a group to a stage or
+    status, a turn, an engine or the trainer in some way. They get the run, and what the
+    move says.
+    """
+    check: Step | None = None
+    """Raises AssertionError if an invariant of the mechanism is broken."""
+
+
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+
 class Run:
     """The context of one event: `state`, which the sub-machines change, and `out`, to
     which they append commands.
@@ -105,10 +185,18 @@ class Run:
         state: State,
         rules: Mapping[str, Rule],
         *,
+        mechanisms: Iterable[Mechanism],
         shared: Pacing,
         independent: Pacing,
     ) -> None:
         self.config = config
+        self.mechanisms = tuple(one for one in mechanisms if one.used(config))
+        self._parts = {one.state: _part(state, one) for one in self.mechanisms}
+        # move → the functions of the mechanisms that follow it
+        self.followers: dict[Move, tuple[Callable[..., None], ...]] = {
+            move: tuple(one.follows[move] for one in self.mechanisms if move in one.follows)
+            for move in MOVES
+        }
         self._shared, self._independent = shared, independent
         self.rules = rules
         self.state = state
@@ -117,6 +205,7 @@ class Run:
         self._fleet_before: Fleet | None = None  # until an engine changed
         self._turn_queues: TurnQueues | None = None
         self._length_index: LengthIndex | None = None
+        self.deadlines: tuple[Step, ...] = ()
         self.out: list[Command] = []
         # facts on which core/lifecycle acts before the event is over
         self.over: deque[AttemptOver] = deque()
@@ -132,12 +221,10 @@ class Run:
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
-        # task domains with a pairwise judge → its longest request, in seconds
-        self.comparison_s: dict[str, float] = {
-            task.name: max(limits)
-            for task in config.tasks
-            if (limits := [one.timeout_s for one in config.rewards_of(task.name) if one.pairwise])
-        }
+        # task domains whose groups are complete only once their members are compared
+        self.compared_domains = frozenset(
+            name for name in self.tasks if any(one.pairwise for one in config.rewards_of(name))
+        )
         self._pools = {task.name: config.pools_of(task.pool) for task in config.tasks}
         # pools by which turns wait for any engine; "" if it may be of any pool
         self.queue_pools: tuple[str, ...] = ("",)
@@ -153,6 +240,22 @@ class Run:
             if self.mode.streamed
             else 1
         )
+
+    def part(self, kind: type[Part]) -> Part:
+        """The part of the state of the mechanism that has this kind of it."""
+        return self._parts[kind]  # type: ignore[return-value]
+
+    def uses(self, kind: type[msgspec.Struct]) -> bool:
+        """True if the run has the mechanism with this kind of state."""
+        return kind in self._parts
+
+    def with_steps(self, steps: Iterable[tuple[str, Step]]) -> Iterator[Step]:
+        """Yield these steps of the kernel, each behind those of the mechanisms that
+        precede it.
+        """
+        for name, step in steps:
+            yield from (one.steps[name] for one in self.mechanisms if name in one.steps)
+            yield step
 
     def emit(self, command: Command) -> None:
         self.out.append(command)
@@ -323,3 +426,14 @@ class Run:
     def training(self) -> bool:
         """True while more training steps are to come."""
         return self.state.phase is Phase.RUNNING
+
+
+def _part(state: State, mechanism: Mechanism) -> msgspec.Struct:
+    """Return the mechanism's part of the state; a snapshot has it as plain values."""
+    part = state.mechanisms.get(mechanism.name)
+    if part is None:
+        part = mechanism.state()
+    elif not isinstance(part, mechanism.state):
+        part = msgspec.convert(part, mechanism.state)
+    state.mechanisms[mechanism.name] = part
+    return part

@@ -6,6 +6,7 @@ deterministic; ids come from counters. The trajectories' pools are maintained by
 """
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -221,7 +222,7 @@ class Group(msgspec.Struct):
     members: list[TrajectoryId] = []
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
     decoding: Decoding = Decoding()
-    comparison_s: float = 0.0  # maximum seconds for the comparison, with those before it
+    limit_s: float = 0.0  # maximum seconds of the comparison
     tokens_lost: bool = (
         False  # tokens of a chosen member are gone: it can never be trained on again
     )
@@ -590,7 +591,6 @@ class Drawing(msgspec.Struct):
     kept: int = 0
     filtered: int = 0
     spare: int = 0  # spare groups that were learned
-    compared: bool = False  # a pairwise judge has answered, so that its start is over
     swept_for_version: int = 0  # the next_version for which expired groups were last dropped
 
 
@@ -787,5 +787,6 @@ class State(msgspec.Struct):
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
     service: Service = msgspec.field(default_factory=Service)
+    mechanisms: dict[str, Any] = {}  # the part of each mechanism, by its name
     counters: Counters = msgspec.field(default_factory=Counters)
     idle: Idle = msgspec.field(default_factory=Idle)

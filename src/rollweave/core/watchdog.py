@@ -24,11 +24,10 @@ from rollweave.core import (
     workers,
 )
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
-from rollweave.core.run import Run
+from rollweave.core.run import Run, Step
 from rollweave.core.state import (
     Engine,
     EngineStatus,
-    Group,
     GroupStatus,
     Phase,
     Stage,
@@ -55,30 +54,17 @@ def on_timer(run: Run, _event: TimerFired) -> None:
 
 def check_deadlines(run: Run) -> None:
     """Check every deadline, and set the timer again."""
-    state = run.state
-    if state.phase is Phase.FINISHED:
+    if run.state.phase is Phase.FINISHED:
         return
-    for engine in list(state.engines.values()):
-        if engine.id in state.engines:  # else it was removed with its host
-            _check_engine(run, engine)
-    borrowing.check_leases(run)
-    turns.end_rests(run)
-    _check_fleet(run)
-    relays.check_timeouts(run)
-    workers.check_timeouts(run)
-    for trajectory_id in _waiting(run):
-        trajectory = state.trajectories.get(trajectory_id)
-        if trajectory is not None:
-            _check_trajectory(run, trajectory)
-    _check_draws(run)
-    _check_comparisons(run)
-    _check_trainer(run)
-    turns.give_up_late_migrations(run)
-    consolidation.check_due(run)
-    turn_priority.promote_overdue(run)
-    for trajectory in lengths.revise_outrun(run):
-        turn_priority.rerank(run, trajectory)
+    for check in run.deadlines:
+        check(run)
     timer.set_timer(run)
+
+
+def _check_engines(run: Run) -> None:
+    for engine in list(run.state.engines.values()):
+        if engine.id in run.state.engines:  # else it was removed with its host
+            _check_engine(run, engine)
 
 
 def _check_fleet(run: Run) -> None:
@@ -179,6 +165,13 @@ def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
             pass
 
 
+def _check_trajectories(run: Run) -> None:
+    for trajectory_id in _waiting(run):
+        trajectory = run.state.trajectories.get(trajectory_id)
+        if trajectory is not None:
+            _check_trajectory(run, trajectory)
+
+
 def _give_up(run: Run, trajectory: Trajectory, reason: StopReason, message: str) -> None:
     run.warn(trajectory.id, message, count=reason)
     trajectories.cancel(run, trajectory, reason, failure=message)
@@ -201,26 +194,6 @@ def _check_draws(run: Run) -> None:
                 groups.abandon_draw(run, group)
 
 
-def _check_comparisons(run: Run) -> None:
-    for group_id in list(run.state.drawing.active) if run.comparison_s else ():
-        group = run.state.groups[group_id]
-        if group.status is not GroupStatus.COMPARING:
-            continue
-        waited = run.now - group.since
-        if waited > comparison_limit_s(run, group):
-            text = f"its members have not been compared for {waited:.0f} s; it is dropped"
-            run.warn(group.id, text, count=StopReason.REWARD_HANG)
-            groups.drop(run, group, StopReason.REWARD_HANG)
-
-
-def comparison_limit_s(run: Run, group: Group) -> float:
-    """Return the maximum seconds of a comparison, with the start of its judge unless
-    one has answered.
-    """
-    starting_s = 0.0 if run.state.drawing.compared else run.config.watchdog.start_s
-    return group.comparison_s + starting_s + GRACE_S
-
-
 def _check_trainer(run: Run) -> None:
     trainer, limits = run.state.trainer, run.config.watchdog
     waited = run.now - trainer.since
@@ -237,3 +210,28 @@ def _check_trainer(run: Run) -> None:
     elif trainer.saving is not None and run.now - trainer.save_requested_at > limits.train_s:
         waited = run.now - trainer.save_requested_at
         training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")
+
+
+def _rerank_outrun(run: Run) -> None:
+    for trajectory in lengths.revise_outrun(run):
+        turn_priority.rerank(run, trajectory)
+
+
+DEADLINES: tuple[tuple[str, Step], ...] = (
+    ("engine deadlines", _check_engines),
+    ("leases", borrowing.check_leases),
+    ("rests", turns.end_rests),
+    ("fleet deadlines", _check_fleet),
+    ("relays", relays.check_timeouts),
+    ("workers", workers.check_timeouts),
+    ("attempt deadlines", _check_trajectories),
+    ("draw deadlines", _check_draws),
+    ("trainer deadlines", _check_trainer),
+    ("migrations", turns.give_up_late_migrations),
+    ("consolidation", consolidation.check_due),
+    ("overdue", turn_priority.promote_overdue),
+    ("outrun", _rerank_outrun),
+)
+"""The deadlines that the timer checks, each with a name, in this order. Mechanisms
+check theirs before some of them.
+"""

@@ -1,0 +1,10 @@
+"""The optional behaviors of a run, each in a room of its own (`core/run.Mechanism`).
+
+The order of the tuple is the order in which their hooks are called, and so that of the
+commands of one event.
+"""
+
+from rollweave.core.mechanisms import comparison
+from rollweave.core.run import Mechanism
+
+MECHANISMS: tuple[Mechanism, ...] = (comparison.MECHANISM,)
