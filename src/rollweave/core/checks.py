@@ -19,33 +19,27 @@ from rollweave.core.state import (
     Held,
     OnEngine,
     Phase,
-    Prompt,
     Queued,
     RelayStatus,
+    Requested,
     Stage,
     Suspected,
     Suspicion,
     TrainerStatus,
-    Trajectory,
     WorkerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
 from rollweave.core.workers import PROCESSLESS
-from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
 
 
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
-    if run.scheduling.assigns:
-        assert run.length_index == run.fresh_length_index(), "the order is what a fresh sort gives"
     _check_indices(run)
     _check_turns(run)
     _check_suspects(run)
     _check_groups(run)
     _check_bounds(run)
-    _check_affinity(run)
-    _check_shares(run)
     _check_service(run)
     _check_weights(run)
     _check_devices(run)
@@ -91,32 +85,22 @@ def _check_turns(run: Run) -> None:
     state = run.state
     waiting, suspects = set(state.turns.queue), set(state.turns.suspects)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
-    prompts: dict[str, EngineId] = {}  # trajectory → the prefill engine that has its prompt
+    prompts: dict[str, str] = {}  # trajectory → the prefill engine that has its prompt
     for engine in state.engines.values():
-        assert not (engine.active if engine.phase == "prefill" else engine.prompts), engine
-        assert len(engine.prompts) <= max(engine.max_slots, 0), engine
-        for trajectory_id in engine.prompts:
-            assert trajectory_id not in prompts, f"{trajectory_id} is on two prefill engines"
-            prompts[trajectory_id] = engine.id
-        preempts = run.scheduling.preempts and engine.preempts
+        preempts = engine.samples and run.scheduling.preempts and engine.preempts
         assert preempts or len(engine.active) <= max(engine.max_slots, 0), engine
-        assert not engine.draining or all(
-            share.engine_id != engine.id
-            for partition in state.partitions.values()
-            for share in partition.shares
-        ), f"a partition has {engine.id}, which drains"
+        table = served if engine.samples else prompts
         for trajectory_id in engine.active:
-            assert trajectory_id not in served, (
-                f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"
+            assert trajectory_id not in table, (
+                f"{trajectory_id} is on {table[trajectory_id]} and {engine.id}"
             )
-            served[trajectory_id] = engine.id
+            table[trajectory_id] = engine.id
     for trajectory in state.trajectories.values():
         turn = trajectory.turn
         if turn is None:
             continue
         assert trajectory.stage is Stage.RUN, trajectory
-        if turn.prompt is not None:
-            _check_prompt(run, trajectory, turn.prompt, prompts.pop(trajectory.id, None))
+        assert prompts.pop(trajectory.id, "") == (turn.prefill or ""), trajectory
         match turn.place:
             case Queued():
                 waiting.remove(trajectory.id)
@@ -126,24 +110,13 @@ def _check_turns(run: Run) -> None:
             case OnEngine(engine=engine_id):
                 assert served.pop(trajectory.id, None) == engine_id, trajectory
             case Held():
-                assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
-                moving = state.migrations.open[trajectory.migration]
-                assert moving.since is not None or moving.vacates, trajectory
+                pass
+            case Requested():
+                raise AssertionError(f"{trajectory} has a turn without a place")
     places = [state.trajectories[member].open_turn.place for member in state.turns.queue]
     for engine in state.engines.values():
         counted = sum(isinstance(one, Queued) and one.engine == engine.id for one in places)
         assert run.turn_queues.count(engine.id) == counted, f"turns that wait for {engine.id}"
-    for number, migration in state.migrations.open.items():
-        trajectory_ = state.trajectories.get(migration.trajectory_id)
-        moves = trajectory_ is not None and trajectory_.migration == number
-        assert moves or migration.since is not None, f"no trajectory is in {migration}"
-    ends = [
-        end
-        for m in state.migrations.open.values()
-        if m.since is not None and not m.prompt
-        for end in (m.source, m.target)
-    ]
-    assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"
     assert not waiting, f"{waiting} are queued without an open turn"
     assert not suspects, f"{suspects} are suspects without an open turn"
     assert not served, f"{served} are on engines without an open turn"
@@ -191,24 +164,6 @@ def _check_borrowed(run: Run) -> None:
         )
 
 
-def _check_prompt(
-    run: Run, trajectory: Trajectory, prompt: Prompt, computed_by: EngineId | None
-) -> None:
-    """Assert that an engine waits for the prompt that a prefill engine computes, or
-    whose KV moves.
-    """
-    turn = trajectory.open_turn
-    assert isinstance(turn.place, OnEngine), trajectory
-    if not prompt.moving:
-        assert computed_by == prompt.engine, trajectory
-        return
-    assert computed_by is None, trajectory
-    assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
-    moving = run.state.migrations.open[trajectory.migration]
-    assert moving.prompt, moving
-    assert (moving.source, moving.target) == (prompt.engine, turn.place.engine), trajectory
-
-
 def _check_groups(run: Run) -> None:
     state = run.state
     training = [group for group in state.groups.values() if group.purpose is Purpose.TRAIN]
@@ -246,56 +201,12 @@ def _check_measured(run: Run) -> None:
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
     assert not (trainer.measuring and trainer.batch), trainer
     assert not trainer.measuring or (
-        run.pacing.samples_buffer and run.config.buffer.sample == "ratio"
+        run.pacing.buffer_limit(run) is not None and run.config.buffer.sample == "ratio"
     ), trainer
     for group in run.state.groups.values():
         assert (group.ratio is None) == (group.ratio_publication_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group
         assert group.ratio_publication_id < run.state.publication.next_id, group
-
-
-def _check_affinity(run: Run) -> None:
-    """Assert that a trajectory's turns are only on engines with the weights that it
-    began with.
-    """
-    if run.pacing.interchangeable:
-        return
-    state = run.state
-    for engine in state.engines.values():
-        for trajectory_id in engine.active:
-            assert state.trajectories[trajectory_id].publication_id == engine.publication_id, (
-                f"{trajectory_id} on {engine}"
-            )
-    for trajectory_id in (*state.pools.init, *state.pools.run):
-        trajectory = state.trajectories[trajectory_id]
-        assigned = (
-            state.engines.get(trajectory.assigned_engine)
-            if trajectory.assigned_engine is not None
-            else None
-        )
-        if assigned is None:
-            assert trajectory_id in state.unassigned, (
-                f"{trajectory} has no engine, and is not listed as unassigned"
-            )
-        else:
-            assert assigned.publication_id == trajectory.publication_id, (
-                f"{trajectory} is assigned to {assigned}"
-            )
-            assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned
-
-
-def _check_shares(run: Run) -> None:
-    """Assert that domains whose pools are learned are divided whole, that a pinned one
-    is not, and that an attempt was given a pool with engines.
-    """
-    affinity, pools = run.state.affinity, {group.pool for group in run.config.engines}
-    for name, shares in (*affinity.shares.items(), *affinity.trial.items()):
-        assert abs(sum(shares.values()) - 1) < 1e-9, f"{name}: {shares}"
-        assert min(shares.values()) >= 0, f"{name}: {shares}"
-        assert pools >= shares.keys(), f"{name}: {shares}"
-        assert not run.tasks[name].pin, f"{name} is pinned, and has {shares}"
-    for trajectory in run.state.trajectories.values():
-        assert not trajectory.pool or (run.learns_affinity and trajectory.pool in pools), trajectory
 
 
 def _check_weights(run: Run) -> None:

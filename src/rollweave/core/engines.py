@@ -7,9 +7,7 @@ An engine that joins, for the first time or again, is stale until it has loaded 
 from collections.abc import Mapping
 
 from rollweave.core import (
-    assignment,
     bindings,
-    costs,
     dispatching,
     membership,
     suspects,
@@ -18,7 +16,7 @@ from rollweave.core import (
 )
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.policy.suspicion import excuses
-from rollweave.core.run import Run
+from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
 from rollweave.core.suspects import Verdict
 from rollweave.schema.base import EngineId
@@ -64,6 +62,8 @@ def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
     for engine in state.engines.values():
         if engine.leaving and all(slot.id != engine.id for slot in slots):
             _count_departure(state, engine)
+    for engine_id in state.engines:
+        run.forget_engine(engine_id)
     state.engines = {
         slot.id: _engine(run, slot, joined=slot.id not in configured) for slot in slots
     }
@@ -95,7 +95,7 @@ def _engine(run: Run, slot: EngineSlot, *, joined: bool, moved: bool = False) ->
 
 def _membership_changed(run: Run) -> None:
     run.fleet_changed()
-    assignment.engines_changed(run)
+    run.follow(EngineMove.FLEET_CHANGED)
 
 
 def find(run: Run, engine_id: EngineId, epoch: int) -> Engine | None:
@@ -111,12 +111,12 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     engine.stages, engine.moves_kv = event.stages, event.moves_kv
     engine.preempts, engine.lent = event.preempts, event.lent
     engine.returns, engine.resting_until = 0, None
-    costs.joined(run, engine, event.profile)
+    run.follow(EngineMove.JOINED, engine, event)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)
         return
     engine.version, engine.publication_id = event.version, event.version
-    assignment.engines_changed(run)
+    run.follow(EngineMove.FLEET_CHANGED)
     enter(run, engine, EngineStatus.SERVING)
 
 
@@ -169,7 +169,7 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
     engine.consecutive_timeouts = engine.load_failures = 0
     engine.unanswered, engine.isolates = {}, None
     enter(run, engine, EngineStatus.STARTING)
-    assignment.engines_changed(run)
+    run.follow(EngineMove.FLEET_CHANGED)
     run.pacing.unassign_engine(run, engine)
     dispatching.requeue_from(run, engine)
     command = RestartEngine(
@@ -263,7 +263,7 @@ def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
         engine.samples and not engine.lender for engine in state.engines.values()
     ):
         return
-    planned = state.allocation.pending_degrees or any(
+    planned = state.membership.pending_degrees or any(
         one.returns or _has_place(run, one)
         for one in state.hosts.unplaced
         if run.config.engines[one.group].phase != "prefill"
@@ -372,7 +372,7 @@ def remove_drained(run: Run) -> None:
             _membership_changed(run)
         if engine.leaving and not engine.draining and run.pacing.may_drain(run, engine):
             drain(run, engine)
-        if engine.draining and not engine.active and not engine.prompts:
+        if engine.draining and not engine.active:
             remove(
                 run,
                 engine,
@@ -393,7 +393,8 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     """Remove an engine without turns for good."""
     state = run.state
     del state.engines[engine.id]
-    costs.left(run, engine)
+    run.follow(EngineMove.REMOVED, engine)
+    run.forget_engine(engine.id)
     if engine.leaving:
         _count_departure(state, engine)
     _membership_changed(run)

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from rollweave.core import version_affinity
 from rollweave.core.policy.experience import Experience, evict, sample
 from rollweave.core.run import Run
 from rollweave.core.state import Group
@@ -63,9 +62,9 @@ def surplus(run: Run) -> list[GroupId]:
     the user's function names.
     """
     state, name = run.state, run.config.buffer.evict
-    if not run.pacing.samples_buffer or not state.buffer:
+    most = run.pacing.buffer_limit(run) if state.buffer else None
+    if most is None:
         return []
-    most = version_affinity.buffer_limit(run)
     if len(state.buffer) <= most and FUNCTION_MARK not in name:
         return []
     return _by(

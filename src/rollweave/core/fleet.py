@@ -9,7 +9,7 @@ engine otherwise calls `Run.fleet_changed`. `core/checks` compares with a fresh 
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.state import Engine, EngineStatus, State, Turn
@@ -50,8 +50,8 @@ class Fleet:
     publication_ids: frozenset[int] = frozenset()
     # weights that an engine that samples has or is loading
     expected_publication_ids: frozenset[int] = frozenset()
-    # computed by core/version_affinity
-    batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
+    # what mechanisms derive from the engines, by its type
+    derived: dict[type, Any] = field(default_factory=dict, compare=False)
     _turns: dict[EngineId, _Turns] = field(default_factory=dict)  # of the engines in `loads`
 
     @classmethod

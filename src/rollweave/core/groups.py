@@ -9,7 +9,7 @@ member that is too old leaves its group, if enough others stay.
 
 from collections.abc import Sequence
 
-from rollweave.core import attempts, experience, lengths, trajectories
+from rollweave.core import attempts, experience, trajectories
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     MIN_MEMBERS,
@@ -57,8 +57,7 @@ def _draw(run: Run, count: int) -> None:
 def enter(run: Run, group: Group, status: GroupStatus) -> None:
     """Change the status of the group, which some mechanisms follow."""
     group.status = status
-    for follow in run.followers[status]:
-        follow(run, group)
+    run.follow(status, group)
 
 
 def draw(run: Run, name: str, index: int, purpose: Purpose) -> Group:
@@ -93,9 +92,7 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
             id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now
         )
         group.members.append(trajectory.id)
-        run.state.trajectories[trajectory.id] = trajectory
-        run.state.pools.queued[trajectory.id] = None
-        lengths.begin_attempt(run, trajectory)
+        attempts.add(run, trajectory)
 
 
 def on_draw_failed(run: Run, event: DrawFailed) -> None:
@@ -434,5 +431,5 @@ def forget_if_stopped(run: Run, group: Group) -> None:
 
 def forget(run: Run, group: Group) -> None:
     for member in group.members:
-        run.state.trajectories.pop(member, None)
+        run.forget_trajectory(member)
     run.state.groups.pop(group.id, None)

@@ -13,7 +13,6 @@ from typing import Self
 import msgspec
 
 from rollweave.core import (
-    allocation,
     borrowing,
     dispatching,
     ending,
@@ -36,7 +35,7 @@ from rollweave.core import (
 )
 from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
-from rollweave.core.pacing import IndependentPacing, SharedPacing
+from rollweave.core.pacing import SharedPacing
 from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Handler, Mechanism, Run, Step
@@ -69,8 +68,8 @@ class Kernel:
             state if state is not None else State(),
             rules or {},
             mechanisms=mechanisms,
-            shared=SharedPacing(),
-            independent=IndependentPacing(),
+            pacing=SharedPacing(),
+            chooser=dispatching.AnyEngine(),
         )
         self._handlers = {
             kind: tuple(
@@ -153,14 +152,12 @@ class Kernel:
 HANDLERS: Mapping[type[Event], Handler] = {
     e.TurnRequested: turns.on_requested,
     e.TurnDone: turns.on_done,
-    e.PrefillDone: turns.on_prefilled,
     e.TurnFailed: turns.on_failed,
     e.TurnsProgressed: turns.on_progressed,
     e.TurnReturned: turns.on_returned,
     e.TurnWithdrawn: turns.on_withdrawn,
     e.EnvReady: trajectories.on_env_ready,
     e.AttemptDelayed: trajectories.on_delayed,
-    e.PredictionReady: turns.on_prediction,
     e.TrajectoryEnded: trajectories.on_ended,
     e.RewardReady: trajectories.on_reward_ready,
     e.RewardFailed: trajectories.on_reward_failed,
@@ -168,7 +165,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.DrawFailed: groups.on_draw_failed,
     e.RolloutsSubmitted: serving.on_submitted,
     e.RolloutAcknowledged: serving.on_acknowledged,
-    e.MigrationDone: turns.on_migration_done,
     e.TimerFired: watchdog.on_timer,
     e.StepTrained: training.on_trained,
     e.WeightsPublished: training.on_published,
@@ -226,7 +222,6 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("evaluate", evaluation.advance),
     ("hosts", hosts.advance),
     ("workers", workers.advance),
-    ("allocation", allocation.advance),
     ("launch groups", groups.launch),
     ("resize", scaling.resize),
     ("start attempts", trajectories.start_inits),

@@ -76,7 +76,7 @@ def _planned(
         for engine in state.engines.values()
         if not engine.draining
     ]
-    new = enumerate(state.allocation.pending_degrees, start=state.membership.next_number)
+    new = enumerate(state.membership.pending_degrees, start=state.membership.next_number)
     slots = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
     degrees = [slot.degree for slot in slots]
     if not slots or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):

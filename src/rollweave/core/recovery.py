@@ -114,9 +114,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state.turns.queue.clear()
     state.turns.suspects.clear()
     run.rebuild_turn_queues()
-    state.migrations.open.clear()
-    state.unassigned.clear()
-    state.allocation.pending_degrees.clear()
+    state.membership.pending_degrees.clear()
     state.publication.checkpointed.clear()
     hosts.start(run, event)
     engines.start(run, event.engines)
@@ -126,7 +124,7 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     continuation.controller_lost(run, recorded)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
-            trajectory.turn = trajectory.migration = None
+            trajectory.turn = None
             if trajectory.id in recorded and trajectory.closing is None:
                 continuation.keep(run, trajectory)
             if killed and trajectory.stage in ALIVE:

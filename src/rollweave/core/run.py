@@ -12,20 +12,22 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.length_index import LengthIndex
 from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.redundancy import trained_at
+from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.core.state import (
     DomainStats,
     Engine,
     GroupStatus,
     Phase,
+    Queued,
     Stage,
     State,
     TrainerStatus,
     Trajectory,
+    Turn,
 )
 from rollweave.core.turn_queues import TurnQueues
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -53,14 +55,12 @@ class Pacing(Protocol):
     """True if any engine can run any turn: trajectories are not bound to weights, which
     may therefore change under them.
     """
-    samples_buffer: bool
-    """True if the strategies of [buffer] choose and evict groups."""
-    consolidates: bool
-    """True if tails of batches are moved together (`core/consolidation`)."""
     loads_checkpoints: bool
     """True if engines load older versions from checkpoints."""
     evaluates_on_one_engine: bool
     """True if one engine that serves the version is enough to start an evaluation."""
+    check_s: float
+    """Maximum seconds between two checks of the deadlines."""
 
     def admits(self, run: "Run", version: int) -> bool:
         """True if a later step could train on a trajectory launched at `version`
@@ -76,8 +76,10 @@ class Pacing(Protocol):
     def takes_episodes(self, run: "Run") -> bool:
         """True if an engine takes episodes of the evaluation now."""
 
-    def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
-        """Assign the trajectory to another engine if it cannot keep its own."""
+    def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> bool:
+        """Assign the trajectory to another engine if it cannot keep its own; False if
+        it may have any engine.
+        """
 
     def unassign_engine(self, run: "Run", engine: Engine) -> None:
         """Unassign trajectories that cannot stay with an engine that lost its
@@ -107,17 +109,63 @@ class Pacing(Protocol):
     def bound_weights(self, run: "Run") -> set[int]:
         """Weights to which trajectories or an evaluation are bound."""
 
+    def needed_checkpoints(self, run: "Run") -> set[int]:
+        """Steps of the checkpoints that engines read, or trajectories wait for."""
+
+    def begin_load(self, run: "Run", engine: Engine) -> None:
+        """The engine begins to load other weights."""
+
+    def reassign(self, run: "Run") -> list[Trajectory]:
+        """Assign trajectories to an engine that has loaded their weights. Return those
+        whose weights can no longer be loaded anywhere.
+        """
+
+    def buffer_limit(self, run: "Run") -> int | None:
+        """Maximum number of buffered groups, which [buffer] chooses among; None if only
+        their age limits them.
+        """
+
+
+class Chooser(Protocol):
+    """Chooses the engines of turns."""
+
+    def place(
+        self, run: "Run", trajectory: Trajectory, turn: Turn, former: Queued | None
+    ) -> Queued:
+        """Return the place in the queue for a turn that joins it, or moves from its
+        `former` one.
+        """
+
+    def candidates(self, run: "Run", trajectory: Trajectory, turn: Turn) -> list[EngineLoad]:
+        """Return the loads of the engines that could run the turn now."""
+
+    def dispatch(self, run: "Run", waited_for: list[EngineId | None] | None) -> None:
+        """Start queued turns: those that wait for one of these engines, or all."""
+
 
 class TurnMove(enum.Enum):
     """The moves of a turn. Followers get the trajectory and the turn, and what the move
     says.
     """
 
-    REQUESTED = "requested"  # its place may be taken: then it is not queued
-    QUEUED = "queued"  # it joins a queue, or moves in one: its rank may be changed
+    REQUESTED = "requested"  # it is queued, unless its place is changed
+    RANKED = "ranked"  # it joins a queue, or moves in one: its rank may be changed
     GIVEN = "given"  # an engine is about to get it
+    BEGUN = "begun"  # its engine is about to begin it, since its prompt is over
+    REFUSED = "refused"  # with the error: its prompt was not computed
     LEFT = "left"  # an engine is about to lose it
-    DONE = "done"  # with the event: its engine has answered it
+    DONE = "done"  # with the engine and the event: it is answered
+    CARRIED = "carried"  # with the engine and the tokens: the KV of its prompt has come
+    REVISED = "revised"  # its trajectory is expected to have another length
+
+
+class EngineMove(enum.Enum):
+    """The moves of an engine."""
+
+    JOINED = "joined"  # with the event: it is ready
+    REMOVED = "removed"  # for good
+    FLEET_CHANGED = "fleet changed"  # other engines take turns than before
+    REPRICED = "repriced"  # the costs of work on engines have changed
 
 
 class TrainerMove(enum.Enum):
@@ -127,10 +175,10 @@ class TrainerMove(enum.Enum):
     PUBLISHED = "published"
 
 
-Move = Stage | GroupStatus | TurnMove | TrainerMove
-"""A move of an attempt, a group, a turn or the trainer."""
+Move = Stage | GroupStatus | TurnMove | EngineMove | TrainerMove
+"""A move of an attempt, a group, a turn, an engine or the trainer."""
 
-MOVES: tuple[Move, ...] = (*Stage, *GroupStatus, *TurnMove, *TrainerMove)
+MOVES: tuple[Move, ...] = (*Stage, *GroupStatus, *TurnMove, *EngineMove, *TrainerMove)
 
 Handler = Callable[["Run", Any], None]
 """Handles one kind of event."""
@@ -159,13 +207,15 @@ class Mechanism:
     """Handlers of events, each called before the kernel's handler, if it has one."""
     steps: Mapping[str, Step] = field(default_factory=dict)
     """The name of a kernel's step or deadline → the step that precedes it."""
-
-    # The hooks.
+    pacing: "Pacing | None" = None
+    """Takes the place of the kernel's pacing in a training run."""
+    choose_engine: "Callable[[RunConfig], Chooser | None]" = lambda _: None
+    """Returns what takes the place of the kernel's choice of engines, if anything."""
 
     follows: Mapping[Move, Callable[..., None]] = field(default_factory=dict)
-    """The functions to call when a record has moved: an attempt or a group to a stage or
-    status, a turn, an engine or the trainer in some way. They get the run, and what the
-    move says.
+    """The functions to call when a record has moved: an attempt or a group to a stage
+    or status, a turn, an engine or the trainer in some way. They get the run, and what
+    the move says.
     """
     check: Step | None = None
     """Raises AssertionError if an invariant of the mechanism is broken."""
@@ -186,25 +236,33 @@ class Run:
         rules: Mapping[str, Rule],
         *,
         mechanisms: Iterable[Mechanism],
-        shared: Pacing,
-        independent: Pacing,
+        pacing: Pacing,
+        chooser: Chooser,
     ) -> None:
         self.config = config
         self.mechanisms = tuple(one for one in mechanisms if one.used(config))
         self._parts = {one.state: _part(state, one) for one in self.mechanisms}
+        parts: list[Any] = list(self._parts.values())
+        self._with_trajectories = [one for one in parts if hasattr(one, "trajectories")]
+        self._with_engines = [one for one in parts if hasattr(one, "engines")]
         # move → the functions of the mechanisms that follow it
         self.followers: dict[Move, tuple[Callable[..., None], ...]] = {
             move: tuple(one.follows[move] for one in self.mechanisms if move in one.follows)
             for move in MOVES
         }
-        self._shared, self._independent = shared, independent
+        self._serving_pacing = self._training_pacing = pacing
+        self.chooser = chooser
+        for one in self.mechanisms:
+            self._training_pacing = one.pacing or self._training_pacing
+            self.chooser = one.choose_engine(config) or self.chooser
+        # what mechanisms derive from the state, by its type; no part of a snapshot
+        self.derived: dict[type, Any] = {}
         self.rules = rules
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
         self._fleet_before: Fleet | None = None  # until an engine changed
         self._turn_queues: TurnQueues | None = None
-        self._length_index: LengthIndex | None = None
         self.deadlines: tuple[Step, ...] = ()
         self.out: list[Command] = []
         # facts on which core/lifecycle acts before the event is over
@@ -249,13 +307,30 @@ class Run:
         """True if the run has the mechanism with this kind of state."""
         return kind in self._parts
 
-    def with_steps(self, steps: Iterable[tuple[str, Step]]) -> Iterator[Step]:
+    def follow(self, move: Move, *what: Any) -> None:
+        """Tell the mechanisms that follow it of a move."""
+        for follower in self.followers[move]:
+            follower(self, *what)
+
+    def forget_trajectory(self, trajectory_id: TrajectoryId) -> None:
+        """Remove a trajectory from its table and from those of the mechanisms."""
+        self.state.trajectories.pop(trajectory_id, None)
+        for part in self._with_trajectories:
+            part.trajectories.pop(trajectory_id, None)
+
+    def forget_engine(self, engine_id: EngineId) -> None:
+        """Remove an engine that is gone from the tables of the mechanisms."""
+        for part in self._with_engines:
+            part.engines.pop(engine_id, None)
+
+    def with_steps(self, steps: Iterable[tuple[str, Step | None]]) -> Iterator[Step]:
         """Yield these steps of the kernel, each behind those of the mechanisms that
         precede it.
         """
         for name, step in steps:
             yield from (one.steps[name] for one in self.mechanisms if name in one.steps)
-            yield step
+            if step is not None:
+                yield step
 
     def emit(self, command: Command) -> None:
         self.out.append(command)
@@ -322,28 +397,9 @@ class Run:
         return self.config.trainer.colocated and not self.state.serving
 
     @property
-    def compares_engines(self) -> bool:
-        """True if a policy compares what work costs on engines."""
-        return self.scheduling.assigns or self.config.allocation is not None
-
-    @property
-    def splits_turns(self) -> bool:
-        """True if there are engines for prompts alone."""
-        return any(group.phase == "prefill" for group in self.config.engines)
-
-    @property
-    def learns_affinity(self) -> bool:
-        """True if task domains move to the pools that serve them best."""
-        return self.config.rollout.affinity == "learned" and not self.state.serving
-
-    @property
     def pacing(self) -> Pacing:
         """The pacing of the mode; a service always shares one pace."""
-        return (
-            self._independent
-            if self.mode.independent_updates and not self.state.serving
-            else self._shared
-        )
+        return self._serving_pacing if self.state.serving else self._training_pacing
 
     @property
     def fleet(self) -> Fleet:
@@ -369,30 +425,6 @@ class Run:
 
     def rebuild_turn_queues(self) -> None:
         self._turn_queues = None
-
-    @property
-    def length_index(self) -> LengthIndex:
-        """The trajectories under way by their estimates.
-
-        Maintained only while trajectories are assigned to engines.
-        """
-        if self._length_index is None:
-            self._length_index = self.fresh_length_index()
-        return self._length_index
-
-    def fresh_length_index(self) -> LengthIndex:
-        return LengthIndex.of(
-            self.state,
-            by_level=self.scheduling.priority == "longest_first",
-            pool_of=self.preferred_pool,
-        )
-
-    def reindex(self, trajectory: Trajectory) -> None:
-        """Index the trajectory again after its estimate, engine or stage has
-        changed.
-        """
-        if self._length_index is not None:
-            self._length_index.update(trajectory)
 
     def serving_version(self) -> int | None:
         """The oldest version among engines that have weights; None if no engine has

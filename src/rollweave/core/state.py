@@ -11,13 +11,9 @@ from typing import Any
 import msgspec
 
 from rollweave.core.counters import Counters, Idle
-from rollweave.core.policy.profile import DomainProfile, TokenCosts, Worked
-from rollweave.core.policy.turn_times import Fit, TurnTimes
-from rollweave.core.policy.work import Rate
 from rollweave.core.policy.worker_count import Peak
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.engines import EnginePhase
-from rollweave.schema.events import StepTime
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task, TaskContent
 
@@ -40,8 +36,12 @@ ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
 """Stages in which the world holds something for the attempt."""
 
 
+class Requested(msgspec.Struct, frozen=True, tag=True):
+    """The turn was requested, and has no place yet."""
+
+
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """The turn waits until its trajectory's KV has moved."""
+    """The turn waits until the mechanism that holds it releases it."""
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,6 +51,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     given: int  # turns that this queue had given when the turn joined it
     tiebreak: float  # lower first among equal ranks: its arrival, or its trajectory's launch
     pool: str = ""  # pool whose engines it prefers, if it waits for any engine
+    resident: bool = False  # the engine has the trajectory's KV, or should
 
 
 class Suspected(msgspec.Struct, frozen=True, tag=True):
@@ -64,39 +65,6 @@ class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     engine: EngineId
     given: int  # turns that this engine had been given, with this one
-
-
-class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of an engine so far: the number of its turns, and of the tokens of their
-    contexts, summed over the seconds until `at`, and the prompt tokens that it computed
-    for turns that are done.
-    """
-
-    at: float = 0.0
-    turn_s: float = 0.0
-    context_s: float = 0.0
-    prompt_tokens: int = 0
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn's prompt that a prefill engine computes, or whose KV is on its way from
-    there (`moving`), for the engine that has the turn.
-    """
-
-    engine: EngineId
-    tokens: int  # that the prefill engine has to compute, as far as known
-    since: float  # when it was given to that engine, or computed
-    moving: bool = False
-
-
-class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a context that an engine should have cached, unless its process
-    or its weights have changed since.
-    """
-
-    tokens: int
-    epoch: int
-    publication_id: int
 
 
 class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +81,7 @@ class Turn(msgspec.Struct, kw_only=True):
     context_tokens: int
     streamed: bool = False  # a program reads its tokens while they are sampled
     since: float  # when it was requested, given to its engine, or taken from one
-    place: Held | Queued | Suspected | OnEngine = Held()
+    place: Requested | Held | Queued | Suspected | OnEngine = Requested()
     arrival: int = 0  # number of its arrival in the queue, in this run
     rank: float = 0.0
     dispatch: int = 0
@@ -125,10 +93,8 @@ class Turn(msgspec.Struct, kw_only=True):
     avoid: list[EngineId] = []
     # weights that sampled the tokens with which it was given back; -1 if it was not
     returned_with: int = -1
-    use_before: Use = Use()  # of its engine, when it was given to it
-    # set as long as the engine that has the turn waits for the KV of its prompt
-    prompt: Prompt | None = None
-    split: bool = False  # a prefill engine was given its prompt
+    # the engine that computes its prompt for the one that has it; "" while the KV moves
+    prefill: EngineId | None = None
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +118,6 @@ class Trajectory(msgspec.Struct):
     worlds_lost: int = 0
     worker: str = ""  # that has this attempt
     initiated: int = -1  # weight version at launch of this attempt; -1 before
-    publication_id: int = -1  # id of these weights, to which it is bound in mode decoupled
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
@@ -160,26 +125,10 @@ class Trajectory(msgspec.Struct):
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # that ran the last turn
-    prefixes: dict[EngineId, Prefix] = {}  # of its context (core/phases)
-    pool: str = ""  # pool that its domain's shares gave this attempt (core/affinity); "" for none
-    assigned_engine: EngineId | None = (
-        None  # the engine for which its turns wait (core/policy/scheduling)
-    )
-    kv_resident: bool = False  # its assigned engine holds its KV, or should
-    kv_demand: int = 0  # tokens of KV that it needs through its next turn
+    pool: str = ""  # pool that this attempt was given; "" if it is that of its task domain
     prompt_tokens: int = 0
-    context_tokens: int = 0  # when the last turn was requested
+    context_tokens: int = 0  # when the last turn was requested, and what it has sampled
     output_tokens: int = 0  # sampled by this attempt
-    last_output_tokens: int = 0
-    tool_s: float = 0.0  # seconds in which its environment stepped
-    estimate: int = 0  # tokens that it will probably still sample
-    kv_token_steps: int = 0  # the context sizes at each of these tokens, summed
-    length_bucket: int | None = (
-        None  # level of its sampled and estimated length (core/policy/priority)
-    )
-    prediction_requested_for: int = -1  # turn before which a prediction was last requested
-    predicted_at_turn: int = -1  # turn to which the last received prediction applies
-    migration: int | None = None  # its number, from its planning to MigrationDone
     closing: StopReason | None = None
     failure: str = ""  # the world's description of the last attempt's failure
     reward: float | None = None
@@ -238,19 +187,6 @@ class EngineStatus(enum.StrEnum):
     SERVING = "serving"
 
 
-class Measured(msgspec.Struct):
-    """The costs of the engines of one kind: measured by themselves, or estimated from
-    finished turns.
-
-    They are kept when the last of these engines is gone.
-    """
-
-    profile: tuple[StepTime, ...]
-    slots: int
-    rate: Rate
-    prompt_s: float | None = None  # seconds of a prompt's token; None if they were not estimated
-
-
 class Engine(msgspec.Struct):
     id: EngineId
     degree: int = 1
@@ -274,10 +210,6 @@ class Engine(msgspec.Struct):
     draining: bool = False  # it takes no more turns, and is removed when its last one is done
     turns_given: int = 0  # turns that it was given so far
     oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
-    # follows from the steps of its kind, its slots and KV; None before it has joined
-    rate: Rate | None = None
-    measured: bool = False  # it has measured its steps itself
-    use: Use = Use()
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
@@ -299,9 +231,6 @@ class Engine(msgspec.Struct):
     kv_tokens: int = 0
     since: float = 0.0
     active: dict[TrajectoryId, int] = {}  # trajectory → turn number
-    # of a prefill engine: the trajectories whose prompts it computes
-    prompts: dict[TrajectoryId, None] = {}
-    prompts_since: float = 0.0  # when it began the prompt that it computes
     restarts: int = 0  # after failures for which it is to blame
     # epochs lost with suspects, of whom none is guilty yet → those without an answer
     doubted: dict[int, int] = {}
@@ -309,9 +238,6 @@ class Engine(msgspec.Struct):
     consecutive_timeouts: int = 0
     unanswered: dict[TrajectoryId, int] = {}  # turns that timed out since it last answered one
     load_failures: int = 0
-    launched: int = 0  # trajectories launched under its weights (mode decoupled)
-    # most KV tokens of its trajectories at earlier checks (core/consolidation)
-    peak_kv: int | None = None
 
     @property
     def samples(self) -> bool:
@@ -421,43 +347,6 @@ class Relay(msgspec.Struct):
         return self.fetch.publication_id if self.fetch is not None else None
 
 
-class Migration(msgspec.Struct):
-    """A migration of a trajectory's KV.
-
-    `since` is None while it waits for its transfer epoch.
-    """
-
-    number: int
-    trajectory_id: TrajectoryId
-    attempt: int
-    source: EngineId
-    target: EngineId
-    since: float | None = None
-    # the trajectory leaves for good, with its open turn, so that the source can load
-    # new weights
-    vacates: bool = False
-    prompt: bool = False  # a prefill engine has computed the prompt of its open turn
-
-
-class Share(msgspec.Struct):
-    """A share of the partition: the engine has the next `size` trajectories by
-    predicted length.
-    """
-
-    engine_id: EngineId
-    size: int
-
-
-class Partition(msgspec.Struct):
-    """The assignment of ranks to engines, longest first, as planned for `planned`
-    trajectories.
-    """
-
-    shares: list[Share] = []
-    planned: int = 0
-    predictions: int = 0  # received since the plan was made
-
-
 class TrainerStatus(enum.StrEnum):
     STARTING = "starting"
     IDLE = "idle"
@@ -529,19 +418,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DomainStats(msgspec.Struct):
-    """Lengths and times of a task domain's trajectories, and whether its code works.
+    """Whether the code of a task domain works."""
 
-    Means are running means (`core/lengths`) and None before the first value.
-    """
-
-    lengths: list[int] = []  # sampled tokens of the newest finished trajectories
-    length_sum: int = 0  # sum of `lengths`
-    predicted_length: float | None = None  # mean; used as long as none has finished
-    context_growth: float | None = None  # tokens of context for each sampled one
-    prompt_tokens: float | None = None
-    turn_tokens: float | None = None  # sampled tokens of a turn
-    turn_s: float | None = None  # seconds of a turn on its engine
-    tool_s: float | None = None  # seconds of an environment's step
     passed: dict[Stage, None] = {}  # the stages of its code that an attempt has passed
     # the last failure of each that failed in a stage that none has passed
     failed: dict[TrajectoryId, Failure] = {}
@@ -569,14 +447,6 @@ class Turns(msgspec.Struct):
     given: int = 0  # turns given to all engines
 
 
-class Migrations(msgspec.Struct):
-    """The migrations of trajectories (owner: `core/migration`)."""
-
-    open: dict[int, Migration] = {}  # planned or under way
-    next_number: int = 0
-    token_s: float = 0.0  # mean seconds for the transfer of a token's KV
-
-
 class Drawing(msgspec.Struct):
     """The groups that are drawn and rolled out, and how that goes (owner:
     `core/groups`).
@@ -599,6 +469,7 @@ class Membership(msgspec.Struct):
 
     next_number: int = 0
     withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
+    pending_degrees: list[int] = []  # degrees of engines that are planned, and not started yet
 
 
 class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
@@ -626,48 +497,6 @@ class Hosts(msgspec.Struct):
     displaced: list[EngineId] = []  # engines that replace those of a host that is gone
     # displaced engine → host that has joined, to which it moves once it may drain
     returning: dict[EngineId, int] = {}
-
-
-class Allocation(msgspec.Struct):
-    """The plan of the engines' degrees (owner: `core/allocation`)."""
-
-    pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
-    planned_at: int = 0  # step of the last plan
-    # degrees of engines that run, and whose costs are not known → step since when
-    awaited: dict[int, int] = {}
-
-
-class Affinity(msgspec.Struct):
-    """The pools of the task domains, as they are learned (owner: `core/affinity`)."""
-
-    profiles: dict[str, DomainProfile] = {}  # by task domain
-    # task domain → pool → its share of the trajectories; none before the first change
-    shares: dict[str, dict[str, float]] = {}
-    trial: dict[str, dict[str, float]] = {}  # shares until the next plan, instead of these
-    given: dict[str, dict[str, int]] = {}  # trajectories that were given to pools since
-    fits: dict[str, dict[int, Fit]] = {}  # prices, by class of engines and degree
-    worked: dict[str, dict[int, Worked]] = {}  # by the same
-    # task domain → pool → the cost of its tokens there, as of the last plan
-    token_costs: dict[str, dict[str, TokenCosts]] = {}
-    planned_at: int = 0  # step of the last plan
-
-
-class Spent(msgspec.Struct):
-    """Seconds spent on tokens; earlier ones count less (`core/phases`)."""
-
-    seconds: float = 0.0
-    tokens: float = 0.0
-
-
-class Phases(msgspec.Struct):
-    """The costs of prompts at prefill engines and at those that sample (owner:
-    `core/phases`). Tables are by class of engines and degree.
-    """
-
-    prefill: dict[str, dict[int, Spent]] = {}
-    sampling: dict[str, dict[int, Spent]] = {}
-    moved: Spent = msgspec.field(default_factory=Spent)
-    decisions: int = 0  # turns whose prompts could have been computed elsewhere
 
 
 class Chain(msgspec.Struct):
@@ -764,24 +593,14 @@ class State(msgspec.Struct):
     relays: dict[str, Relay] = {}
     workers: dict[str, Worker] = {}  # none if attempts run in the controller
     buffer: dict[GroupId, None] = {}
-    unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
     domains: dict[str, DomainStats] = {}  # by task domain
-    measured: dict[str, dict[int, Measured]] = {}  # by class of engines, and degree
-    # of engines that do not measure themselves, by the same
-    turn_times: dict[str, dict[int, TurnTimes]] = {}
-    consolidated_at: float = 0.0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
-    partitions: dict[str, Partition] = {}  # by the pool that trajectories prefer, "" for none
     pools: Pools = msgspec.field(default_factory=Pools)
     turns: Turns = msgspec.field(default_factory=Turns)
-    migrations: Migrations = msgspec.field(default_factory=Migrations)
     drawing: Drawing = msgspec.field(default_factory=Drawing)
     membership: Membership = msgspec.field(default_factory=Membership)
     hosts: Hosts = msgspec.field(default_factory=Hosts)
     scaling: Scaling = msgspec.field(default_factory=Scaling)
-    allocation: Allocation = msgspec.field(default_factory=Allocation)
-    affinity: Affinity = msgspec.field(default_factory=Affinity)
-    phases: Phases = msgspec.field(default_factory=Phases)
     chain: Chain = msgspec.field(default_factory=Chain)
     publication: Publication = msgspec.field(default_factory=Publication)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)

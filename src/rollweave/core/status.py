@@ -80,7 +80,7 @@ def _engines(run: Run, now: float) -> tuple[EngineState, ...]:
             host=engine.host,
             pool=engine.pool,
             version=engine.version,
-            busy=len(engine.active) + len(engine.prompts),
+            busy=len(engine.active),
             slots=engine.max_slots,
             lent=engine.lent,
         )

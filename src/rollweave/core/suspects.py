@@ -74,10 +74,8 @@ def _computed(run: Run, engine: Engine) -> Iterator[Trajectory]:
     """
     for trajectory_id in engine.active:
         trajectory = run.state.trajectories[trajectory_id]
-        if trajectory.open_turn.prompt is None:
+        if trajectory.open_turn.prefill in (None, engine.id):
             yield trajectory
-    for trajectory_id in engine.prompts:
-        yield run.state.trajectories[trajectory_id]
 
 
 def _given_at(turn: Turn) -> float:
@@ -85,7 +83,7 @@ def _given_at(turn: Turn) -> float:
     its prompt.
     """
     assert isinstance(turn.place, OnEngine), "an engine has it"
-    return turn.place.given if turn.prompt is None else turn.prompt.since
+    return turn.place.given if turn.prefill is None else turn.since
 
 
 def _late(run: Run, engine: Engine) -> Iterator[Trajectory]:
@@ -113,12 +111,12 @@ def _accuse(
     """Make a turn that the lost engine has a suspect, and take it from the engine."""
     turn = trajectory.open_turn
     turn.suspicion = turn.suspicion or suspicion
-    if turn.prompt is not None:  # its own engine is another one
+    if turn.prefill is not None:  # its own engine is another one
         turns.recall(run, trajectory, turn)
         dispatching.enqueue(run, trajectory, turn)
         return
     if abort:
-        attempts.abort(run, trajectory, turn, engine.id)
+        attempts.abort(run, trajectory, turn)
     turns.fail(run, trajectory, engine, error)
 
 

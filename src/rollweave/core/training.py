@@ -8,24 +8,19 @@ damaged. A version is published once its step is complete.
 """
 
 from rollweave.core import (
-    affinity,
-    allocation,
     bindings,
-    consolidation,
     continuation,
     evaluation,
     experience,
     groups,
     lifecycle,
-    version_affinity,
     weights,
 )
 from rollweave.core.policy.checkpoints import CHECKPOINT_S, checkpoint_is_due
 from rollweave.core.policy.staleness import acceptable, staleness
-from rollweave.core.run import Run
+from rollweave.core.run import Run, TrainerMove
 from rollweave.core.state import EngineStatus, Group, GroupStatus, Phase, TrainerStatus
 from rollweave.schema.commands import (
-    FitPredictor,
     GroupRef,
     MeasureRatios,
     PublishWeights,
@@ -249,10 +244,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
     if trainer.parts_done == run.minibatches_per_step:
         trainer.step += 1
         trainer.parts_done = 0
-        if run.scheduling.predicts:
-            run.emit(FitPredictor(step=event.step))
-        allocation.plan(run)
-        affinity.plan(run)
+        run.follow(TrainerMove.TRAINED, event)
         groups.learn_spare_groups(run)
         _publish(run)
 
@@ -338,7 +330,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
     evaluation.abandon_if_superseded(run, event.version)
     evaluation.drop_if_not_resumed(run, event.version)
     _enter(run, TrainerStatus.IDLE)
-    consolidation.run_now(run)
+    run.follow(TrainerMove.PUBLISHED)
     if not run.training:
         return
     evaluate = evaluation.is_due(run, trainer.step)
@@ -386,7 +378,7 @@ def save(run: Run) -> None:
     evaluations, checkpoints = state.evaluations, state.checkpoints
     evaluated = evaluations.current.version if evaluations.current is not None else None
     steps = (evaluations.best_step, checkpoints.newest, evaluated)
-    keep = {step for step in steps if step is not None} | version_affinity.needed_checkpoints(run)
+    keep = {step for step in steps if step is not None} | run.pacing.needed_checkpoints(run)
     weights.keep_checkpoints(run, but=keep - {trainer.step})
     checkpoints.newest_requested = max(checkpoints.newest_requested, trainer.step)
     run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))

@@ -9,16 +9,13 @@ import itertools
 
 from rollweave.core import (
     borrowing,
-    consolidation,
     engines,
     evaluation,
     groups,
-    lengths,
     relays,
     timer,
     training,
     trajectories,
-    turn_priority,
     turns,
     weight_updates,
     workers,
@@ -58,7 +55,6 @@ def check_deadlines(run: Run) -> None:
         return
     for check in run.deadlines:
         check(run)
-    timer.set_timer(run)
 
 
 def _check_engines(run: Run) -> None:
@@ -99,11 +95,11 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 def _check_turns(run: Run, engine: Engine) -> None:
     limit = run.config.watchdog.turn_s
-    for trajectory_id in [*engine.active, *engine.prompts]:
+    for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         if run.now - trajectory.open_turn.since <= limit:
             continue  # a fleet has many turns, and few of them are old
-        waits = trajectory.open_turn.prompt is not None and engine.samples  # for its prompt
+        waits = trajectory.open_turn.prefill is not None and engine.samples  # for its prompt
         if waits or not turns.is_late(run, engine, trajectory.open_turn):
             continue
         engine.consecutive_timeouts += 1
@@ -212,12 +208,7 @@ def _check_trainer(run: Run) -> None:
         training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")
 
 
-def _rerank_outrun(run: Run) -> None:
-    for trajectory in lengths.revise_outrun(run):
-        turn_priority.rerank(run, trajectory)
-
-
-DEADLINES: tuple[tuple[str, Step], ...] = (
+DEADLINES: tuple[tuple[str, Step | None], ...] = (
     ("engine deadlines", _check_engines),
     ("leases", borrowing.check_leases),
     ("rests", turns.end_rests),
@@ -227,10 +218,9 @@ DEADLINES: tuple[tuple[str, Step], ...] = (
     ("attempt deadlines", _check_trajectories),
     ("draw deadlines", _check_draws),
     ("trainer deadlines", _check_trainer),
-    ("migrations", turns.give_up_late_migrations),
-    ("consolidation", consolidation.check_due),
-    ("overdue", turn_priority.promote_overdue),
-    ("outrun", _rerank_outrun),
+    ("moves of trajectories", None),
+    ("ranks of turns", None),
+    ("timer", timer.set_timer),
 )
 """The deadlines that the timer checks, each with a name, in this order. Mechanisms
 check theirs before some of them.

@@ -18,15 +18,13 @@ that have given theirs back wait for it: it trains the batch again.
 """
 
 from rollweave.core import (
-    assignment,
     engines,
     training,
     trajectories,
     turns,
-    version_affinity,
     weights,
 )
-from rollweave.core.run import Run
+from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, EngineStatus, TrainerStatus
 from rollweave.schema.commands import LoadWeights, ResumeEngine, StageWeights, SuspendEngine
 from rollweave.schema.events import (
@@ -99,13 +97,12 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         counted.staged += staged
         _count_stop(run, engine, transfers=not staged)
     else:
-        assignment.engines_changed(run)
+        run.follow(EngineMove.FLEET_CHANGED)
     engine.released = False
     engine.version, engine.publication_id = event.version, event.publication_id
     engine.load_failures = 0
     if engine.staged_id <= event.publication_id:
         engine.staged_id = -1
-    engine.peak_kv = None
     engines.enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
     _reassign(run)
@@ -165,7 +162,7 @@ def _reassign(run: Run) -> None:
     """Reassign unassigned trajectories, and restart those whose version can no longer
     be loaded anywhere.
     """
-    for trajectory in version_affinity.reassign(run):
+    for trajectory in run.pacing.reassign(run):
         text = "no engine can load the weights with which it started"
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE, failure=text)
 
@@ -301,7 +298,7 @@ def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
             else run.state.publication.checkpointed[publication_id]
         )
         engine.loading_id, engine.loading_step = publication_id, step
-        version_affinity.begin_load(run, engine)
+        run.pacing.begin_load(run, engine)
         engines.enter(run, engine, EngineStatus.LOADING)
         version = run.state.publication.retained[publication_id] if step is None else step
         run.emit(

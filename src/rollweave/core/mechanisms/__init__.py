@@ -4,7 +4,23 @@ The order of the tuple is the order in which their hooks are called, and so that
 commands of one event.
 """
 
-from rollweave.core.mechanisms import comparison
+from rollweave.core.mechanisms import (
+    comparison,
+    costs,
+    lengths,
+    phases,
+    placement,
+    pools,
+    versions,
+)
 from rollweave.core.run import Mechanism
 
-MECHANISMS: tuple[Mechanism, ...] = (comparison.MECHANISM,)
+MECHANISMS: tuple[Mechanism, ...] = (
+    costs.MECHANISM,
+    phases.MECHANISM,
+    lengths.MECHANISM,
+    placement.MECHANISM,
+    pools.MECHANISM,
+    versions.MECHANISM,
+    comparison.MECHANISM,
+)

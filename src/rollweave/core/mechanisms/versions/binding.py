@@ -16,11 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollweave.core import weights
+from rollweave.core import evaluation, weights
+from rollweave.core.mechanisms.lengths.index import index_of, reindex
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.placement.state import Placement
+from rollweave.core.mechanisms.versions.state import Versions, batch_of, weights_of
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId
+from rollweave.schema.events import WorldLost
 from rollweave.schema.work import Purpose
 
 BATCH_PER_SLOT = 2
@@ -31,7 +36,7 @@ environments of half of them work, the others have turns.
 
 def assigned_count(run: Run, engine: Engine) -> int:
     """The number of trajectories under way that are assigned to the engine."""
-    load = run.length_index.loads.get(engine.id)
+    load = index_of(run).loads.get(engine.id)
     return len(load.remaining) if load is not None else 0
 
 
@@ -42,17 +47,25 @@ def batch_size(run: Run, engine: Engine) -> int:
     return _batch_sizes(run)[engine.id]
 
 
-def _batch_sizes(run: Run) -> dict[EngineId, int]:
+class _BatchSizes(dict[EngineId, int]):
     """The batch sizes of all engines."""
-    if run.fleet.batch_sizes is None:
+
+
+def _batch_sizes(run: Run) -> _BatchSizes:
+    sizes = run.fleet.derived.get(_BatchSizes)
+    if sizes is None:
         rollout, engines = run.config.rollout, run.state.engines
         sampling = sum(engine.samples for engine in engines.values())
         share = -(-rollout.max_running // max(1, sampling))
-        run.fleet.batch_sizes = {
-            engine.id: max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share))
+        sizes = run.fleet.derived[_BatchSizes] = _BatchSizes(
+            (
+                engine.id,
+                max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share)),
+            )
             for engine in engines.values()
-        }
-    return run.fleet.batch_sizes
+        )
+    assert isinstance(sizes, _BatchSizes)
+    return sizes
 
 
 def _with_capacity(run: Run) -> list[Engine]:
@@ -60,7 +73,7 @@ def _with_capacity(run: Run) -> list[Engine]:
 
     Called at every event, so it checks nothing else of all engines.
     """
-    engines, loads, batches = run.state.engines, run.length_index.loads, _batch_sizes(run)
+    engines, loads, batches = run.state.engines, index_of(run).loads, _batch_sizes(run)
     return [
         engines[one]
         for one in run.fleet.loads
@@ -116,15 +129,16 @@ def begin_load(run: Run, engine: Engine) -> None:
     """Set how many trajectories the engine may launch after the load: a batch under the
     newest weights. Others it loads only for the trajectories that wait for them.
     """
-    engine.launched = (
-        0 if engine.loading_id == weights.newest(run, engine) else batch_size(run, engine)
-    )
+    newest = engine.loading_id == weights.newest(run, engine)
+    batch = batch_of(run, engine)
+    batch.launched, batch.peak_kv = 0 if newest else batch_size(run, engine), None
 
 
 def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
     """Launch the trajectory on this engine."""
-    trajectory.assigned_engine, trajectory.publication_id = engine.id, engine.publication_id
-    engine.launched += 1
+    work_of(run, trajectory).assigned_engine = engine.id
+    run.part(Versions).trajectories[trajectory.id] = engine.publication_id
+    batch_of(run, engine).launched += 1
 
 
 def _launching(run: Run) -> list[Engine]:
@@ -141,7 +155,7 @@ def _launching(run: Run) -> list[Engine]:
         if not engine.leaving
         and acceptable(engine.version, next_version, window)
         and (
-            engine.launched < batches[engine.id]
+            batch_of(run, engine).launched < batches[engine.id]
             or (
                 (
                     engine.publication_id == published
@@ -155,13 +169,13 @@ def _launching(run: Run) -> list[Engine]:
 
 def _taking_episodes(run: Run) -> list[Engine]:
     """The engines that launch an evaluation's episodes now."""
-    evaluation = run.state.evaluations.current
-    if evaluation is None:
+    current = run.state.evaluations.current
+    if current is None:
         return []
     return [
         engine
         for engine in _with_capacity(run)
-        if not engine.leaving and engine.publication_id == evaluation.publication_id
+        if not engine.leaving and engine.publication_id == current.publication_id
     ]
 
 
@@ -182,7 +196,7 @@ def is_bound(run: Run, engine: Engine) -> bool:
 def _in_transfer(run: Run) -> frozenset[EngineId | None]:
     """The engines that are an end of a migration."""
     return frozenset(
-        end for m in run.state.migrations.open.values() for end in (m.source, m.target)
+        end for m in run.part(Placement).migrations.open.values() for end in (m.source, m.target)
     )
 
 
@@ -215,7 +229,7 @@ def updates(run: Run) -> Iterator[tuple[Engine, int]]:
 
     The caller's action on one engine is taken into account for the next.
     """
-    wishes, loads = _Demand.of(run), run.length_index.loads
+    wishes, loads = _Demand.of(run), index_of(run).loads
     for engine in [engine for engine in run.state.engines.values() if engine.id not in loads]:
         if not engine.departing and engine.status in (EngineStatus.STALE, EngineStatus.SERVING):
             target = _wanted_weights(run, engine, wishes)
@@ -239,7 +253,7 @@ def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
     # or it might load forever.
     fresh = (
         engine.status is EngineStatus.SERVING
-        and engine.launched == 0
+        and batch_of(run, engine).launched == 0
         and engine.since >= run.state.publication.at
     )
     return None if fresh else newest
@@ -254,8 +268,8 @@ def awaited_weights(run: Run) -> int | None:
         [state.evaluations.current.publication_id] if state.evaluations.current is not None else []
     )
     bound = (
-        sorted(trajectory.publication_id for trajectory in _unassigned(run))
-        if state.unassigned
+        sorted(weights_of(run, trajectory) for trajectory in _unassigned(run))
+        if run.part(Versions).unassigned
         else []
     )
     return next(
@@ -272,27 +286,44 @@ def _evaluation_holder(run: Run) -> EngineId | None:
     """The first engine with the weights of an evaluation, which keeps them while
     episodes of it are yet to begin.
     """
-    state, evaluation = run.state, run.state.evaluations.current
-    if evaluation is None:
+    state, current = run.state, run.state.evaluations.current
+    if current is None:
         return None
     first = next(
         (
             one.id
             for one in state.engines.values()
-            if one.samples and one.publication_id == evaluation.publication_id
+            if one.samples and one.publication_id == current.publication_id
         ),
         None,
     )
-    waiting = any(state.groups[group_id].task is None for group_id in evaluation.pending) or any(
+    waiting = any(state.groups[group_id].task is None for group_id in current.pending) or any(
         state.groups[state.trajectories[member].group_id].purpose is Purpose.EVAL
         for member in state.pools.queued
     )
-    return first if not evaluation.started or evaluation.to_draw or waiting else None
+    return first if not current.started or current.to_draw or waiting else None
 
 
 def is_loaded_or_loading(run: Run, publication_id: int) -> bool:
     """True if an engine has these weights or is loading them."""
     return publication_id in run.fleet.expected_publication_ids
+
+
+def abandon_if_lost(run: Run) -> None:
+    """Abandon an evaluation of weights that no engine has and none can load."""
+    current = run.state.evaluations.current
+    if (
+        current is None
+        or weights.is_obtainable(run, current.publication_id)
+        or is_loaded_or_loading(run, current.publication_id)
+    ):
+        return
+    run.warn(
+        "evaluation",
+        f"of version {current.version} abandoned: its weights can no longer be loaded",
+        count="evaluation_lost",
+    )
+    evaluation.abandon(run)
 
 
 # Trajectories of a lost engine.
@@ -303,31 +334,33 @@ def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> 
     `avoid` and none that leaves; or mark it as unassigned.
     """
     engines = [
-        engine for engine in run.state.engines.values() if serves_version_of(engine, trajectory)
+        engine
+        for engine in run.state.engines.values()
+        if serves_version_of(run, engine, trajectory)
     ]
     preferred = [engine for engine in engines if engine.id not in avoid] or engines
     wanted = [engine for engine in preferred if not engine.leaving] or preferred
-    trajectory.kv_resident = False
-    trajectory.assigned_engine = (
+    work_of(run, trajectory).kv_resident = False
+    work_of(run, trajectory).assigned_engine = (
         min(wanted, key=lambda engine: assigned_count(run, engine) / batch_size(run, engine)).id
         if wanted
         else None
     )
-    if trajectory.assigned_engine is None:
-        run.state.unassigned[trajectory.id] = None
-    run.reindex(trajectory)
+    if work_of(run, trajectory).assigned_engine is None:
+        run.part(Versions).unassigned[trajectory.id] = None
+    reindex(run, trajectory)
 
 
-def serves_version_of(engine: Engine, trajectory: Trajectory) -> bool:
+def serves_version_of(run: Run, engine: Engine, trajectory: Trajectory) -> bool:
     """True if the engine takes turns under the weights that the trajectory began
     with.
     """
-    return _serves(engine) and engine.publication_id == trajectory.publication_id
+    return _serves(engine) and engine.publication_id == weights_of(run, trajectory)
 
 
 def unassign_engine(run: Run, engine: Engine) -> None:
     """Unassign all trajectories of an engine that lost its weights or was removed."""
-    load = run.length_index.loads.get(engine.id)
+    load = index_of(run).loads.get(engine.id)
     for _, trajectory_id in list(load.remaining) if load is not None else ():
         assign(run, run.state.trajectories[trajectory_id])
 
@@ -337,12 +370,11 @@ def reassign(run: Run) -> list[Trajectory]:
     those whose version can no longer be loaded anywhere.
     """
     stranded = []
-    for trajectory in _unassigned(run) if run.state.unassigned else ():
+    for trajectory in _unassigned(run) if run.part(Versions).unassigned else ():
         assign(run, trajectory)
-        lost = not weights.is_obtainable(
-            run, trajectory.publication_id
-        ) and not is_loaded_or_loading(run, trajectory.publication_id)
-        if trajectory.assigned_engine is None and lost:
+        bound = weights_of(run, trajectory)
+        lost = not weights.is_obtainable(run, bound) and not is_loaded_or_loading(run, bound)
+        if work_of(run, trajectory).assigned_engine is None and lost:
             stranded.append(trajectory)
     return stranded
 
@@ -359,10 +391,10 @@ def needed_checkpoints(run: Run) -> set[int]:
     ]
     waiting = (
         [
-            state.publication.checkpointed.get(trajectory.publication_id)
+            state.publication.checkpointed.get(weights_of(run, trajectory))
             for trajectory in _unassigned(run)
         ]
-        if state.unassigned
+        if run.part(Versions).unassigned
         else []
     )
     return {step for step in (*reading, *waiting) if step is not None}
@@ -374,12 +406,49 @@ def _unassigned(run: Run) -> list[Trajectory]:
     """
     state = run.state
     listed = [
-        state.trajectories[member] for member in state.unassigned if member in state.trajectories
+        state.trajectories[member]
+        for member in run.part(Versions).unassigned
+        if member in state.trajectories
     ]
     unassigned = [
         one
         for one in listed
-        if one.assigned_engine is None and one.stage in (Stage.INIT, Stage.RUN)
+        if work_of(run, one).assigned_engine is None and one.stage in (Stage.INIT, Stage.RUN)
     ]
-    state.unassigned = {trajectory.id: None for trajectory in unassigned}
+    run.part(Versions).unassigned = {trajectory.id: None for trajectory in unassigned}
     return unassigned
+
+
+def begin_attempt(run: Run, trajectory: Trajectory) -> None:
+    """Begin with a new attempt, which is bound to no weights."""
+    run.part(Versions).trajectories.pop(trajectory.id, None)
+
+
+def on_world_lost(run: Run, _event: WorldLost) -> None:
+    """Forget the trajectories without an engine: they end."""
+    run.part(Versions).unassigned.clear()
+
+
+def check(run: Run) -> None:
+    """Assert that a trajectory's turns are only on engines with the weights that it
+    began with.
+    """
+    if run.pacing.interchangeable:
+        return
+    state = run.state
+    for engine in state.engines.values():
+        for trajectory_id in engine.active if engine.samples else ():
+            bound = weights_of(run, state.trajectories[trajectory_id])
+            assert bound == engine.publication_id, f"{trajectory_id} on {engine}"
+    for trajectory_id in (*state.pools.init, *state.pools.run):
+        trajectory = state.trajectories[trajectory_id]
+        assigned = state.engines.get(work_of(run, trajectory).assigned_engine or EngineId(""))
+        if assigned is None:
+            assert trajectory_id in run.part(Versions).unassigned, (
+                f"{trajectory} has no engine, and is not listed as unassigned"
+            )
+        else:
+            assert assigned.publication_id == weights_of(run, trajectory), (
+                f"{trajectory} is assigned to {assigned}"
+            )
+            assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned

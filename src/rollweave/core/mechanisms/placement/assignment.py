@@ -10,14 +10,17 @@ clears it.
 import math
 from collections.abc import Iterable, Sequence
 
-from rollweave.core import elastic
-from rollweave.core.costs import groups_of, kind_of, numbers_of, rate_of
-from rollweave.core.policy.affinity import serving_pool
+from rollweave.core.dispatching import pool_for
+from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, numbers_of, rate_of
+from rollweave.core.mechanisms.lengths.index import index_of, reindex
+from rollweave.core.mechanisms.lengths.state import domain_of, work_of
+from rollweave.core.mechanisms.placement import elastic
+from rollweave.core.mechanisms.placement.state import Partition, Placement, Share
 from rollweave.core.policy.migration import retarget
 from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.priority import overdue_rank
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Partition, Share, Trajectory
+from rollweave.core.state import Engine, Trajectory
 from rollweave.schema.base import EngineId
 
 KV_KEPT_TURNS = 4
@@ -33,18 +36,15 @@ those planned for, from which a new plan is made.
 
 
 def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
-    """The engine for which the trajectory's turns wait; None for any, or while there is
-    none.
-    """
-    if not run.scheduling.assigns:
-        return None
-    run.pacing.assign(run, trajectory, avoid)
-    return trajectory.assigned_engine
+    """The engine for which the trajectory's turns wait; None while there is none."""
+    if not run.pacing.assign(run, trajectory, avoid):
+        assign_usable(run, trajectory, avoid)
+    return work_of(run, trajectory).assigned_engine
 
 
 def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
     """Assign the trajectory to another engine unless its own is usable."""
-    assigned = trajectory.assigned_engine
+    assigned = work_of(run, trajectory).assigned_engine
     if run.scheduling.by_finish and trajectory.turn is not None:
         engines = usable(run, trajectory)
         loads = run.fleet.loads  # a borrowed engine that takes no turns may wait long
@@ -57,9 +57,23 @@ def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -
 
 
 def _assign(run: Run, trajectory: Trajectory, engine_id: EngineId | None) -> None:
-    if trajectory.assigned_engine != engine_id or engine_id is None:
-        trajectory.assigned_engine, trajectory.kv_resident = engine_id, False
-        run.reindex(trajectory)
+    if work_of(run, trajectory).assigned_engine != engine_id or engine_id is None:
+        reassign(run, trajectory, engine_id)
+
+
+def reassign(run: Run, trajectory: Trajectory, engine_id: EngineId | None) -> None:
+    """Assign the trajectory to this engine, which computes its context again."""
+    work = work_of(run, trajectory)
+    work.assigned_engine, work.kv_resident = engine_id, False
+    reindex(run, trajectory)
+
+
+def keep_resident(run: Run, trajectory: Trajectory) -> None:
+    """Record that the assigned engine holds the trajectory's KV, or will."""
+    work = work_of(run, trajectory)
+    if not work.kv_resident:
+        work.kv_resident = True
+        reindex(run, trajectory)
 
 
 def is_usable(run: Run, engine_id: EngineId) -> bool:
@@ -84,13 +98,6 @@ def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
     ]
 
 
-def pool_for(run: Run, trajectory: Trajectory) -> str | None:
-    """Return the pool whose engines serve the trajectory now; None if all engines
-    do.
-    """
-    return serving_pool(run.pools_of(trajectory), run.fleet.live_pools)
-
-
 def _wanted(engines: Sequence[Engine], avoid: Sequence[EngineId]) -> list[Engine]:
     """Return the engines that have not failed the turn; otherwise all but those that
     gave it back to be run elsewhere, if there are any.
@@ -105,7 +112,7 @@ def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) 
         return None
     # Without a prediction for the trajectory its rank is meaningless, and members of a
     # group would gather on one engine.
-    if run.scheduling.by_rank and trajectory.predicted_at_turn >= 0:
+    if run.scheduling.by_rank and work_of(run, trajectory).predicted_at_turn >= 0:
         target = engine_of_rank(run, trajectory)
         if any(engine.id == target for engine in wanted):
             return target
@@ -124,17 +131,17 @@ def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     turn = trajectory.turn
     if (
         not run.scheduling.reserves_kv
-        or trajectory.predicted_at_turn < 0
+        or work_of(run, trajectory).predicted_at_turn < 0
         or (turn is not None and turn.rank >= overdue_rank(turn.arrival))
     ):
         return True
-    stats = run.domain_of(trajectory)
+    stats = domain_of(run, trajectory)
     turn_s = stats.turn_s or 0.0
     if (stats.tool_s or 0.0) > turn_s:
         return True
     before, room = (
-        run.length_index.ahead_of(trajectory, engine.id),
-        engine.kv_tokens - trajectory.kv_demand,
+        index_of(run).ahead_of(trajectory, engine.id),
+        engine.kv_tokens - work_of(run, trajectory).kv_demand,
     )
     if not before or sum(place[3] for place in before) <= room:
         return True
@@ -159,7 +166,7 @@ def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | 
     Called for most turns over all engines, so it computes only the work that is not
     cached.
     """
-    engines, loads = run.state.engines, run.length_index.loads
+    engines, loads = run.state.engines, index_of(run).loads
     best, least = None, math.inf
     for engine_id in engines if among is None else among:
         engine = engines[engine_id]
@@ -174,11 +181,11 @@ def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | 
 
 def work_s(run: Run, engine: Engine) -> float:
     """Seconds until the engine's assigned trajectories are done, without tools."""
-    load = run.length_index.loads.get(engine.id)
+    load = index_of(run).loads.get(engine.id)
     if load is None:
         return 0.0
     if load.work_s is None:
-        load.work_s = rate_of(engine).seconds(
+        load.work_s = rate_of(run, engine).seconds(
             longest=load.longest, tokens=load.tokens, occupied=load.occupied
         )
     return load.work_s
@@ -186,11 +193,11 @@ def work_s(run: Run, engine: Engine) -> float:
 
 def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
     """Return the engine for the trajectory's rank among those that prefer its pool."""
-    order, pool = run.length_index, run.preferred_pool(trajectory)
-    partition, active = run.state.partitions.get(pool), order.count(pool)
+    order, pool = index_of(run), run.preferred_pool(trajectory)
+    partition, active = run.part(Placement).partitions.get(pool), order.count(pool)
     if partition is None or max(active, partition.predictions) > REPLAN_GROWTH * partition.planned:
         works, engines = order.works(pool), usable(run, trajectory)
-        partition = run.state.partitions[pool] = _plan(run, works, engines)
+        partition = run.part(Placement).partitions[pool] = _plan(run, works, engines)
     sizes = [share.size for share in partition.shares]
     return partition.shares[
         retarget(sizes, rank=order.rank(trajectory.id), active=active)
@@ -219,5 +226,15 @@ def _plan(run: Run, works: Sequence[tuple[int, int]], engines: Sequence[Engine])
 
 
 def engines_changed(run: Run) -> None:
-    """Clear the partitions: an engine joined, drains or is gone."""
-    run.state.partitions = {}
+    """Clear the partitions: an engine joined, drains, is gone, or has other costs."""
+    run.part(Placement).partitions = {}
+
+
+def check(run: Run) -> None:
+    """Assert that partitions name no engine that drains."""
+    for engine in run.state.engines.values():
+        assert not engine.draining or all(
+            share.engine_id != engine.id
+            for partition in run.part(Placement).partitions.values()
+            for share in partition.shares
+        ), f"a partition has {engine.id}, which drains"

@@ -7,30 +7,42 @@ an engine takes its KV along, one transfer at a time for each engine; the last t
 frees it.
 """
 
-from rollweave.core import costs, dispatching, migration, turns, version_affinity
-from rollweave.core.length_index import EngineWork
+from rollweave.core import dispatching, turns
+from rollweave.core.mechanisms.costs.rates import measured_of
+from rollweave.core.mechanisms.lengths.index import EngineWork, index_of
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.placement import assignment, transfers
+from rollweave.core.mechanisms.placement.state import Placement
+from rollweave.core.mechanisms.versions import binding
+from rollweave.core.mechanisms.versions.state import Versions, batch_of
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Queued, Stage, Trajectory
-from rollweave.core.timer import CONSOLIDATION_S
 from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.base import EngineId
+
+CONSOLIDATION_S = 5.0
+"""Seconds between two consolidations (Laminar §5.1)."""
 
 
 def check_due(run: Run) -> None:
     """Run if the period is over."""
-    if run.pacing.consolidates and run.now - run.state.consolidated_at >= CONSOLIDATION_S:
+    if run.now - run.part(Versions).consolidated_at >= CONSOLIDATION_S:
         run_now(run)
 
 
 def run_now(run: Run) -> None:
     """Plan, and begin to move."""
-    if not run.pacing.consolidates or "repack" in run.config.ablation.without:
+    if run.state.serving or "repack" in run.config.ablation.without:
         return
     state = run.state
-    state.consolidated_at = run.now
-    moving = {end for m in state.migrations.open.values() for end in (m.source, m.target)}
-    waited_for = {state.trajectories[member].assigned_engine for member in state.turns.queue}
+    run.part(Versions).consolidated_at = run.now
+    moving = {
+        end for m in run.part(Placement).migrations.open.values() for end in (m.source, m.target)
+    }
+    waited_for = {
+        work_of(run, state.trajectories[member]).assigned_engine for member in state.turns.queue
+    }
     replicas = []
     for engine in state.engines.values():
         stays = not engine.departing  # a departing engine is no target, and ends its own batch
@@ -43,10 +55,11 @@ def run_now(run: Run) -> None:
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as contexts grow; an engine for which no turn
             # waits is in its tail, and not filling up.
-            before = max(engine.peak_kv or 0, 0 if engine.id in waited_for else held)
+            batch = batch_of(run, engine)
+            before = max(batch.peak_kv or 0, 0 if engine.id in waited_for else held)
             if engine.id not in moving:
                 replicas.append(_replica(run, engine, held, before))
-            engine.peak_kv = max(engine.peak_kv or 0, held)
+            batch.peak_kv = max(batch.peak_kv or 0, held)
     if len(replicas) < 2:
         return
     moves = repack(replicas, batch_max=_batch_max(run, [replica.id for replica in replicas]))
@@ -54,7 +67,7 @@ def run_now(run: Run) -> None:
         _move_all(run, move)
     if moves:
         state.counters.scheduling.released += len(moves)
-        dispatching.release(run, migration.begin(run))
+        dispatching.release(run, transfers.begin(run))
 
 
 def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
@@ -64,7 +77,7 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
         kv_used=held,
         kv_before=before,
         kv_total=engine.kv_tokens,
-        requests=version_affinity.assigned_count(run, engine),
+        requests=binding.assigned_count(run, engine),
         slots=engine.max_slots,
     )
 
@@ -85,7 +98,7 @@ def _context(trajectory: Trajectory) -> int:
 def _assigned(run: Run, engine_id: EngineId) -> list[Trajectory]:
     return [
         run.state.trajectories[name]
-        for _, name in run.length_index.loads.get(engine_id, EngineWork()).remaining
+        for _, name in index_of(run).loads.get(engine_id, EngineWork()).remaining
     ]
 
 
@@ -94,7 +107,7 @@ def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
     engines = [run.state.engines[engine_id] for engine_id in engine_ids]
     bounds = []
     for engine in engines:
-        measured = costs.measured_of(run, engine)
+        measured = measured_of(run, engine)
         bounds.append(
             batch_bound(measured.profile if measured is not None else (), largest=engine.max_slots)
         )
@@ -104,13 +117,12 @@ def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
 def _move_all(run: Run, move: Move) -> None:
     for trajectory in _assigned(run, move.source):
         run.state.counters.scheduling.repacked += 1
-        if trajectory.stage is Stage.RUN and trajectory.kv_resident:
+        if trajectory.stage is Stage.RUN and work_of(run, trajectory).kv_resident:
             if trajectory.turn is not None:
                 turns.recall(run, trajectory, trajectory.turn)
-            migration.vacate(run, trajectory, move.source, move.target)
+            transfers.vacate(run, trajectory, move.source, move.target)
         else:  # it has no KV there yet
-            trajectory.assigned_engine, trajectory.kv_resident = move.target, False
-            run.reindex(trajectory)
+            assignment.reassign(run, trajectory, move.target)
             if trajectory.turn is not None and isinstance(trajectory.turn.place, Queued):
                 dispatching.requeue(
                     run, QueuedTurn(trajectory, trajectory.turn, trajectory.turn.place)

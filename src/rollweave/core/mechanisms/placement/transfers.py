@@ -1,34 +1,29 @@
-"""Migration of trajectories, with their KV, to the engine for their new rank, while
-their environment works (Heddle §5.3).
+"""Transfers of KV between engines: of trajectories that migrate, and of prompts that
+one engine computes for another.
 
 Invariants: a trajectory has at most one migration, and an engine is in at most one
 transfer, apart from those of prompts. A turn requested during a transfer waits for its
 end (the exposed time of migration); one requested before it begins cancels it. After
 any failure the trajectory has an engine: the one that holds its KV, or one that
 computes it again. Trajectories whose turn need no longer wait are returned, and
-`core/turns` queues the turns.
+`core/dispatching` queues the turns.
 
-The KV of prompts moves in the same way from prefill engines (`core/phases`); their
-turns are on the target already, where they then begin.
+The turns of prompts are on the target already, where they then begin.
 """
 
 from collections import Counter
 
-from rollweave.core import assignment, attempts, phases
-from rollweave.core.costs import rate_of
-from rollweave.core.length_index import EngineWork
-from rollweave.core.policy.migration import Request, transfer_epoch, worth_it
-from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Migration, Trajectory
+from rollweave.core import attempts, dispatching
+from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.placement import assignment
+from rollweave.core.mechanisms.placement.state import Migration, Placement, migration_of
+from rollweave.core.policy.migration import Request, transfer_epoch
+from rollweave.core.run import Run, TurnMove
+from rollweave.core.state import Engine, EngineStatus, Held, Trajectory, Turn
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Migrate
-from rollweave.schema.config.engines import BLOCK_TOKENS
-from rollweave.schema.events import MigrationDone
-
-UNEVEN = 1.25
-"""Ratio of an engine's work to that of the least loaded one from which a trajectory
-moves only to balance them: estimates err by about that.
-"""
+from rollweave.schema.events import MigrationDone, WorldLost
 
 PROMPTS_AT_ONCE = 3
 """Maximum number of transfers of prompts in which an engine is: most of their time,
@@ -44,55 +39,7 @@ contexts need over a slow link.
 """
 
 
-def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
-    """Decide whether the trajectory, whose estimate has changed in a tool interval,
-    should move. Return the trajectories whose turns wait no longer, as `begin` does.
-    """
-    if (
-        run.scheduling.migration == "never"
-        or trajectory.migration is not None
-        or trajectory.assigned_engine is None
-    ):
-        return []
-    if not assignment.is_usable(run, trajectory.assigned_engine):
-        return []
-    source = run.state.engines[trajectory.assigned_engine]
-    if not source.moves_kv:
-        return []
-    target = _target(run, trajectory, source)
-    if target is None:
-        return []
-    _plan(run, trajectory, source.id, target.id)
-    return begin(run)
-
-
-def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
-    """Return the engine for the trajectory's rank; with migration by gain also the
-    least loaded one, if the former does not pay and this one does. The source must be
-    able to move KV.
-    """
-    by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
-    if run.scheduling.migration == "rank":
-        can_take = by_rank.moves_kv and _can_take(source, by_rank)
-        return by_rank if by_rank is not source and can_take else None
-    in_pool = assignment.pool_for(run, trajectory) is not None
-    idlest = assignment.least_loaded(
-        run, [engine.id for engine in assignment.usable(run, trajectory)] if in_pool else None
-    )
-    assert idlest is not None, "the source takes turns"
-    uneven = assignment.work_s(run, source) > UNEVEN * assignment.work_s(run, idlest)
-    for target in (by_rank, idlest) if uneven else (by_rank,):
-        if (
-            target is not source
-            and target.moves_kv
-            and _can_take(source, target)
-            and _is_worthwhile(run, trajectory, source, target)
-        ):
-            return target
-    return None
-
-
-def _can_take(source: Engine, target: Engine) -> bool:
+def can_take(source: Engine, target: Engine) -> bool:
     """True if both engines serve the same weights: KV is valid only under the weights
     that computed it.
     """
@@ -104,40 +51,6 @@ def _can_take(source: Engine, target: Engine) -> bool:
     return serving and source.publication_id == target.publication_id
 
 
-def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
-    own, other = (
-        run.length_index.loads.get(source.id, EngineWork()),
-        run.length_index.loads.get(target.id, EngineWork()),
-    )
-    left = next((-key[0] for key in own.remaining if key[1] != trajectory.id), 0)
-    there = max(other.longest, trajectory.estimate)
-    work, held = trajectory.estimate, trajectory.kv_token_steps
-    transfer_s = trajectory.context_tokens * run.state.migrations.token_s
-    return worth_it(
-        _seconds(
-            source,
-            (own.longest, own.tokens, own.occupied),
-            (left, own.tokens - work, own.occupied - held),
-        ),
-        _seconds(
-            target,
-            (other.longest, other.tokens, other.occupied),
-            (there, other.tokens + work, other.occupied + held),
-        ),
-        exposed_s=max(0.0, transfer_s - (run.domain_of(trajectory).tool_s or 0.0)),
-    )
-
-
-def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float]:
-    """Seconds until the engine's work is done, before the move and after it."""
-    cost = rate_of(engine)
-    before, after = (
-        cost.seconds(longest=longest, tokens=tokens, occupied=held)
-        for longest, tokens, held in loads
-    )
-    return before, after
-
-
 def begin(run: Run) -> list[Trajectory]:
     """Begin the transfers whose engines are in no other one. Between engines that
     cannot move KV, a trajectory moves at once, and its KV is computed again.
@@ -145,15 +58,15 @@ def begin(run: Run) -> list[Trajectory]:
     Return the trajectories whose turns wait no longer, among them those whose transfer
     was given up.
     """
-    migrations, released = run.state.migrations.open, list[Trajectory]()
+    migrations, released = run.part(Placement).migrations.open, list[Trajectory]()
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         # it has changed while the migration waited
-        if source is None or target is None or not _can_take(source, target):
+        if source is None or target is None or not can_take(source, target):
             if m.vacates or m.prompt:
                 released += _settle(run, m, 0, "an engine has changed")
                 continue
-            attempts.forget_migration(run, run.state.trajectories[m.trajectory_id])
+            forget(run, run.state.trajectories[m.trajectory_id])
         elif not (source.moves_kv and target.moves_kv):
             released += _settle(run, m, 0, "")
     for m in _next_transfers(run):
@@ -174,13 +87,13 @@ def _next_transfers(run: Run) -> list[Migration]:
     """Return the planned transfers that begin now: trajectories' as in Heddle's epochs,
     prompts' in their order, as far as their engines are in few of them.
     """
-    migrations = run.state.migrations.open
+    migrations = run.part(Placement).migrations.open
     begun = [m for m in migrations.values() if m.since is not None]
     waiting = [m for m in migrations.values() if m.since is None]
     requests = [
         Request(
             number=m.number,
-            length=run.state.trajectories[m.trajectory_id].estimate,
+            length=work_of(run, run.state.trajectories[m.trajectory_id]).estimate,
             source=m.source,
             target=m.target,
         )
@@ -203,21 +116,22 @@ def vacate(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId)
 
     The caller calls `begin` when it has done so for all that leave.
     """
-    _plan(run, trajectory, source, target).vacates = True
+    plan(run, trajectory, source, target).vacates = True
 
 
 def carry_prompt(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
     """Move the KV of the open turn's prompt, which the source has computed, to the
     engine that has the turn. The caller calls `begin`.
     """
-    _plan(run, trajectory, source, target).prompt = True
+    plan(run, trajectory, source, target).prompt = True
 
 
-def _plan(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> Migration:
+def plan(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> Migration:
     """Plan a migration in place of the one that the trajectory has, if any."""
-    migrations = run.state.migrations
-    attempts.forget_migration(run, trajectory)
-    number = trajectory.migration = migrations.next_number
+    migrations = run.part(Placement).migrations
+    forget(run, trajectory)
+    number = migrations.next_number
+    run.part(Placement).trajectories[trajectory.id] = number
     migrations.next_number += 1
     migrations.open[number] = Migration(
         number=number,
@@ -229,39 +143,55 @@ def _plan(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) 
     return migrations.open[number]
 
 
-def holds_turn(run: Run, trajectory: Trajectory) -> bool:
-    """True if the turn that the trajectory now requests must wait for a transfer.
+def hold_turn(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Let the turn that the trajectory now requests wait for a transfer.
 
     A transfer that has not begun is dropped.
     """
-    if trajectory.migration is None:
-        return False
-    migration = run.state.migrations.open[trajectory.migration]
+    number = migration_of(run, trajectory)
+    if number is None:
+        return
+    migration = run.part(Placement).migrations.open[number]
     if migration.since is not None or migration.vacates:
-        return True
-    attempts.forget_migration(run, trajectory)
-    return False
+        turn.place = Held()
+    else:
+        forget(run, trajectory)
 
 
-def complete(run: Run, event: MigrationDone) -> list[Trajectory]:
-    """End a transfer that the world reports. Return the trajectories whose turns wait
-    no longer.
+def forget(run: Run, trajectory: Trajectory) -> None:
+    """Cancel the trajectory's migration. A transfer under way ends by itself."""
+    part = run.part(Placement)
+    number = part.trajectories.pop(trajectory.id, None)
+    if number is not None and part.migrations.open[number].since is None:
+        del part.migrations.open[number]
+        run.state.counters.scheduling.migrations_dropped += 1
+
+
+def on_world_lost(run: Run, _event: WorldLost) -> None:
+    """Forget all migrations: the engines are gone."""
+    part = run.part(Placement)
+    part.migrations.open.clear()
+    part.trajectories.clear()
+
+
+def on_done(run: Run, event: MigrationDone) -> None:
+    """End a transfer that the world reports, and queue the turns that have waited for
+    it.
     """
-    m = run.state.migrations.open.get(event.number)
-    if m is None or m.since is None:
-        return []
-    return _end(run, m, event.moved_tokens, event.error)
+    m = run.part(Placement).migrations.open.get(event.number)
+    if m is not None and m.since is not None:
+        dispatching.release(run, _end(run, m, event.moved_tokens, event.error))
 
 
-def give_up_late(run: Run) -> list[Trajectory]:
-    """Give up transfers that have taken too long. Return the trajectories whose turns
-    wait no longer.
+def give_up_late(run: Run) -> None:
+    """Give up transfers that have taken too long, and queue the turns that have waited
+    for them.
     """
     released = []
-    for m in list(run.state.migrations.open.values()):
+    for m in list(run.part(Placement).migrations.open.values()):
         if m.since is not None and run.now - m.since > TRANSFER_S:
             released += _end(run, m, 0, f"no answer within {TRANSFER_S:g} s")
-    return released
+    dispatching.release(run, released)
 
 
 def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
@@ -270,8 +200,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajecto
 
 
 def _settle(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
-    state, counted = run.state, run.state.counters.scheduling
-    del state.migrations.open[m.number]
+    migrations, counted = run.part(Placement).migrations, run.state.counters.scheduling
+    del migrations.open[m.number]
     if m.prompt:
         return _settle_prompt(run, m, moved_tokens, error)
     if error:
@@ -286,15 +216,15 @@ def _settle(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Traje
         counted.moved_tokens += moved_tokens
         if moved_tokens and m.since is not None:
             token_s = (run.now - m.since) / moved_tokens
-            state.migrations.token_s += (MEMORY if state.migrations.token_s else 1.0) * (
-                token_s - state.migrations.token_s
+            migrations.token_s += (MEMORY if migrations.token_s else 1.0) * (
+                token_s - migrations.token_s
             )
     released = []
     trajectory = attempts.find(run, m.trajectory_id, m.attempt)
-    if trajectory is not None and trajectory.migration == m.number:
-        trajectory.migration = None
-        trajectory.assigned_engine = _engine_after(run, m, moved=not error)
-        run.reindex(trajectory)
+    if trajectory is not None and migration_of(run, trajectory) == m.number:
+        del run.part(Placement).trajectories[trajectory.id]
+        work_of(run, trajectory).assigned_engine = _engine_after(run, m, moved=not error)
+        reindex(run, trajectory)
         if not run.pacing.interchangeable:
             # the target may have other weights by now
             assignment.queue_of(run, trajectory, ())
@@ -307,9 +237,9 @@ def _settle(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Traje
 def _settle_prompt(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
     """Settle the transfer of a prompt's KV, without which the target computes it."""
     trajectory = attempts.find(run, m.trajectory_id, m.attempt)
-    if trajectory is None or trajectory.migration != m.number:
+    if trajectory is None or migration_of(run, trajectory) != m.number:
         return []
-    trajectory.migration = None
+    del run.part(Placement).trajectories[trajectory.id]
     if error:
         run.state.counters.scheduling.split_failed += 1
         if m.since is not None:
@@ -319,10 +249,8 @@ def _settle_prompt(run: Run, m: Migration, moved_tokens: int, error: str) -> lis
                 count="prompt_failed",
             )
     else:
-        prompt = trajectory.open_turn.prompt
-        assert prompt is not None, "its turn waits for the KV"
-        lacked = moved_tokens - phases.cached_tokens(run, trajectory, run.state.engines[m.target])
-        phases.learn_move(run, run.now - prompt.since, max(BLOCK_TOKENS, lacked))
+        target = run.state.engines[m.target]
+        run.follow(TurnMove.CARRIED, trajectory, trajectory.open_turn, target, moved_tokens)
     return [trajectory]
 
 
@@ -335,3 +263,36 @@ def _engine_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
         return m.target if assignment.is_usable(run, m.target) else None
     ends = (m.target, m.source) if moved else (m.source, m.target)
     return next((end for end in ends if assignment.is_usable(run, end)), None)
+
+
+def check_prompt(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
+    """Assert that the KV of the trajectory's prompt moves between these engines."""
+    number = migration_of(run, trajectory)
+    assert number is not None, f"{trajectory} waits for no transfer"
+    moving = run.part(Placement).migrations.open[number]
+    assert moving.prompt, moving
+    assert (moving.source, moving.target) == (source, target), trajectory
+
+
+def check(run: Run) -> None:
+    """Assert that an engine is in one transfer, and that each migration is a
+    trajectory's.
+    """
+    part = run.part(Placement)
+    for trajectory in run.state.trajectories.values():
+        turn = trajectory.turn
+        if turn is not None and isinstance(turn.place, Held):
+            number = migration_of(run, trajectory)
+            assert number is not None, f"{trajectory} waits for no transfer"
+            moving = part.migrations.open[number]
+            assert moving.since is not None or moving.vacates, trajectory
+    for number, migration in part.migrations.open.items():
+        moves = part.trajectories.get(migration.trajectory_id) == number
+        assert moves or migration.since is not None, f"no trajectory is in {migration}"
+    ends = [
+        end
+        for m in part.migrations.open.values()
+        if m.since is not None and not m.prompt
+        for end in (m.source, m.target)
+    ]
+    assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"

@@ -2,14 +2,16 @@
 of the trajectory (`core/policy/elastic`).
 
 An engine's cache should have the context that it computed last of the trajectory, and
-the prompt of its group (`core/phases`). What a prompt's token costs shows in the times
-of finished turns (`core/costs`); while it is not known, it is assumed to cost as much
+the prompt of its group (`costs/caches`). What a prompt's token costs shows in the times
+of finished turns (`costs/rates`); while it is not known, it is assumed to cost as much
 as a sampled one.
 """
 
 from collections.abc import Mapping, Sequence
 
-from rollweave.core import phases
+from rollweave.core.mechanisms.costs import caches
+from rollweave.core.mechanisms.costs.state import costs_of
+from rollweave.core.mechanisms.lengths.state import domain_of, work_of
 from rollweave.core.policy.elastic import Site, earliest
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory
@@ -23,7 +25,7 @@ def engine_for(run: Run, trajectory: Trajectory, engines: Sequence[Engine]) -> E
     """Return the engine of these on which the trajectory's turn should finish first;
     None without any.
     """
-    tokens, cached = _tokens(run, trajectory), phases.cached_by_engine(run, trajectory)
+    tokens, cached = _tokens(run, trajectory), caches.cached_by_engine(run, trajectory)
     sites = [
         _site(
             run,
@@ -41,10 +43,10 @@ def gains(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     """Return whether the queued turn of a trajectory would finish earlier on this
     engine, which has a free slot, than on the one for which it waits.
     """
-    assigned = run.state.engines.get(trajectory.assigned_engine or EngineId(""))
-    if assigned is None or assigned.rate is None:
+    assigned = run.state.engines.get(work_of(run, trajectory).assigned_engine or EngineId(""))
+    if assigned is None or costs_of(run, assigned).rate is None:
         return True
-    tokens, cached = _tokens(run, trajectory), phases.cached_by_engine(run, trajectory)
+    tokens, cached = _tokens(run, trajectory), caches.cached_by_engine(run, trajectory)
     here = _site(run, trajectory, engine, ahead=0, cached=cached).finish_s(tokens)
     ahead = run.turn_queues.count(
         assigned.id, but=trajectory.id, before=trajectory.open_turn.arrival
@@ -53,7 +55,7 @@ def gains(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
 
 
 def _tokens(run: Run, trajectory: Trajectory) -> float:
-    known = run.domain_of(trajectory).turn_tokens
+    known = domain_of(run, trajectory).turn_tokens
     return FIRST_TOKENS if known is None else known
 
 
@@ -65,16 +67,16 @@ def _site(
     ahead: int,
     cached: Mapping[EngineId, int],
 ) -> Site:
-    turn, rate = trajectory.open_turn, engine.rate
+    turn, rate = trajectory.open_turn, costs_of(run, engine).rate
     context = turn.context_tokens + turn.output_tokens
     slots, active = max(1, engine.max_slots), len(engine.active)
     batch = min(slots, active + 1)
     token_s = turn_s = price_s = 0.0
     if rate is not None:
         token_s = rate.fixed_s + batch * (rate.sequence_s + context * rate.context_s)
-        price = phases.sampling_price(run, engine)
+        price = caches.sampling_price(run, engine)
         price_s = token_s / batch if price is None else price
-        turn_s = run.domain_of(trajectory).turn_s or _tokens(run, trajectory) * token_s
+        turn_s = domain_of(run, trajectory).turn_s or _tokens(run, trajectory) * token_s
     return Site(
         id=engine.id,
         active=active,

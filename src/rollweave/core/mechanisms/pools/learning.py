@@ -13,14 +13,17 @@ Invariant: the shares of a domain sum to 1, and a pinned domain has none.
 import statistics
 from collections.abc import Mapping
 
-from rollweave.core.costs import kind_of
+from rollweave.core.mechanisms.costs.rates import Kind, kind_of, learns_pools
+from rollweave.core.mechanisms.costs.state import Costs
+from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.pools.state import Pools
 from rollweave.core.policy.affinity import next_pool, serving_pool
 from rollweave.core.policy.profile import Cost, DomainProfile, Worked, cost, together, token_costs
 from rollweave.core.policy.shares import Shares, assign, makespan
-from rollweave.core.policy.turn_times import FIRST_TURNS, Fit, TurnTime, fit, renewed
+from rollweave.core.policy.turn_times import FIRST_TURNS, Fit, fit, renewed
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory, Turn
-from rollweave.schema.events import TurnDone
+from rollweave.schema.events import StepTrained, TurnDone
 
 MIN_GAIN = 0.05
 """Minimum share of the predicted makespan that other pools must save: trajectories that
@@ -42,24 +45,16 @@ LEAST_TURNS = 0.01
 turn was seven steps ago.
 """
 
-Kind = tuple[str, int]
-
 
 def learn_turn(
-    run: Run,
-    trajectory: Trajectory,
-    engine: Engine,
-    turn: Turn,
-    event: TurnDone,
-    time: TurnTime | None,
+    run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
 ) -> None:
-    """Learn from a finished turn what its domain asks for. `time` is None if the turn's
-    seconds are not comparable with those of others.
-    """
-    if not run.learns_affinity:
+    """Learn from a finished turn what its domain asks for, after `costs`."""
+    if event.replayed or not learns_pools(run):
         return
+    time = run.part(Costs).newest  # None if it is not comparable with those of others
     name = run.state.groups[trajectory.group_id].name
-    profile = run.state.affinity.profiles.setdefault(name, DomainProfile())
+    profile = run.part(Pools).profiles.setdefault(name, DomainProfile())
     output = max(1, event.output_tokens)
     prompt = max(0, turn.context_tokens - event.cached_tokens)
     context = turn.context_tokens + output / 2
@@ -67,16 +62,22 @@ def learn_turn(
     profile.add(engine.pool, prompt=prompt, output=output, batch=batch, context=context)
     if time is not None:
         hardware, degree = kind_of(run, engine)
-        worked = run.state.affinity.worked.setdefault(hardware, {}).setdefault(degree, Worked())
+        worked = run.part(Pools).worked.setdefault(hardware, {}).setdefault(degree, Worked())
         worked.add(time, prompt=prompt, context=context)
 
 
-def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
+def give_pool(run: Run, trajectory: Trajectory) -> None:
+    """Give an attempt that is launched a pool."""
+    trajectory.pool = _pool_of_attempt(run, trajectory)
+    reindex(run, trajectory)
+
+
+def _pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     """Return the pool for an attempt that is launched, by the shares of its domain; ""
     if it has none, or no engine of its pools serves.
     """
-    affinity, name = run.state.affinity, run.state.groups[trajectory.group_id].name
-    if not run.learns_affinity or run.tasks[name].pin:  # perhaps since the run was resumed
+    affinity, name = run.part(Pools), run.state.groups[trajectory.group_id].name
+    if not learns_pools(run) or run.tasks[name].pin:  # perhaps since the run was resumed
         return ""
     shares = affinity.trial.get(name) or affinity.shares.get(name, {})
     live = {pool: share for pool, share in shares.items() if pool in run.fleet.live_pools}
@@ -88,10 +89,10 @@ def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     return pool
 
 
-def plan(run: Run) -> None:
+def plan(run: Run, _event: StepTrained) -> None:
     """Move the domains to better pools after each trained step, if they save time."""
-    affinity = run.state.affinity
-    if not run.learns_affinity or run.state.trainer.step == affinity.planned_at:
+    affinity = run.part(Pools)
+    if not learns_pools(run) or run.state.trainer.step == affinity.planned_at:
         return
     affinity.planned_at = run.state.trainer.step
     affinity.trial = {}
@@ -106,7 +107,7 @@ def plan(run: Run) -> None:
 
 
 def _move(run: Run, costs: Mapping[str, Mapping[str, Cost]]) -> None:
-    affinity, now = run.state.affinity, shares_now(run)
+    affinity, now = run.part(Pools), shares_now(run)
     seconds = {
         domain: {
             pool: needed.seconds
@@ -166,7 +167,7 @@ def shares_now(run: Run) -> Shares:
     shares: dict[str, Mapping[str, float]] = {}
     live = run.fleet.live_pools
     for name, task in run.tasks.items():
-        own = {} if task.pin else run.state.affinity.shares.get(name, {})
+        own = {} if task.pin else run.part(Pools).shares.get(name, {})
         present = {pool: share for pool, share in own.items() if pool in live}
         declared = serving_pool(run.config.pools_of(task.pool), live)
         if present:
@@ -182,7 +183,7 @@ def _learn_costs(run: Run) -> dict[str, dict[str, Cost]]:
     that is known of each domain; none while no prices of engines are known. Record what
     a token costs there.
     """
-    affinity, fits = run.state.affinity, _fits(run)
+    affinity, fits = run.part(Pools), _fits(run)
     profiles = {name: one for name, one in affinity.profiles.items() if one.turns >= LEAST_TURNS}
     if not fits or not profiles:
         return {}
@@ -209,15 +210,15 @@ def _fits(run: Run) -> dict[Kind, Fit]:
     """Learn and return the prices of the kinds of engines that have finished enough
     turns.
     """
-    fits = run.state.affinity.fits
-    for hardware, by_degree in run.state.turn_times.items():
+    fits = run.part(Pools).fits
+    for hardware, by_degree in run.part(Costs).turn_times.items():
         known = fits.setdefault(hardware, {})
         for degree, times in by_degree.items():
             if times.count >= FIRST_TURNS:
                 newer = fit(times.turns)
                 known[degree] = renewed(known[degree], newer) if degree in known else newer
     return {
-        (hardware, degree): run.state.affinity.worked[hardware][degree].scaled(one)
+        (hardware, degree): run.part(Pools).worked[hardware][degree].scaled(one)
         for hardware, by_degree in fits.items()
         for degree, one in by_degree.items()
     }
@@ -254,3 +255,17 @@ def _cost_on(
         return cost(profile, own, batch=batch)
     mean = statistics.fmean(cost(profile, one, batch=batch).seconds for one in fits.values())
     return Cost(seconds=mean, error_s=mean)
+
+
+def check(run: Run) -> None:
+    """Assert that domains whose pools are learned are divided whole, that a pinned one
+    is not, and that an attempt was given a pool with engines.
+    """
+    part, pools = run.part(Pools), {group.pool for group in run.config.engines}
+    for name, shares in (*part.shares.items(), *part.trial.items()):
+        assert abs(sum(shares.values()) - 1) < 1e-9, f"{name}: {shares}"
+        assert min(shares.values()) >= 0, f"{name}: {shares}"
+        assert pools >= shares.keys(), f"{name}: {shares}"
+        assert not run.tasks[name].pin, f"{name} is pinned, and has {shares}"
+    for trajectory in run.state.trajectories.values():
+        assert not trajectory.pool or (learns_pools(run) and trajectory.pool in pools), trajectory

@@ -16,6 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from rollweave.core.mechanisms.costs.state import (
+    Costs,
+    Measured,
+    TurnCosts,
+    Use,
+    costs_of,
+    turn_costs_of,
+)
+from rollweave.core.mechanisms.lengths.estimates import recent_lengths
+from rollweave.core.mechanisms.lengths.index import LengthIndex, index_of
 from rollweave.core.policy.interference import tabulate
 from rollweave.core.policy.placement import ByTable, Groups
 from rollweave.core.policy.turn_times import (
@@ -26,9 +36,10 @@ from rollweave.core.policy.turn_times import (
     step_times,
 )
 from rollweave.core.policy.work import ByWork, Rate, rate
-from rollweave.core.run import Run
-from rollweave.core.state import Engine, Measured, Turn, Use
-from rollweave.schema.events import StepTime, TurnDone
+from rollweave.core.run import EngineMove, Run
+from rollweave.core.state import Engine, Trajectory, Turn
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import EngineJoined, StepTime, TurnDone
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
 """Step times of an engine of which nothing is known: only comparisons between equal
@@ -58,7 +69,7 @@ def kind_of(run: Run, engine: Engine) -> Kind:
 def measured_of(run: Run, engine: Engine) -> Measured | None:
     """Return the costs of engines of this kind, if they are known."""
     hardware, degree = kind_of(run, engine)
-    return run.state.measured.get(hardware, {}).get(degree)
+    return run.part(Costs).measured.get(hardware, {}).get(degree)
 
 
 def prevailing_hardware(run: Run) -> str:
@@ -71,7 +82,7 @@ def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
     """Return a number for each kind of these engines, which have joined: its degree if
     all are of one class, otherwise a number that is greater for faster kinds.
     """
-    kinds = {kind_of(run, engine): rate_of(engine) for engine in engines}
+    kinds = {kind_of(run, engine): rate_of(run, engine) for engine in engines}
     if len({hardware for hardware, _ in kinds}) <= 1:
         return {kind: kind[1] for kind in kinds}
     slowest_first = sorted(
@@ -80,11 +91,12 @@ def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
     return {kind: number for number, kind in enumerate(slowest_first, start=1)}
 
 
-def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
+def joined(run: Run, engine: Engine, event: EngineJoined) -> None:
     """Record the rate of an engine that is ready, and the profile that it measured of
     itself, if it did.
     """
-    engine.measured = bool(profile)
+    profile = event.profile
+    costs_of(run, engine).measured = bool(profile)
     if profile:
         _set_rate(run, engine, profile)
         _set_costs(run, engine, profile)
@@ -95,14 +107,14 @@ def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
 def left(run: Run, engine: Engine) -> None:
     """Forget the costs of an engine that is a kind by itself."""
     if run.state.serving and engine.joined:
-        run.state.measured.pop(engine.id, None)
-        run.state.turn_times.pop(engine.id, None)
+        run.part(Costs).measured.pop(engine.id, None)
+        run.part(Costs).turn_times.pop(engine.id, None)
 
 
 def _set_rate(run: Run, engine: Engine, profile: Sequence[StepTime]) -> None:
     slots, kv_tokens = max(1, engine.max_slots), max(1, engine.kv_tokens)
-    engine.rate = rate(profile, slots=slots, kv_tokens=kv_tokens)
-    if (load := run.length_index.loads.get(engine.id)) is not None:
+    costs_of(run, engine).rate = rate(profile, slots=slots, kv_tokens=kv_tokens)
+    if LengthIndex in run.derived and (load := index_of(run).loads.get(engine.id)) is not None:
         load.work_s = None  # it was computed at another rate
 
 
@@ -114,14 +126,15 @@ def _set_costs(
     """
     hardware, degree = kind_of(run, engine)
     slots = max(1, engine.max_slots)
-    run.state.measured.setdefault(hardware, {})[degree] = Measured(
+    run.part(Costs).measured.setdefault(hardware, {})[degree] = Measured(
         profile=profile,
         slots=slots,
         rate=rate(profile, slots=slots, kv_tokens=max(1, engine.kv_tokens)),
         prompt_s=prompt_s,
     )
     for other in run.state.engines.values():
-        if other.rate is not None and not other.measured:
+        known = costs_of(run, other)
+        if known.rate is not None and not known.measured:
             _set_rate(run, other, _known_profile(run, other))
 
 
@@ -131,7 +144,7 @@ def _known_profile(run: Run, engine: Engine) -> Sequence[StepTime]:
     """
     known = measured_of(run, engine)
     if known is None:
-        classes = run.state.measured.values()
+        classes = run.part(Costs).measured.values()
         same = [by_degree[engine.degree] for by_degree in classes if engine.degree in by_degree]
         others = same or [measured for by_degree in classes for measured in by_degree.values()]
         known = others[0] if others else None
@@ -143,45 +156,89 @@ def _known_profile(run: Run, engine: Engine) -> Sequence[StepTime]:
 
 def charge(run: Run, engine: Engine) -> Use:
     """Return the engine's use until now. Call before its turns change."""
-    use, load = engine.use, run.fleet.loads.get(engine.id)
+    costs, load = costs_of(run, engine), run.fleet.loads.get(engine.id)
+    use = costs.use
     if load is not None:
         tokens = load.tokens
     else:  # it takes no turns now
         trajectories = run.state.trajectories
         tokens = sum(trajectories[name].open_turn.context_tokens for name in engine.active)
     seconds = run.now - use.at
-    engine.use = Use(
+    costs.use = Use(
         at=run.now,
         turn_s=use.turn_s + seconds * len(engine.active),
         context_s=use.context_s + seconds * tokens,
         prompt_tokens=use.prompt_tokens,
     )
-    return engine.use
+    return costs.use
 
 
-def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTime | None:
+def begin_attempt(run: Run, trajectory: Trajectory) -> None:
+    """Begin with a new attempt."""
+    run.part(Costs).trajectories[trajectory.id] = TurnCosts()
+
+
+def given(run: Run, trajectory: Trajectory, turn: Turn, engine: Engine) -> None:
+    """Charge the engine, which is about to get the turn."""
+    costs = turn_costs_of(run, trajectory)
+    costs.use_before = charge(run, engine)
+    costs.split &= turn.dispatch > 0
+
+
+def begun(run: Run, trajectory: Trajectory, _turn: Turn, engine: Engine) -> None:
+    """Charge the engine, which is about to begin the turn after its prompt."""
+    turn_costs_of(run, trajectory).use_before = charge(run, engine)
+
+
+def left_by_turn(run: Run, _trajectory: Trajectory, _turn: Turn, engine: Engine) -> None:
+    """Charge the engine, which is about to lose the turn."""
+    charge(run, engine)
+
+
+def compares_engines(run: Run) -> bool:
+    """True if a policy compares what work costs on engines."""
+    return run.scheduling.assigns or run.config.allocation is not None
+
+
+def splits_turns(config: RunConfig) -> bool:
+    """True if there are engines for prompts alone."""
+    return any(group.phase == "prefill" for group in config.engines)
+
+
+def learns_pools(run: Run) -> bool:
+    """True if task domains move to the pools that serve them best."""
+    return run.config.rollout.affinity == "learned" and not run.state.serving
+
+
+def learn_turn(
+    run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
+) -> None:
     """Learn from a finished turn what the steps of an unmeasured engine cost, or what
-    its domain costs in its pool. The engine has just been charged for it. Return the
-    turn's time if it is comparable with those of others.
+    its domain costs in its pool. The engine has just been charged for it. The turn's
+    time is the newest one if it is comparable with those of others.
 
     Left out are turns that have begun elsewhere, whose tokens may be of another engine
     (apart from their prompts), and those during which the engine did not serve, because
     it loaded weights.
     """
-    unmeasured = run.compares_engines and not engine.measured
-    if not (unmeasured or run.learns_affinity or run.splits_turns or run.scheduling.by_finish):
-        return None
+    part, costs = run.part(Costs), costs_of(run, engine)
+    part.newest = None
+    unmeasured = compares_engines(run) and not costs.measured
+    learns = unmeasured or learns_pools(run) or run.scheduling.by_finish
+    if event.replayed or not (learns or splits_turns(run.config)):
+        return
     computed = max(0, turn.context_tokens - event.cached_tokens)
-    use = engine.use = msgspec.structs.replace(
-        engine.use, prompt_tokens=engine.use.prompt_tokens + computed
+    use = costs.use = msgspec.structs.replace(
+        costs.use, prompt_tokens=costs.use.prompt_tokens + computed
     )
-    before, elapsed = turn.use_before, run.now - turn.since
+    own, elapsed = turn_costs_of(run, trajectory), run.now - turn.since
+    before = own.use_before
     seconds, turn_s = elapsed - event.queue_s, use.turn_s - before.turn_s
-    if turn.dispatch != turn.split or turn.since < engine.since or min(seconds, turn_s) <= 0:
-        return None
+    if turn.dispatch != own.split or turn.since < engine.since or min(seconds, turn_s) <= 0:
+        return
     hardware, degree = kind_of(run, engine)
-    times = run.state.turn_times.setdefault(hardware, {}).setdefault(degree, TurnTimes())
-    time = TurnTime(
+    times = part.turn_times.setdefault(hardware, {}).setdefault(degree, TurnTimes())
+    part.newest = time = TurnTime(
         seconds=seconds,
         output_tokens=max(1, event.output_tokens),
         prompt_tokens=use.prompt_tokens - before.prompt_tokens,
@@ -189,12 +246,11 @@ def learn_turn(run: Run, engine: Engine, turn: Turn, event: TurnDone) -> TurnTim
         # contexts grow during turns, which are half done on average
         context=(use.context_s - before.context_s) / turn_s + event.output_tokens / 2,
     )
-    most = KEPT_OF_DOMAINS if run.learns_affinity else KEPT
+    most = KEPT_OF_DOMAINS if learns_pools(run) else KEPT
     if times.add(time, most=most):
         times.estimated_at = times.count
         if unmeasured:
             _estimate(run, engine, times)
-    return time
 
 
 def _estimate(run: Run, engine: Engine, times: TurnTimes) -> None:
@@ -202,7 +258,7 @@ def _estimate(run: Run, engine: Engine, times: TurnTimes) -> None:
     profile, prompt_s = step_times(times, slots=max(1, engine.max_slots))
     _set_costs(run, engine, profile, prompt_s)
     if former is None or _differ(former.profile, profile):
-        run.state.partitions = {}
+        run.follow(EngineMove.REPRICED)
 
 
 def _differ(former: Sequence[StepTime], profile: Sequence[StepTime]) -> bool:
@@ -218,14 +274,14 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Ki
 
     `works` are the tokens to sample and the KV token steps, the longest first.
     """
-    state = run.state
+    known = run.part(Costs).measured
     measured = {
-        number: state.measured[hardware][degree]
+        number: known[hardware][degree]
         for number, (hardware, degree) in kinds.items()
-        if degree in state.measured.get(hardware, {})
+        if degree in known.get(hardware, {})
     }
     if len(measured) < len(kinds):  # they cannot be compared
-        slots = max((engine.max_slots for engine in state.engines.values()), default=1) or 1
+        slots = max((engine.max_slots for engine in run.state.engines.values()), default=1) or 1
         everything = max(1, sum(held for _, held in works))
         same = Measured(
             profile=UNMEASURED,
@@ -253,14 +309,10 @@ def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:
     return [point for point in profile if point.context == context]
 
 
-def recent_lengths(run: Run) -> list[int]:
-    """Sampled tokens of the newest finished trajectories of all task domains."""
-    return [length for stats in run.state.domains.values() for length in stats.lengths]
-
-
-def rate_of(engine: Engine) -> Rate:
+def rate_of(run: Run, engine: Engine) -> Rate:
     """The rate of an engine that has joined: what it needs for a group by the work in
     it.
     """
-    assert engine.rate is not None, "an engine that takes turns has joined"
-    return engine.rate
+    known = costs_of(run, engine).rate
+    assert known is not None, "an engine that takes turns has joined"
+    return known

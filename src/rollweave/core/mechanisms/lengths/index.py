@@ -1,18 +1,19 @@
 """The trajectories under way by predicted length, among those that prefer the same
 pool, and the work that remains for each engine's assigned trajectories.
 
-Derived from the state (`Trajectory.estimate`, `kv_token_steps` and `assigned_engine`)
-and never written to a snapshot; `core/checks` compares with a fresh index. A rank is a
-position in one sorted list: a change costs a search and a move in memory, microseconds
-for 10,000 trajectories.
+Derived from the state (`Work.estimate`, `kv_token_steps` and `assigned_engine`) and
+never written to a snapshot; `check` compares with a fresh index. A rank is a position
+in one sorted list: a change costs a search and a move in memory, microseconds for
+10,000 trajectories.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
 
-from rollweave.core.state import Stage, State, Trajectory
+from rollweave.core.mechanisms.lengths.state import Work, work_of
+from rollweave.core.run import Run
+from rollweave.core.state import Stage, Trajectory
 from rollweave.schema.base import EngineId, TrajectoryId
 
 Key = tuple[int, TrajectoryId]
@@ -38,7 +39,7 @@ class EngineWork:
     tokens: int = 0
     occupied: int = 0
     kv_residents: list[KvPlace] = field(default_factory=list)
-    # cached by core/assignment; None after a change
+    # cached by placement/assignment; None after a change
     work_s: float | None = field(default=None, compare=False)
 
     @property
@@ -60,23 +61,20 @@ class IndexEntry:
 
 class LengthIndex:
     def __init__(
-        self, *, by_level: bool, pool_of: Callable[[Trajectory], str] = lambda _: ""
+        self,
+        work_of: Callable[[Trajectory], Work],
+        *,
+        by_level: bool,
+        pool_of: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
         """Create an empty index. With `by_level` longer trajectories claim the KV cache
         first (priority longest_first), otherwise earlier ones. `pool_of` returns the
         pool that a trajectory prefers, "" for any engine.
         """
-        self._by_level, self._pool_of = by_level, pool_of
+        self._work_of, self._by_level, self._pool_of = work_of, by_level, pool_of
         self.keys: dict[str, list[Key]] = {}  # by pool
         self.loads: dict[EngineId, EngineWork] = {}
         self._entries: dict[TrajectoryId, IndexEntry] = {}
-
-    @classmethod
-    def of(cls, state: State, *, by_level: bool, pool_of: Callable[[Trajectory], str]) -> Self:
-        order = cls(by_level=by_level, pool_of=pool_of)
-        for trajectory in state.trajectories.values():
-            order.update(trajectory)
-        return order
 
     def count(self, pool: str) -> int:
         """Return the number of trajectories that prefer this pool."""
@@ -96,20 +94,21 @@ class LengthIndex:
         self.drop(trajectory.id)
         if trajectory.stage not in ORDERED:
             return
+        work = self._work_of(trajectory)
         entry = self._entries[trajectory.id] = IndexEntry(
             pool=self._pool_of(trajectory),
-            rank=(-trajectory.output_tokens - trajectory.estimate, trajectory.id),
-            remaining=(-trajectory.estimate, trajectory.id),
-            assigned_engine=trajectory.assigned_engine,
-            occupied=trajectory.kv_token_steps,
-            kv_place=self._place(trajectory) if trajectory.kv_resident else None,
+            rank=(-trajectory.output_tokens - work.estimate, trajectory.id),
+            remaining=(-work.estimate, trajectory.id),
+            assigned_engine=work.assigned_engine,
+            occupied=work.kv_token_steps,
+            kv_place=self._place(trajectory, work) if work.kv_resident else None,
         )
         insort(self.keys.setdefault(entry.pool, []), entry.rank)
         if entry.assigned_engine is not None:
             load = self.loads.setdefault(entry.assigned_engine, EngineWork())
             load.work_s = None
             insort(load.remaining, entry.remaining)
-            load.tokens += trajectory.estimate
+            load.tokens += work.estimate
             load.occupied += entry.occupied
             if entry.kv_place is not None:
                 insort(load.kv_residents, entry.kv_place)
@@ -160,10 +159,44 @@ class LengthIndex:
         load = self.loads.get(engine_id)
         if load is None:
             return []
-        if not trajectory.kv_resident or trajectory.assigned_engine != engine_id:
+        work = self._work_of(trajectory)
+        if not work.kv_resident or work.assigned_engine != engine_id:
             return load.kv_residents
-        return load.kv_residents[: bisect_left(load.kv_residents, self._place(trajectory)[:3])]
+        place = self._place(trajectory, work)
+        return load.kv_residents[: bisect_left(load.kv_residents, place[:3])]
 
-    def _place(self, trajectory: Trajectory) -> KvPlace:
-        level = trajectory.length_bucket or 0 if self._by_level else 0
-        return (-level, trajectory.launched_at, trajectory.id, trajectory.kv_demand)
+    def _place(self, trajectory: Trajectory, work: Work) -> KvPlace:
+        level = work.length_bucket or 0 if self._by_level else 0
+        return (-level, trajectory.launched_at, trajectory.id, work.kv_demand)
+
+
+def index_of(run: Run) -> LengthIndex:
+    """Return the index of the run's trajectories."""
+    index = run.derived.get(LengthIndex)
+    if index is None:
+        index = run.derived[LengthIndex] = _fresh_index(run)
+    assert isinstance(index, LengthIndex)
+    return index
+
+
+def reindex(run: Run, trajectory: Trajectory) -> None:
+    """Index the trajectory again after its estimate, engine or stage has changed."""
+    index = run.derived.get(LengthIndex)
+    if index is not None:
+        index.update(trajectory)
+
+
+def _fresh_index(run: Run) -> LengthIndex:
+    index = LengthIndex(
+        lambda trajectory: work_of(run, trajectory),
+        by_level=run.scheduling.priority == "longest_first",
+        pool_of=run.preferred_pool,
+    )
+    for trajectory in run.state.trajectories.values():
+        index.update(trajectory)
+    return index
+
+
+def check(run: Run) -> None:
+    """Assert that the index is what a fresh sort gives."""
+    assert not run.scheduling.assigns or index_of(run) == _fresh_index(run), "the order"

@@ -4,7 +4,7 @@ engine by engine (Heddle §6).
 An engine that the plan lacks takes no more turns and is removed when its last one is
 done; engines that the plan has and the fleet lacks are started as the budget allows.
 Only degrees are compared at which an engine has measured itself or, with an inference
-server, has finished enough turns (`core/costs`). A plan waits for the costs of engines
+server, has finished enough turns (`costs/rates`). A plan waits for the costs of engines
 that run, but for a few steps only: then these engines stay as they are, and the rest of
 the budget is planned without them until their costs are known.
 """
@@ -12,14 +12,17 @@ the budget is planned without them until their costs are known.
 from collections import Counter
 
 from rollweave.core import engines, membership
-from rollweave.core.costs import groups_of, kind_of, prevailing_hardware
+from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, prevailing_hardware
+from rollweave.core.mechanisms.costs.state import Costs
+from rollweave.core.mechanisms.lengths.state import Lengths
+from rollweave.core.mechanisms.placement.state import Placement
 from rollweave.core.policy.allocation import allocate_groups, is_sum
 from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.turn_times import FIRST_TURNS
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, State
-from rollweave.schema.events import EngineSlot
+from rollweave.schema.events import EngineSlot, StepTrained
 
 MIN_GAIN = 0.05
 """Minimum share of the predicted makespan that another fleet must save: changing the
@@ -32,17 +35,17 @@ usual batches, engines finish the turns that are needed in one or two.
 """
 
 
-def plan(run: Run) -> None:
+def plan(run: Run, _event: StepTrained) -> None:
     """Look for a better fleet after every trained step."""
-    config, state, allocation = run.config.allocation, run.state, run.state.allocation
+    config, state, allocation = run.config.allocation, run.state, run.part(Placement)
     if config is None or state.trainer.step == allocation.planned_at or not run.training:
         return
     draining = any(engine.draining for engine in state.engines.values())
-    if draining or allocation.pending_degrees or state.hosts.unplaced:
+    if draining or state.membership.pending_degrees or state.hosts.unplaced:
         return  # the fleet is still becoming that of the last plan
     allocation.planned_at = state.trainer.step
     hardware = prevailing_hardware(run)
-    known = state.measured.get(hardware, {})
+    known = run.part(Costs).measured.get(hardware, {})
     measured = [degree for degree in config.degrees if degree in known]
     if _waits_for_costs(run, hardware):
         return
@@ -66,15 +69,15 @@ def _waits_for_costs(run: Run, hardware: str) -> bool:
     """True while the plan waits for the costs of an engine that runs. A degree that has
     been waited for long enough is named once.
     """
-    state, allocation = run.state, run.state.allocation
-    known, step = state.measured.get(hardware, {}), state.trainer.step
+    state, allocation = run.state, run.part(Placement)
+    known, step = run.part(Costs).measured.get(hardware, {}), state.trainer.step
     kinds = {kind_of(run, engine) for engine in state.engines.values()}
     unknown = sorted(degree for kind, degree in kinds if kind == hardware and degree not in known)
     allocation.awaited = {degree: allocation.awaited.get(degree, step) for degree in unknown}
     for degree, since in allocation.awaited.items():
         late, name = step - since >= WAIT_STEPS, f"degree_{degree}_unlearned"
         if late and not state.counters.watchdog.get(name):
-            times = state.turn_times.get(hardware, {}).get(degree)
+            times = run.part(Costs).turn_times.get(hardware, {}).get(degree)
             text = (
                 f"after {step - since} steps the engines of degree {degree} have finished "
                 f"{times.count if times is not None else 0} of the {FIRST_TURNS} turns that show "
@@ -114,16 +117,16 @@ def _change(
             wanted[engine.degree] -= 1
         else:
             engines.drain(run, engine)
-    state.allocation.pending_degrees = sorted(wanted.elements(), reverse=True)
+    state.membership.pending_degrees = sorted(wanted.elements(), reverse=True)
 
 
 def _batch(run: Run) -> list[tuple[int, int]]:
     """Work like that of one batch: of the newest finished trajectories, evenly spaced
     by length, the longest first.
     """
-    rollout, state = run.config.rollout, run.state
+    rollout = run.config.rollout
     works = []
-    for stats in state.domains.values():
+    for stats in run.part(Lengths).domains.values():
         context = stats.prompt_tokens or 0.0
         growth = 1.0 if stats.context_growth is None else stats.context_growth
         works += [
@@ -140,7 +143,7 @@ def advance(run: Run) -> None:
     config, state = run.config.allocation, run.state
     if config is None:
         return
-    pending = state.allocation.pending_degrees
+    pending = state.membership.pending_degrees
     while state.hosts.up and pending and pending[0] <= config.budget - _used(state):
         name = membership.next_id(state)
         engines.add(run, EngineSlot(id=name, degree=pending.pop(0)))
