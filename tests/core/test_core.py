@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollweave.core.core import Core
 from rollweave.core.kernel import HANDLERS
 from rollweave.core.mechanisms import MECHANISMS
+from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -30,7 +31,6 @@ from tests.support.core import (
 from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.variants import mostly_extended
-
 
 TABLES = (HANDLERS, *(one.handlers for one in MECHANISMS))
 """The handlers of the kernel and of each mechanism."""
@@ -75,7 +75,10 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
         strangers = [
             one
             for one in queued
-            if not one.kv_resident and one.predicted_at_turn < 0 and one.turn and not one.turn.avoid
+            if not work_of(world.core._run, one).kv_resident
+            and work_of(world.core._run, one).predicted_at_turn < 0
+            and one.turn
+            and not one.turn.avoid
         ]
         free = [
             engine.id
@@ -85,7 +88,7 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
             and len(engine.active) < engine.max_slots
         ]
         assert not (strangers and free), (
-            f"{strangers[0].id} waits for {strangers[0].assigned_engine}, {free[0]} has a free slot"
+            f"{strangers[0].id} waits for {work_of(world.core._run, strangers[0]).assigned_engine}, {free[0]} has a free slot"
         )
 
 

@@ -5,7 +5,8 @@ compared.
 import msgspec
 import pytest
 
-from rollweave.core import assignment, costs
+from rollweave.core.mechanisms.costs import rates as costs
+from rollweave.core.mechanisms.placement import assignment
 from rollweave.core.policy.work import rate
 from rollweave.schema.events import StepTime
 from tests.support.states import E0, E1, TAIL, fleet, members, profile, running
@@ -24,7 +25,7 @@ def test_groups_cost_what_their_degrees_measured() -> None:
 
 def test_degrees_cost_the_same_if_one_is_unmeasured() -> None:
     run = fleet(1, lengths=TAIL)
-    del run.state.measured[""][2]
+    del run.state.mechanisms["costs"].measured[""][2]
     groups = costs.groups_of(run, WORKS, KINDS)
     same = rate(costs.UNMEASURED, slots=16, kv_tokens=550)
     for degree in (1, 2):
@@ -35,20 +36,20 @@ def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     run = fleet(1, lengths=TAIL)
     engine = next(iter(run.state.engines.values()))
     engine.max_slots, engine.kv_tokens = 0, 0
-    before = dict(run.state.measured[""])
+    before = dict(run.state.mechanisms["costs"].measured[""])
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == rate(profile(1, gain=1.9), slots=1, kv_tokens=1)
-    assert run.state.measured[""] == before
-    run.state.measured = {}
+    assert costs.rate_of(run, engine) == rate(profile(1, gain=1.9), slots=1, kv_tokens=1)
+    assert run.state.mechanisms["costs"].measured[""] == before
+    run.state.mechanisms["costs"].measured = {}
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
+    assert costs.rate_of(run, engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
-    known = costs.rate_of(engine)
+    known = costs.rate_of(run, engine)
     engine.degree = 2
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == known, "no engine of degree 2 is measured"
-    assert run.state.measured[""][1].rate == costs.rate_of(engine)
-    assert run.state.measured[""][1].slots == 1
+    assert costs.rate_of(run, engine) == known, "no engine of degree 2 is measured"
+    assert run.state.mechanisms["costs"].measured[""][1].rate == costs.rate_of(run, engine)
+    assert run.state.mechanisms["costs"].measured[""][1].slots == 1
 
 
 def test_engines_of_different_hardware_are_measured_apart() -> None:
@@ -63,8 +64,12 @@ def test_engines_of_different_hardware_are_measured_apart() -> None:
             engine = engines[engine_id]
             engine.max_slots, engine.kv_tokens = 16, 10**6
             costs.joined(run, engine, profile(1 if engine_id == E0 else 4, gain=2))
-        assert run.state.measured["bandwidth"][1].rate == costs.rate_of(engines[E1])
-        assert run.state.measured["compute"][1].rate == costs.rate_of(engines[E0])
+        assert run.state.mechanisms["costs"].measured["bandwidth"][1].rate == costs.rate_of(
+            run, engines[E1]
+        )
+        assert run.state.mechanisms["costs"].measured["compute"][1].rate == costs.rate_of(
+            run, engines[E0]
+        )
         places = [assignment.engine_of_rank(run, one) for one in members(run)]
         assert places[0] == E1
         assert places.count(E1) > places.count(E0) > 0
@@ -91,7 +96,9 @@ def test_another_rate_changes_the_seconds_of_the_same_work() -> None:
 
 def test_recent_lengths_are_of_all_domains() -> None:
     run = fleet(1, lengths=[3, 5])
-    run.state.domains["b"] = type(run.state.domains["a"])(lengths=[7])
+    run.state.mechanisms["lengths"].domains["b"] = type(
+        run.state.mechanisms["lengths"].domains["a"]
+    )(lengths=[7])
     assert costs.recent_lengths(run) == [3, 5, 7]
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from rollweave.core import engines
+from rollweave.core.mechanisms.placement.state import Partition
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Partition
+from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.support.states import E0, E1, members, place_on_hosts, running
@@ -31,9 +32,9 @@ def test_a_restart_begins_anew() -> None:
     engine = run.state.engines[E0]
     engine.consecutive_timeouts, engine.load_failures, engine.loading_id = 2, 1, 9
     run.now = 8.0
-    run.state.partitions = {"": Partition()}
+    run.state.mechanisms["placement"].partitions = {"": Partition()}
     engines.restart(run, engine, "stuck")
-    assert not run.state.partitions, "they had shares for it"
+    assert not run.state.mechanisms["placement"].partitions, "they had shares for it"
     assert (engine.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
     assert (engine.version, engine.publication_id, engine.loading_id) == (-1, -1, -1)
     assert (engine.consecutive_timeouts, engine.load_failures, engine.since) == (0, 0, 8.0)
@@ -66,7 +67,7 @@ def test_planned_engines_and_services_outlive_the_last_engine() -> None:
     for change in ("planned", "service"):
         run = serving()
         del run.state.engines[E1]
-        run.state.allocation.pending_degrees = [1] if change == "planned" else []
+        run.state.membership.pending_degrees = [1] if change == "planned" else []
         run.state.serving = change == "service"
         engine = run.state.engines[E0]
         engine.restarts = run.config.watchdog.restarts

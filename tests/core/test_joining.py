@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.membership import engines_to_start, first_engines, next_id
 from rollweave.core.state import EngineStatus, Phase
 from rollweave.schema import commands as c
@@ -258,7 +259,10 @@ def test_trajectories_of_a_lost_engine_prefer_an_engine_that_stays() -> None:
     orphans = hand.on(E2)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     hand.lose(E2)
-    homes = {hand.core.state.trajectories[name].assigned_engine for name in orphans}
+    homes = {
+        work_of(hand.core._run, hand.core.state.trajectories[name]).assigned_engine
+        for name in orphans
+    }
     assert homes == {E0}
 
 

@@ -87,7 +87,7 @@ def test_an_engine_of_a_group_that_is_gone_joins_the_first() -> None:
 
 def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
     state = state_of(engine(4, degree=2), engine(5, degree=1, draining=True), next_number=7)
-    state.allocation.pending_degrees = [1, 2]
+    state.membership.pending_degrees = [1, 2]
     assert described(engines_to_start(planned(5, [1, 2]), state)) == [
         ("e4", 2, 0),
         ("e7", 1, 0),

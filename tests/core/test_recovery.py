@@ -3,6 +3,7 @@
 import pytest
 
 from rollweave.core import continuation, recovery, training, trajectories, turns
+from rollweave.core.mechanisms.lengths.index import reindex
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Kept, Phase, Stage, TrainerStatus, Turn
@@ -32,7 +33,7 @@ def under_way(*stages: Stage) -> Run:
             Stage.CLOSING: state.pools.closing,
         }
         pools[stage][trajectory.id] = None
-        run.reindex(trajectory)
+        reindex(run, trajectory)
     run.out = []
     return run
 

@@ -44,9 +44,12 @@ def simulated(run_config: RunConfig) -> World:
 def test_learned_costs_are_close_to_measured_ones(tmp_path: Path) -> None:
     world = simulated(servers(tmp_path, degrees={2: 1, 1: 2}))
     state, fleet = world.core.state, world.fleet
-    assert sorted(state.measured) == ["/vllm"]
+    assert sorted(state.mechanisms["costs"].measured) == ["/vllm"]
     for degree, engine_id in ((2, EngineId("e0")), (1, EngineId("e1"))):
-        engine, learned = state.engines[engine_id], state.measured["/vllm"][degree]
+        engine, learned = (
+            state.engines[engine_id],
+            state.mechanisms["costs"].measured["/vllm"][degree],
+        )
         assert learned.prompt_s is not None
         cost = fleet._cost(fleet.nodes[engine_id])
         true = rate(

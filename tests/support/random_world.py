@@ -248,8 +248,8 @@ class World:
         elif isinstance(event, e.PrefillDone):
             trajectory = self.core.state.trajectories.get(event.trajectory_id)
             turn = trajectory.turn if trajectory is not None else None
-            if turn is not None and turn.prompt is not None and turn.dispatch == event.dispatch:
-                self.unanswered_turns[turn.prompt.engine] = 0
+            if turn is not None and turn.prefill and turn.dispatch == event.dispatch:
+                self.unanswered_turns[turn.prefill] = 0
         elif isinstance(event, e.WeightsLoaded):
             loads = self.loads.get(event.engine_id, [])
             last = max(

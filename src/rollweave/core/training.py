@@ -244,7 +244,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
     if trainer.parts_done == run.minibatches_per_step:
         trainer.step += 1
         trainer.parts_done = 0
-        run.follow(TrainerMove.TRAINED, event)
+        run.follow(TrainerMove.TRAINED)
         groups.learn_spare_groups(run)
         _publish(run)
 

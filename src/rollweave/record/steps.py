@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rollweave.core.mechanisms.pools.state import pools_of
 from rollweave.core.state import State
 from rollweave.core.workers import processes
 
@@ -135,7 +136,9 @@ def _affinity(state: State) -> dict[str, Any]:
     """Return, by task domain, its shares of the pools, if they are learned, and the
     seconds of a token in each, with the standard deviation of their errors.
     """
-    affinity = state.affinity
+    affinity = pools_of(state)
+    if affinity is None:
+        return {}
     return {
         name: {
             "shares": {

@@ -1,5 +1,5 @@
-"""What work costs on engines of each kind, and what they have cached: learned for the
-mechanisms that compare engines.
+"""The costs of work on engines of each kind, and the contents of their caches: learned
+for the mechanisms that compare engines.
 """
 
 from rollweave.core.mechanisms.costs import caches, rates
@@ -8,7 +8,7 @@ from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.run import EngineMove, Mechanism, Run, TurnMove
 from rollweave.core.state import Engine, Stage, Trajectory, Turn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import TurnDone
+from rollweave.schema.events import EngineJoined, TurnDone
 
 
 def used(config: RunConfig) -> bool:
@@ -28,6 +28,10 @@ def _learn_turn(
     caches.learn_turn(run, trajectory, turn, engine, event)
 
 
+def _joined(run: Run, engine: Engine, event: EngineJoined) -> None:
+    rates.joined(run, engine, event.profile)
+
+
 MECHANISM = Mechanism(
     name="costs",
     used=used,
@@ -38,7 +42,7 @@ MECHANISM = Mechanism(
         TurnMove.BEGUN: rates.begun,
         TurnMove.LEFT: rates.left_by_turn,
         TurnMove.DONE: _learn_turn,
-        EngineMove.JOINED: rates.joined,
+        EngineMove.JOINED: _joined,
         EngineMove.REMOVED: rates.left,
     },
 )

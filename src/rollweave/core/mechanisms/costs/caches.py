@@ -1,4 +1,4 @@
-"""What the engines should have cached, and what prompts cost at those that sample.
+"""The contents of the engines' caches, and the costs of prompts at those that sample.
 
 An engine's cache should have the context that it computed last of a trajectory, and the
 prompt of its group. What a prompt costs shows in the times of finished turns

@@ -39,7 +39,7 @@ from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Trajectory, Turn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import EngineJoined, StepTime, TurnDone
+from rollweave.schema.events import StepTime, TurnDone
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
 """Step times of an engine of which nothing is known: only comparisons between equal
@@ -91,11 +91,10 @@ def numbers_of(run: Run, engines: Iterable[Engine]) -> dict[Kind, int]:
     return {kind: number for number, kind in enumerate(slowest_first, start=1)}
 
 
-def joined(run: Run, engine: Engine, event: EngineJoined) -> None:
+def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
     """Record the rate of an engine that is ready, and the profile that it measured of
     itself, if it did.
     """
-    profile = event.profile
     costs_of(run, engine).measured = bool(profile)
     if profile:
         _set_rate(run, engine, profile)

@@ -1,4 +1,4 @@
-"""What work costs on the engines, and what they have cached."""
+"""The costs of work on the engines, and the contents of their caches."""
 
 import msgspec
 
@@ -62,7 +62,7 @@ class EngineCosts(msgspec.Struct):
 
 
 class TurnCosts(msgspec.Struct):
-    """What the open turn of an attempt costs, and where its context is cached."""
+    """The costs of an attempt's open turn, and the engines that have its context cached."""
 
     use_before: Use = Use()  # of its engine, when it began there
     split: bool = False  # its prompt was given to a prefill engine

@@ -10,7 +10,7 @@ from rollweave.core.run import Mechanism, Run, TrainerMove, TurnMove
 from rollweave.core.state import Stage
 from rollweave.schema.commands import FitPredictor
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import PredictionReady, StepTrained
+from rollweave.schema.events import PredictionReady
 
 
 def used(config: RunConfig) -> bool:
@@ -20,9 +20,9 @@ def used(config: RunConfig) -> bool:
     return orders or config.allocation is not None
 
 
-def _fit(run: Run, event: StepTrained) -> None:
+def _fit(run: Run) -> None:
     if run.scheduling.predicts:
-        run.emit(FitPredictor(step=event.step))
+        run.emit(FitPredictor(step=run.state.trainer.step - 1))
 
 
 MECHANISM = Mechanism(

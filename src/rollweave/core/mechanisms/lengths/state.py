@@ -1,4 +1,4 @@
-"""What is expected of trajectories: their lengths, and the engines that have them."""
+"""The expected lengths of trajectories, and the engines that have them."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from rollweave.schema.base import EngineId, TrajectoryId
 
 
 class Work(msgspec.Struct):
-    """What an attempt has yet to sample, and the engine that is to do it."""
+    """The work that an attempt has yet to do, and the engine that is to do it."""
 
     estimate: int = 0  # tokens that it will probably still sample
     kv_token_steps: int = 0  # the context sizes at each of these tokens, summed

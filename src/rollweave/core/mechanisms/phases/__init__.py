@@ -15,7 +15,7 @@ MECHANISM = Mechanism(
         TurnMove.BEGUN: prompts.begin_sampling,
         TurnMove.REFUSED: prompts.give_up,
         TurnMove.LEFT: prompts.withdraw,
-        TurnMove.CARRIED: prompts.learn_move,
+        TurnMove.CARRIED: prompts.carried,
     },
     check=prompts.check,
 )

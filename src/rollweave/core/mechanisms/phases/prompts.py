@@ -137,13 +137,18 @@ def begin_sampling(run: Run, trajectory: Trajectory, turn: Turn, _engine: Engine
     run.state.counters.scheduling.split_s += run.now - turn.since
 
 
-def learn_move(
+def carried(
     run: Run, trajectory: Trajectory, _turn: Turn, target: Engine, moved_tokens: int
 ) -> None:
     """Learn from the transfer of a prompt's KV, of which the target lacked a part."""
     lacked = moved_tokens - cached_tokens(run, trajectory, target)
     since = run.part(Phases).trajectories[trajectory.id].since
-    spend(run.part(Phases).moved, run.now - since, max(BLOCK_TOKENS, lacked))
+    learn_move(run, run.now - since, max(BLOCK_TOKENS, lacked))
+
+
+def learn_move(run: Run, seconds: float, tokens: int) -> None:
+    """Learn from a transfer of so many tokens that the target lacked."""
+    spend(run.part(Phases).moved, seconds, tokens)
 
 
 def _release(run: Run, trajectory: Trajectory, turn: Turn) -> None:

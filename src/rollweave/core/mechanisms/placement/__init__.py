@@ -60,7 +60,7 @@ MECHANISM = Mechanism(
     handlers={MigrationDone: transfers.on_done, WorldLost: transfers.on_world_lost},
     steps={
         "launch groups": allocation.advance,
-        "moves of trajectories": transfers.give_up_late,
+        "moves of trajectories": transfers.check_late,
     },
     follows={
         Stage.EVAL_QUEUED: transfers.forget,

@@ -22,7 +22,7 @@ from rollweave.core.policy.turn_times import FIRST_TURNS
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, State
-from rollweave.schema.events import EngineSlot, StepTrained
+from rollweave.schema.events import EngineSlot
 
 MIN_GAIN = 0.05
 """Minimum share of the predicted makespan that another fleet must save: changing the
@@ -35,7 +35,7 @@ usual batches, engines finish the turns that are needed in one or two.
 """
 
 
-def plan(run: Run, _event: StepTrained) -> None:
+def plan(run: Run) -> None:
     """Look for a better fleet after every trained step."""
     config, state, allocation = run.config.allocation, run.state, run.part(Placement)
     if config is None or state.trainer.step == allocation.planned_at or not run.training:

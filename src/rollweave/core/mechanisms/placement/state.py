@@ -1,4 +1,4 @@
-"""Where trajectories are, and where they go."""
+"""The engines of trajectories, and their moves between them."""
 
 import msgspec
 

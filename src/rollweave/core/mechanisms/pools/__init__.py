@@ -1,7 +1,7 @@
 """The pools of task domains, as they are learned (RollArt §9; `pools/learning`)."""
 
 from rollweave.core.mechanisms.pools import learning
-from rollweave.core.mechanisms.pools.state import Pools
+from rollweave.core.mechanisms.pools.state import NAME, Pools
 from rollweave.core.run import Mechanism, TrainerMove, TurnMove
 from rollweave.core.state import Stage
 from rollweave.schema.config.root import RunConfig
@@ -13,12 +13,12 @@ def used(config: RunConfig) -> bool:
 
 
 MECHANISM = Mechanism(
-    name="pools",
+    name=NAME,
     used=used,
     state=Pools,
     follows={
         Stage.INIT: learning.give_pool,
-        TurnMove.DONE: learning.learn_turn,
+        TurnMove.DONE: learning.turn_done,
         TrainerMove.TRAINED: learning.plan,
     },
     check=learning.check,

@@ -20,10 +20,10 @@ from rollweave.core.mechanisms.pools.state import Pools
 from rollweave.core.policy.affinity import next_pool, serving_pool
 from rollweave.core.policy.profile import Cost, DomainProfile, Worked, cost, together, token_costs
 from rollweave.core.policy.shares import Shares, assign, makespan
-from rollweave.core.policy.turn_times import FIRST_TURNS, Fit, fit, renewed
+from rollweave.core.policy.turn_times import FIRST_TURNS, Fit, TurnTime, fit, renewed
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory, Turn
-from rollweave.schema.events import StepTrained, TurnDone
+from rollweave.schema.events import TurnDone
 
 MIN_GAIN = 0.05
 """Minimum share of the predicted makespan that other pools must save: trajectories that
@@ -46,13 +46,25 @@ turn was seven steps ago.
 """
 
 
-def learn_turn(
+def turn_done(
     run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
 ) -> None:
-    """Learn from a finished turn what its domain asks for, after `costs`."""
-    if event.replayed or not learns_pools(run):
-        return
-    time = run.part(Costs).newest  # None if it is not comparable with those of others
+    """Learn from a turn that `costs` has learned from."""
+    if not event.replayed and learns_pools(run):
+        learn_turn(run, trajectory, engine, turn, event, run.part(Costs).newest)
+
+
+def learn_turn(
+    run: Run,
+    trajectory: Trajectory,
+    engine: Engine,
+    turn: Turn,
+    event: TurnDone,
+    time: TurnTime | None,
+) -> None:
+    """Learn from a finished turn what its domain asks for. `time` is None if the turn's
+    seconds are not comparable with those of others.
+    """
     name = run.state.groups[trajectory.group_id].name
     profile = run.part(Pools).profiles.setdefault(name, DomainProfile())
     output = max(1, event.output_tokens)
@@ -68,11 +80,11 @@ def learn_turn(
 
 def give_pool(run: Run, trajectory: Trajectory) -> None:
     """Give an attempt that is launched a pool."""
-    trajectory.pool = _pool_of_attempt(run, trajectory)
+    trajectory.pool = pool_of_attempt(run, trajectory)
     reindex(run, trajectory)
 
 
-def _pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
+def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     """Return the pool for an attempt that is launched, by the shares of its domain; ""
     if it has none, or no engine of its pools serves.
     """
@@ -89,7 +101,7 @@ def _pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     return pool
 
 
-def plan(run: Run, _event: StepTrained) -> None:
+def plan(run: Run) -> None:
     """Move the domains to better pools after each trained step, if they save time."""
     affinity = run.part(Pools)
     if not learns_pools(run) or run.state.trainer.step == affinity.planned_at:

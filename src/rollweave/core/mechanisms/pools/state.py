@@ -4,6 +4,10 @@ import msgspec
 
 from rollweave.core.policy.profile import DomainProfile, TokenCosts, Worked
 from rollweave.core.policy.turn_times import Fit
+from rollweave.core.state import State
+
+NAME = "pools"
+"""Key of the part in `State.mechanisms`."""
 
 
 class Pools(msgspec.Struct):
@@ -19,3 +23,9 @@ class Pools(msgspec.Struct):
     # task domain → pool → the cost of its tokens there, as of the last plan
     token_costs: dict[str, dict[str, TokenCosts]] = {}
     planned_at: int = 0  # step of the last plan
+
+
+def pools_of(state: State) -> Pools | None:
+    """Return the part of the state; None if pools are not learned."""
+    part = state.mechanisms.get(NAME)
+    return part if isinstance(part, Pools) else None

@@ -8,7 +8,7 @@ from rollweave.schema.base import EngineId, TrajectoryId
 
 
 class Batch(msgspec.Struct):
-    """What an engine has launched under its weights."""
+    """The trajectories that an engine has launched under its weights."""
 
     launched: int = 0  # trajectories
     peak_kv: int | None = None  # most KV tokens of its trajectories at earlier checks
