@@ -13,7 +13,6 @@ from rollweave.core.bindings import bind_all, engines_in_the_way
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines, next_id
 from rollweave.core.state import EngineStatus, TrainerStatus
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -145,7 +144,7 @@ def test_the_trainer_waits_for_a_host_if_too_few_gpus_are_left() -> None:
     driver = Turns([2, 2], ranks=4, engines=4).up()
     assert of(driver.lose_host(1), c.RestartTrainer) == []
     assert driver.core.state.error == ""
-    waiting = {wait.component: wait.what for wait in waits(driver.core.state, {})}
+    waiting = {wait.component: wait.what for wait in driver.core.waits({})}
     assert waiting["the trainer on host h0"] == "no host has room for it"
     commands = driver.join_host(2, 1)
     assert of(commands, c.RestartTrainer) == []
@@ -229,7 +228,7 @@ def serving(gpus: list[int], ranks: int, engines: int) -> Turns:
     driver = Turns(gpus, ranks=ranks, engines=engines).up()
     driver.publish()
     driver.engines_up()
-    for relay in list(driver.core.state.chain.order):
+    for relay in list(driver.core.state.mechanisms["relays"].order):
         load(driver, driver.hold(relay, driver.core.state.publication.id))
     assert all(
         engine.status is EngineStatus.SERVING for engine in driver.core.state.engines.values()

@@ -17,7 +17,7 @@ def serving(*, hosts: int = 0) -> Run:
     for engine in state.engines.values():
         engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 3, 5
     place_on_hosts(state, hosts)
-    state.chain.order = list(state.relays)
+    state.mechanisms["relays"].order = list(state.mechanisms["relays"].relays)
     run.fleet_changed()
     run.out = []
     return run
@@ -82,8 +82,8 @@ def test_a_host_whose_engines_keep_failing_is_given_up() -> None:
     engine = run.state.engines[E0]
     engine.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
-    assert (list(run.state.engines), list(run.state.relays)) == ([E1], ["r1"])
-    assert run.state.chain.order == ["r1"]
+    assert (list(run.state.engines), list(run.state.mechanisms["relays"].relays)) == ([E1], ["r1"])
+    assert run.state.mechanisms["relays"].order == ["r1"]
     assert [command.relay_id for command in of(run, c.RemoveRelay)] == ["r0"]  # type: ignore[attr-defined]
     assert [command.engine_id for command in of(run, c.RemoveEngine)] == [E0]  # type: ignore[attr-defined]
     assert run.state.counters.watchdog == {"host_evicted": 1}
@@ -103,7 +103,7 @@ def test_a_host_stays_if_no_other_serves(elsewhere: str) -> None:
     engine = run.state.engines[E0]
     engine.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
-    assert list(run.state.relays) == ["r0", "r1"]
+    assert list(run.state.mechanisms["relays"].relays) == ["r0", "r1"]
     assert E0 not in run.state.engines
 
 

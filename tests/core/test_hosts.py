@@ -5,7 +5,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -37,7 +36,7 @@ def test_engines_of_a_lost_host_start_elsewhere_under_new_names() -> None:
     assert isinstance(removed, c.RemoveRelay)
     assert removed.relay_id == "r1"
     assert list(driver.core.state.engines) == ["e0", "e2", "e3"]
-    assert driver.core.state.chain.order == ["r0", "r2"]
+    assert driver.core.state.mechanisms["relays"].order == ["r0", "r2"]
 
 
 def test_reports_of_what_was_on_a_lost_host_come_too_late() -> None:
@@ -76,7 +75,7 @@ def fail(driver: Driver, engine: str, times: int) -> list[c.Command]:
 def serve(driver: Driver) -> None:
     """Let all engines load the published weights."""
     driver.engines_up()
-    for relay in list(driver.core.state.relays):
+    for relay in list(driver.core.state.mechanisms["relays"].relays):
         for command in driver.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
                 loaded = e.WeightsLoaded(
@@ -142,7 +141,7 @@ def test_a_host_that_joins_gets_a_relay_at_the_end_of_the_chain() -> None:
     (relay,) = of(commands, c.RestartRelay)
     assert relay == c.RestartRelay(relay_id="r2", host=2, epoch=0, reason="its host has joined")
     driver.join("r2")
-    assert driver.core.state.chain.order == ["r0", "r1", "r2"]
+    assert driver.core.state.mechanisms["relays"].order == ["r0", "r1", "r2"]
     assert driver.send(e.HostJoined(host=HostSlot(number=2, name="c"))) == []
 
 
@@ -256,7 +255,7 @@ def without_room() -> Driver:
     commands = driver.send(e.HostLost(host=1, error="silent"))
     assert of(commands, c.RestartTrainer) == []
     assert driver.core.state.error == ""
-    waiting = [(wait.component, wait.what) for wait in waits(driver.core.state, {})]
+    waiting = [(wait.component, wait.what) for wait in driver.core.waits({})]
     assert ("the trainer", "no host has room for it") in waiting
     return driver
 
@@ -346,7 +345,7 @@ def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
     driver = OnGpus(2)
     driver.join("r1")
     driver.join("r0")
-    assert driver.core.state.chain.order == ["r0", "r1"]
+    assert driver.core.state.mechanisms["relays"].order == ["r0", "r1"]
     driver.send(e.TrainerReady(epoch=0, step=0))
     driver.publish()
     assert driver.source("r0") is None
@@ -383,7 +382,7 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [3]
     driver.wait(1.0)
-    assert driver.core.state.chain.order == ["r3", "r1", "r2"]
+    assert driver.core.state.mechanisms["relays"].order == ["r3", "r1", "r2"]
     driver.send(e.TrainerReady(epoch=1, step=0))
     driver.publish()
     assert [driver.source(name) for name in ("r3", "r1", "r2")] == [None, "r3", "r1"]
@@ -517,7 +516,7 @@ def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
     driver = SitesDriver(6)
     for relay in ("r1", "r4", "r3", "r0", "r2", "r5"):
         driver.send(e.RelayJoined(relay_id=relay, epoch=0))
-    assert driver.core.state.chain.order == ["r2", "r4", "r0", "r1", "r3", "r5"]
+    assert driver.core.state.mechanisms["relays"].order == ["r2", "r4", "r0", "r1", "r3", "r5"]
 
 
 def test_a_version_crosses_the_link_between_sites_once() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from rollweave.core import continuation, recovery, training, trajectories, turns
 from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.relays import fetching
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Kept, Phase, Stage, TrainerStatus, Turn
@@ -90,10 +91,15 @@ def test_a_world_begins_with_its_engines_and_relays() -> None:
     run = running()
     run.now = 3.0
     engines = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(3))
-    recovery.on_started(run, e.RunStarted(engines=engines, relays=2, run_id="r"))
+    begun = e.RunStarted(engines=engines, relays=2, run_id="r")
+    fetching.on_started(run, begun)
+    recovery.on_started(run, begun)
     state = run.state
     assert list(state.engines) == ["e0", "e1", "e2"]
-    assert (list(state.relays), state.chain.relayed) == (["r0", "r1"], True)
+    assert (list(state.mechanisms["relays"].relays), state.mechanisms["relays"].relayed) == (
+        ["r0", "r1"],
+        True,
+    )
     assert (state.run_id, state.trainer.since, state.serving) == ("r", 3.0, False)
 
 

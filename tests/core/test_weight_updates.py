@@ -24,7 +24,7 @@ def updating(status: EngineStatus = EngineStatus.LOADING, *, hosts: int = 0) -> 
     state.publication.version, state.publication.id = 2, 20
     state.publication.retained = {20: 2}
     place_on_hosts(state, hosts)
-    for relay in state.relays.values():
+    for relay in state.mechanisms["relays"].relays.values():
         relay.versions = [20]
     run.fleet_changed()
     run.out = []
@@ -85,11 +85,11 @@ def test_a_failed_load_is_tried_again_and_then_the_engine_restarts() -> None:
         failed(run)
         assert engine.load_failures == failure
         assert loads(run) == [(2, 20, None)] * failure
-    assert run.state.relays["r0"].restart_reason == ""
+    assert run.state.mechanisms["relays"].relays["r0"].restart_reason == ""
     failed(run)
     assert engine.status is EngineStatus.STARTING
-    assert run.state.relays["r0"].restart_reason == "e0 cannot load from it"
-    assert run.state.relays["r1"].restart_reason == ""
+    assert run.state.mechanisms["relays"].relays["r0"].restart_reason == "e0 cannot load from it"
+    assert run.state.mechanisms["relays"].relays["r1"].restart_reason == ""
 
 
 def test_a_suspended_engine_loads_the_newest_weights() -> None:

@@ -9,7 +9,6 @@ from rollweave.core.core import Core
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.workers import worker_for
 from rollweave.core.state import Stage, WorkerStatus
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -323,7 +322,7 @@ def test_workers_that_are_not_ready_are_waited_for() -> None:
     )
 
     def lines() -> list[str]:
-        waiting = waits(run.core.state, {})
+        waiting = run.core.waits({})
         return [f"{wait.component}: {wait.what}" for wait in waiting if "worker" in wait.component]
 
     assert lines() == ["worker w0 on host a: starting", "worker w1 on host b: starting"]

@@ -15,7 +15,6 @@ import msgspec
 import zstandard
 
 from rollweave.core.core import Core
-from rollweave.core.waits import waits
 from rollweave.envs.rules import rules_of
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
@@ -60,7 +59,7 @@ def digest_of(commands: Iterable[Command]) -> bytes:
 
 def status_digest(core: Core, now: float, before: bytes) -> bytes:
     """Return the digest of `before`, and of the status and account at time `now`."""
-    seen = core.status(now, waits(core.state, {}, start_s=60.0))
+    seen = core.status(now, core.waits({}, start_s=60.0))
     rows = sorted(map(as_json, seen.waits))
     seen = msgspec.structs.replace(seen, waits=())
     return _digest(b"".join([before, as_json(seen), *rows, as_json(core.account())]))

@@ -217,7 +217,7 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
     assert {node.sharing for node in world.fleet.nodes.values()} == {1}
     assert [one.pool for one in state.engines.values()][-2:] == ["bandwidth", "bandwidth"]
     finish(world)
-    assert (len(state.relays) > 0) == relayed
+    assert (len(state.mechanisms["relays"].relays) > 0) == relayed
     assert replayed(run_config, journal).snapshot() == world.core.snapshot()
 
 
@@ -274,4 +274,4 @@ def test_a_cluster_without_pools_has_a_relay_on_each_host(tmp_path: Path) -> Non
     world, _ = begun(run_config)
     assert [slot.host for slot in world.slots] == [0, 1, 2]
     finish(world)
-    assert len(world.core.state.relays) == 3
+    assert len(world.core.state.mechanisms["relays"].relays) == 3

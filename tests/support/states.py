@@ -5,11 +5,11 @@ from typing import Any
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.lengths.index import reindex
 from rollweave.core.mechanisms.lengths.state import DomainLengths, Lengths, Work
+from rollweave.core.mechanisms.relays.state import Relay, part_of
 from rollweave.core.run import Run
 from rollweave.core.state import (
     Group,
     GroupStatus,
-    Relay,
     Stage,
     State,
     Trajectory,
@@ -31,8 +31,10 @@ TAIL = [4000, *[10] * 40]
 def place_on_hosts(state: State, count: int) -> None:
     """Deal the engines to `count` hosts, each with a relay; 0: to one host without."""
     state.hosts.up = {number: HostSlot(number=number) for number in range(max(1, count))}
-    state.chain.relayed = count > 0
-    state.relays = {f"r{number}": Relay(id=f"r{number}", host=number) for number in range(count)}
+    part = part_of(state)
+    if part is not None:
+        part.relayed = count > 0
+        part.relays = {f"r{number}": Relay(id=f"r{number}", host=number) for number in range(count)}
     for number, engine in enumerate(state.engines.values()):
         engine.host = number % max(1, count)
 
@@ -79,7 +81,7 @@ def running(
     tokens, and two engines that serve.
     """
     rollout = {"scheduling": "trajectory", **sections.pop("rollout", {})}
-    core = Core(config(mode, rollout=rollout, **sections))
+    core = Core(config(mode, rollout=rollout, **{"weights": {"relays": 2}, **sections}))
     core.handle(
         0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=engine_id) for engine_id in (E0, E1)))
     )

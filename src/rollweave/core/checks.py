@@ -20,7 +20,6 @@ from rollweave.core.state import (
     OnEngine,
     Phase,
     Queued,
-    RelayStatus,
     Requested,
     Stage,
     Suspected,
@@ -28,7 +27,7 @@ from rollweave.core.state import (
     TrainerStatus,
     WorkerStatus,
 )
-from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
+from rollweave.core.weights import MAX_VERSIONS, needed
 from rollweave.core.workers import PROCESSLESS
 from rollweave.schema.work import Purpose
 
@@ -210,14 +209,10 @@ def _check_measured(run: Run) -> None:
 
 
 def _check_weights(run: Run) -> None:
-    """Assert that relays wait only for weights that will come, and that engines are on
-    hosts that are up.
+    """Assert that the weights of engines are known, and that engines are on hosts that
+    are up.
     """
     state = run.state
-    up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
-    assert sorted(state.chain.order) == sorted(up), (
-        f"{state.chain.order} are in the chain, {up} are up"
-    )
     assert len(needed(run)) <= MAX_VERSIONS
     for engine in state.engines.values():
         assert engine.staged_id < 0 or engine.staged_id > engine.publication_id, engine
@@ -226,29 +221,10 @@ def _check_weights(run: Run) -> None:
         state.checkpoints.newest is not None
         and max(state.publication.checkpointed.values()) <= state.checkpoints.newest
     ), state.publication.checkpointed
-    for place, relay in enumerate(state.relays[name] for name in state.chain.order):
-        assert (relay.status is RelayStatus.FETCHING) == (relay.fetch is not None), relay
-        assert relay.versions == sorted(set(relay.versions)), relay
-        assert relay.fetching not in relay.versions, relay
-        assert len(relay.versions) <= MAX_VERSIONS + 1, relay
-        fetch = relay.fetch
-        if fetch is None:
-            continue
-        source = state.relays[fetch.source] if fetch.source is not None else None
-        if source is not None and fetch.publication_id not in source.versions:
-            assert source.fetching == fetch.publication_id, (
-                f"{relay.id} fetches {fetch.publication_id} from {source.id}, which lacks it"
-            )
-            assert state.chain.order.index(source.id) < place, (
-                f"{relay.id} fetches from {source.id}, which stands behind it"
-            )
-        assert fetch.base is None or fetch.base in relay.versions, relay
     for engine in state.engines.values():
         assert engine.host in state.hosts.up or state.serving, (
             f"{engine.id} is on a host that was given up"
         )
-        assert not state.chain.relayed or relay_id(engine.host) in state.relays, engine
-    assert {*state.relays} <= {relay_id(host) for host in state.hosts.up}
 
 
 def _check_devices(run: Run) -> None:

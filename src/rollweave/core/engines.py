@@ -12,17 +12,15 @@ from rollweave.core import (
     membership,
     suspects,
     turns,
-    weights,
 )
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.policy.suspicion import excuses
-from rollweave.core.run import EngineMove, Run
+from rollweave.core.run import EngineMove, HostMove, Run
 from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
 from rollweave.core.suspects import Verdict
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
     RemoveEngine,
-    RemoveRelay,
     RestartEngine,
     StartEngine,
 )
@@ -212,10 +210,7 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
     state = run.state
     run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
     state.hosts.up.pop(host, None)
-    relay = state.relays.pop(weights.relay_id(host), None)
-    if relay is not None:
-        weights.leave_chain(run, relay)
-        run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
+    run.follow(HostMove.GIVEN_UP, host, reason)
     for engine in [engine for engine in state.engines.values() if engine.host == host]:
         displace(run, engine, f"host {host} was given up: {reason}", returns=returns)
 
@@ -248,7 +243,7 @@ def _serving_elsewhere(run: Run, host: int) -> int:
     """Return the number of engines on other hosts that have weights; 0 without
     relays.
     """
-    if not run.state.chain.relayed:
+    if not run.carrier.relayed(run):
         return 0
     others = [engine for engine in run.state.engines.values() if engine.host != host]
     return sum(engine.version >= 0 and not engine.departing for engine in others)

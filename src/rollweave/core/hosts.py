@@ -16,8 +16,8 @@ are any, or on the next host that joins. GPUs that began with several engines ma
 that many again.
 """
 
-from rollweave.core import bindings, engines, membership, relays, training, workers
-from rollweave.core.run import Run
+from rollweave.core import bindings, engines, membership, training, workers
+from rollweave.core.run import HostMove, Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
 from rollweave.schema.events import EngineSlot, HostJoined, HostLost, RunStarted, WorldLost
@@ -42,8 +42,7 @@ def on_joined(run: Run, event: HostJoined) -> None:
     if number in state.hosts.up:
         return
     state.hosts.up[number] = event.host
-    if state.chain.relayed:
-        relays.add(run, number)
+    run.follow(HostMove.JOINED, number)
     run.warn(_name(event.host), "has joined", count="host_joined")
     training.host_joined(run)
     _give_way(run)

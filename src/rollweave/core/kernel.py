@@ -7,7 +7,7 @@ possible. It has no clock, no randomness, no I/O: the same events at the same ti
 the same commands, in a live run, in its replay from the journal, and in simulation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Self
 
 import msgspec
@@ -23,7 +23,6 @@ from rollweave.core import (
     idle,
     lifecycle,
     recovery,
-    relays,
     scaling,
     serving,
     training,
@@ -31,6 +30,7 @@ from rollweave.core import (
     turns,
     watchdog,
     weight_updates,
+    weights,
     workers,
 )
 from rollweave.core.accounting import Account, account
@@ -41,6 +41,7 @@ from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Handler, Mechanism, Run, Step
 from rollweave.core.state import Phase, State
 from rollweave.core.status import status
+from rollweave.core.waits import waits
 from rollweave.schema import events as e
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
@@ -70,6 +71,7 @@ class Kernel:
             mechanisms=mechanisms,
             pacing=SharedPacing(),
             chooser=dispatching.AnyEngine(),
+            carrier=weights.Memory(),
         )
         self._handlers = {
             kind: tuple(
@@ -137,6 +139,12 @@ class Kernel:
         """
         return status(self._run, now, waits)
 
+    def waits(
+        self, received: Mapping[str, tuple[int, int]], *, start_s: float = 0.0
+    ) -> Iterator[Wait]:
+        """Yield the waits for components, as `core/waits` does."""
+        return waits(self._run, received, start_s=start_s)
+
     def account(self) -> Account:
         """The account of all training trajectories."""
         return account(self._run.state)
@@ -171,7 +179,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.EngineSuspended: weight_updates.on_suspended,
     e.WeightsStaged: weight_updates.on_staged,
     e.WeightsLoaded: weight_updates.on_loaded,
-    e.WeightsFetched: relays.on_fetched,
     e.RunStarted: recovery.on_started,
     e.WorldLost: recovery.on_world_lost,
     e.StopRequested: ending.on_stop_requested,
@@ -187,12 +194,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.WeightsLoadFailed: weight_updates.on_load_failed,
     e.WorkerJoined: workers.on_joined,
     e.WorkerLost: workers.on_lost,
-    e.RelayJoined: relays.on_joined,
-    e.RelayLost: relays.on_lost,
-    e.RelaySuspected: relays.on_suspected,
-    e.RelayRecovered: relays.on_recovered,
-    e.FetchStalled: relays.on_stalled,
-    e.FetchFailed: relays.on_fetch_failed,
     e.TrainerReady: training.on_ready,
     e.TrainerLost: training.on_lost,
     e.RatiosMeasured: training.on_measured,
@@ -215,7 +216,6 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("remove drained engines", engines.remove_drained),
     ("end", ending.advance),
     ("drop", groups.drop_expired),
-    ("relays", relays.advance),
     ("update weights", weight_updates.update),
     ("train", training.take_batch),
     ("drop again", groups.drop_expired),

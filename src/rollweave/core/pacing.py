@@ -1,4 +1,4 @@
-"""How engines and trajectories keep pace with the trainer.
+"""The way engines and trajectories keep pace with the trainer.
 
 In every mode but decoupled engines share one pace: all load the same version when the
 mode allows it, and any engine can run any turn. In mode decoupled each engine updates

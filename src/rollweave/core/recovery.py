@@ -10,7 +10,6 @@ from rollweave.core import (
     groups,
     hosts,
     lifecycle,
-    relays,
     serving,
     training,
     trajectories,
@@ -29,7 +28,6 @@ def on_started(run: Run, event: RunStarted) -> None:
     run.state.trainer.since = run.now
     hosts.start(run, event)
     engines.start(run, event.engines)
-    relays.start(run, event.relays)
     workers.start(run, event.workers)
     run.state.serving = event.serving
     if event.serving:
@@ -118,7 +116,6 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state.publication.checkpointed.clear()
     hosts.start(run, event)
     engines.start(run, event.engines)
-    relays.start(run, event.relays)
     workers.start(run, event.workers)
     recorded = set(event.recorded)
     continuation.controller_lost(run, recorded)

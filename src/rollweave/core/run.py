@@ -17,6 +17,7 @@ from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.redundancy import trained_at
 from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.policy.scheduling import Scheduling, scheduling
+from rollweave.core.policy.waiting import Wait
 from rollweave.core.state import (
     DomainStats,
     Engine,
@@ -126,6 +127,27 @@ class Pacing(Protocol):
         """
 
 
+class Carrier(Protocol):
+    """Carries published weights to the engines."""
+
+    def relayed(self, run: "Run") -> bool:
+        """True if engines load weights from their own host's relay."""
+
+    def reach(self, run: "Run", engine: Engine) -> list[int] | None:
+        """Return the weights that the engine can load, ascending; None if these are all
+        that are retained.
+        """
+
+    def needed(self, run: "Run") -> set[int]:
+        """Return the weights that are on their way, or the newest somewhere."""
+
+    def held(self, run: "Run") -> set[int]:
+        """Return the weights that survive the loss of the trainer."""
+
+    def accuse(self, run: "Run", engine: Engine, publication_id: int) -> None:
+        """The engine cannot load these weights: either of the two may be at fault."""
+
+
 class Chooser(Protocol):
     """Chooses the engines of turns."""
 
@@ -168,6 +190,13 @@ class EngineMove(enum.Enum):
     REPRICED = "repriced"  # the costs of work on engines have changed
 
 
+class HostMove(enum.Enum):
+    """The moves of a host. Followers get its number."""
+
+    JOINED = "joined"
+    GIVEN_UP = "given up"  # with the reason
+
+
 class TrainerMove(enum.Enum):
     """The moves of the trainer."""
 
@@ -175,10 +204,17 @@ class TrainerMove(enum.Enum):
     PUBLISHED = "published"
 
 
-Move = Stage | GroupStatus | TurnMove | EngineMove | TrainerMove
-"""A move of an attempt, a group, a turn, an engine or the trainer."""
+Move = Stage | GroupStatus | TurnMove | EngineMove | HostMove | TrainerMove
+"""A move of an attempt, a group, a turn, an engine, a host or the trainer."""
 
-MOVES: tuple[Move, ...] = (*Stage, *GroupStatus, *TurnMove, *EngineMove, *TrainerMove)
+MOVES: tuple[Move, ...] = (
+    *Stage,
+    *GroupStatus,
+    *TurnMove,
+    *EngineMove,
+    *HostMove,
+    *TrainerMove,
+)
 
 Handler = Callable[["Run", Any], None]
 """Handles one kind of event."""
@@ -209,6 +245,8 @@ class Mechanism:
     """The name of a kernel's step or deadline → the step that precedes it."""
     pacing: "Pacing | None" = None
     """Takes the place of the kernel's pacing in a training run."""
+    carrier: "Carrier | None" = None
+    """Takes the place of the trainer's memory, from which engines load weights."""
     choose_engine: "Callable[[RunConfig], Chooser | None]" = lambda _: None
     """Returns what takes the place of the kernel's choice of engines, if anything."""
 
@@ -217,6 +255,8 @@ class Mechanism:
     or status, a turn, an engine or the trainer in some way. They get the run, and what
     the move says.
     """
+    waits: "Callable[[Run, Mapping[str, tuple[int, int]], float], Iterator[Wait]] | None" = None
+    """Yields what the run waits for; it gets what `core/waits.waits` gets."""
     check: Step | None = None
     """Raises AssertionError if an invariant of the mechanism is broken."""
 
@@ -238,6 +278,7 @@ class Run:
         mechanisms: Iterable[Mechanism],
         pacing: Pacing,
         chooser: Chooser,
+        carrier: Carrier,
     ) -> None:
         self.config = config
         self.mechanisms = tuple(one for one in mechanisms if one.used(config))
@@ -251,10 +292,11 @@ class Run:
             for move in MOVES
         }
         self._serving_pacing = self._training_pacing = pacing
-        self.chooser = chooser
+        self.chooser, self.carrier = chooser, carrier
         for one in self.mechanisms:
             self._training_pacing = one.pacing or self._training_pacing
             self.chooser = one.choose_engine(config) or self.chooser
+            self.carrier = one.carrier or self.carrier
         # what mechanisms derive from the state, by its type; no part of a snapshot
         self.derived: dict[type, Any] = {}
         self.rules = rules

@@ -294,59 +294,6 @@ class Scaling(msgspec.Struct):
     at: float = 0.0
 
 
-class RelayStatus(enum.StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    FETCHING = "fetching"
-
-
-class Fetch(msgspec.Struct, frozen=True, kw_only=True):
-    """A fetch of weights by a relay."""
-
-    publication_id: int
-    source: str | None  # id of a relay; None: the trainer
-    base: int | None  # weights to which the fetched change applies; None: the whole version
-
-
-class Relay(msgspec.Struct):
-    """The relay of a host.
-
-    It fetches one version at a time. Sources are ids of relays; None is the trainer.
-    """
-
-    id: str
-    host: int
-    status: RelayStatus = RelayStatus.STARTING
-    epoch: int = 0
-    since: float = 0.0
-    versions: list[int] = []  # publication ids, ascending
-    fetch: Fetch | None = None  # the one under way
-    fetch_began: float = 0.0  # from the first of its sources
-    fetches: int = 0  # number of fetches so far, of any weights
-    # sources that failed since its last success or the watchdog's last check
-    refused_sources: list[str | None] = []
-    # sources from which these weights stalled; each is left at most once
-    stalled_sources: list[str] = []
-    force_full: bool = False  # a change did not fit: fetch the whole version next
-    starved_since: float | None = (
-        None  # since when it has been refused weights that another relay has
-    )
-    failed_source: str | None = None  # the last source that should have had them and failed
-    # if set, it is restarted at once: others cannot use what it should hold
-    restart_reason: str = ""
-    restarts: int = 0
-    suspected_since: float | None = None  # suspected, and silent since about then
-
-    @property
-    def suspected(self) -> bool:
-        return self.suspected_since is not None
-
-    @property
-    def fetching(self) -> int | None:
-        """The id of the weights that it fetches."""
-        return self.fetch.publication_id if self.fetch is not None else None
-
-
 class TrainerStatus(enum.StrEnum):
     STARTING = "starting"
     IDLE = "idle"
@@ -418,7 +365,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DomainStats(msgspec.Struct):
-    """Whether the code of a task domain works."""
+    """The stages in which the code of a task domain works, and its failures."""
 
     passed: dict[Stage, None] = {}  # the stages of its code that an attempt has passed
     # the last failure of each that failed in a stage that none has passed
@@ -497,17 +444,6 @@ class Hosts(msgspec.Struct):
     displaced: list[EngineId] = []  # engines that replace those of a host that is gone
     # displaced engine → host that has joined, to which it moves once it may drain
     returning: dict[EngineId, int] = {}
-
-
-class Chain(msgspec.Struct):
-    """The chain of relays that broadcasts weights (owner: `core/relays`)."""
-
-    relayed: bool = False  # there is a relay on every host
-    order: list[str] = []  # relays that are up, the master first
-    # fetches of the published weights from another relay, by form: whole, changes
-    broadcast: dict[str, int] = {}
-    # seconds from a publication until all relays had it, by form
-    broadcast_s: dict[str, float] = {}
 
 
 class Publication(msgspec.Struct):
@@ -590,7 +526,6 @@ class State(msgspec.Struct):
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
     engines: dict[EngineId, Engine] = {}
-    relays: dict[str, Relay] = {}
     workers: dict[str, Worker] = {}  # none if attempts run in the controller
     buffer: dict[GroupId, None] = {}
     domains: dict[str, DomainStats] = {}  # by task domain
@@ -601,7 +536,6 @@ class State(msgspec.Struct):
     membership: Membership = msgspec.field(default_factory=Membership)
     hosts: Hosts = msgspec.field(default_factory=Hosts)
     scaling: Scaling = msgspec.field(default_factory=Scaling)
-    chain: Chain = msgspec.field(default_factory=Chain)
     publication: Publication = msgspec.field(default_factory=Publication)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)

@@ -122,10 +122,7 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         engine.id, f"weights {event.publication_id} refused: {event.error}", count="load_failed"
     )
     if engine.load_failures >= MAX_LOAD_FAILURES:
-        relay = weights.relay_of(run, engine)
-        # either of the two may be at fault
-        if relay is not None and event.publication_id in relay.versions:
-            relay.restart_reason = f"{engine.id} cannot load from it"
+        run.carrier.accuse(run, engine, event.publication_id)
         engines.restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
     elif run.pacing.interchangeable:  # all its trajectories can continue with the newest
         _load(run, engine, weights.newest(run, engine))
@@ -309,7 +306,7 @@ def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
                 from_checkpoint=step,
             )
         )
-    elif run.state.chain.relayed and engine.version >= 0 and not engine.released:
+    elif run.carrier.relayed(run) and engine.version >= 0 and not engine.released:
         _resume(run, engine)  # its relay was lost in the meantime
     else:
         _make_stale(run, engine)

@@ -11,6 +11,7 @@ from rollweave.core.mechanisms import (
     phases,
     placement,
     pools,
+    relays,
     versions,
 )
 from rollweave.core.run import Mechanism
@@ -23,4 +24,5 @@ MECHANISMS: tuple[Mechanism, ...] = (
     pools.MECHANISM,
     versions.MECHANISM,
     comparison.MECHANISM,
+    relays.MECHANISM,
 )

@@ -62,7 +62,7 @@ class EngineCosts(msgspec.Struct):
 
 
 class TurnCosts(msgspec.Struct):
-    """The costs of an attempt's open turn, and the engines that have its context cached."""
+    """The costs of an attempt's open turn, and the caches that have its context."""
 
     use_before: Use = Use()  # of its engine, when it began there
     split: bool = False  # its prompt was given to a prefill engine

@@ -23,11 +23,22 @@ from bisect import insort
 from collections.abc import Mapping
 
 from rollweave.core import engines, weights
+from rollweave.core.mechanisms.relays.state import (
+    Fetch,
+    Relay,
+    Relays,
+    RelayStatus,
+    is_chain_head,
+    leave_chain,
+    relay_id,
+    relay_of,
+    takes_versions,
+)
 from rollweave.core.policy.relay import join_at, sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
-from rollweave.core.state import Fetch, Phase, Relay, RelayStatus
-from rollweave.schema.commands import FetchWeights, RestartRelay
+from rollweave.core.state import Engine, Phase
+from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
 from rollweave.schema.events import (
     FetchFailed,
     FetchStalled,
@@ -35,7 +46,9 @@ from rollweave.schema.events import (
     RelayLost,
     RelayRecovered,
     RelaySuspected,
+    RunStarted,
     WeightsFetched,
+    WorldLost,
 )
 
 LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
@@ -48,28 +61,28 @@ LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
 
 def start(run: Run, count: int) -> None:
     """Record the relays that a new world starts."""
-    state = run.state
-    state.chain.relayed, state.chain.order = count > 0, []
-    state.relays = {
-        weights.relay_id(host): Relay(id=weights.relay_id(host), host=host, since=run.now)
-        for host in range(count)
+    part = run.part(Relays)
+    part.relayed, part.order = count > 0, []
+    part.relays = {
+        relay_id(host): Relay(id=relay_id(host), host=host, since=run.now) for host in range(count)
     }
 
 
 def add(run: Run, host: int) -> None:
     """Start a relay on a host that has joined."""
-    relay_id = weights.relay_id(host)
-    run.state.relays[relay_id] = Relay(id=relay_id, host=host, since=run.now)
-    run.emit(RestartRelay(relay_id=relay_id, host=host, epoch=0, reason="its host has joined"))
+    name = relay_id(host)
+    run.part(Relays).relays[name] = Relay(id=name, host=host, since=run.now)
+    run.emit(RestartRelay(relay_id=name, host=host, epoch=0, reason="its host has joined"))
 
 
 def on_joined(run: Run, event: RelayJoined) -> None:
+    part = run.part(Relays)
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None and relay.status is RelayStatus.STARTING:
         _enter(run, relay, RelayStatus.READY)
-        order, ranks = run.state.chain.order, run.state.hosts.ranks
+        order, ranks = part.order, run.state.hosts.ranks
         place = join_at(
-            [_site(run, run.state.relays[other].host) for other in order],
+            [_site(run, part.relays[other].host) for other in order],
             _site(run, relay.host),
             first=_site(run, ranks[0].host) if ranks else "",
             master=_only_it_reaches_the_trainer(run, relay),
@@ -99,7 +112,7 @@ def on_fetched(run: Run, event: WeightsFetched) -> None:
     relay.starved_since = relay.failed_source = None
     _stop(run, relay)
     _measure_broadcast(run)
-    for other in run.state.relays.values():
+    for other in run.part(Relays).relays.values():
         if other.fetch is not None and other.fetch.source == relay.id:
             other.since = run.now  # a timeout is now its own fault
 
@@ -121,7 +134,7 @@ def on_fetch_failed(run: Run, event: FetchFailed) -> None:
         f"weights {event.publication_id} not fetched ({event.reason}): {event.error}",
         count="fetch_refused",
     )
-    source = run.state.relays.get(fetch.source or "")
+    source = run.part(Relays).relays.get(fetch.source or "")
     if event.reason in ("base", "broken") and fetch.base is not None:
         relay.force_full = True
     else:
@@ -197,7 +210,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
         )
         return
     run.warn(relay.id, f"restarted: {reason}", count="relay_restarted")
-    weights.leave_chain(run, relay)
+    leave_chain(run, relay)
     fresh = Relay(
         id=relay.id,
         host=relay.host,
@@ -206,7 +219,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
         fetches=relay.fetches,
         since=run.now,
     )
-    state.relays[relay.id] = fresh
+    run.part(Relays).relays[relay.id] = fresh
     run.emit(RestartRelay(relay_id=fresh.id, host=fresh.host, epoch=fresh.epoch, reason=reason))
 
 
@@ -214,11 +227,11 @@ def advance(run: Run) -> None:
     """Make every relay fetch what it lacks, and find another source for one that has
     lost its own.
     """
-    state = run.state
-    for relay in [relay for relay in state.relays.values() if relay.restart_reason]:
+    part = run.part(Relays)
+    for relay in [relay for relay in part.relays.values() if relay.restart_reason]:
         restart(run, relay, relay.restart_reason)
     _lead_beside_the_trainer(run)
-    for relay in [state.relays[relay_id] for relay_id in state.chain.order]:
+    for relay in [part.relays[name] for name in part.order]:
         if relay.fetch is not None:
             served = _has_source(run, relay.fetch)
             if served and (relay.suspected or not _source_is_suspected(run, relay.fetch)):
@@ -248,13 +261,13 @@ def _comes_to_its_site(run: Run, relay: Relay, wanted: int) -> bool:
     next, where no relay has them yet: a second fetch would cross the link between
     sites, too.
     """
-    state = run.state
+    part = run.part(Relays)
     own = _site(run, relay.host)
-    order = state.chain.order
+    order = part.order
     sources = _sources(run, relay, wanted)
-    if not sources or sources[0] is None or _site(run, state.relays[sources[0]].host) == own:
+    if not sources or sources[0] is None or _site(run, part.relays[sources[0]].host) == own:
         return False
-    before = (state.relays[other] for other in order[: order.index(relay.id)])
+    before = (part.relays[other] for other in order[: order.index(relay.id)])
     return any(
         other.fetch is not None
         and not other.suspected
@@ -268,35 +281,37 @@ def _missing_version(run: Run, relay: Relay) -> int | None:
     """The weights that the relay should fetch: the published ones, if it needs any; for
     the master also older ones that are waited for, if no relay has them.
     """
+    part = run.part(Relays)
     state = run.state
     published, retained = state.publication.id, state.publication.retained
     if (
         published in retained
         and published not in relay.versions
-        and weights.takes_versions(state, relay, run.fleet.hosts)
+        and takes_versions(part, relay, run.fleet.hosts)
     ):
         return published
-    if relay.suspected or not weights.is_chain_head(state, relay):
+    if relay.suspected or not is_chain_head(part, relay):
         return None
     other = run.pacing.awaited_weights(run)
     if other not in retained:
         return None  # only a checkpoint has them, or nothing waits for them
-    return other if not any(other in one.versions for one in state.relays.values()) else None
+    return other if not any(other in one.versions for one in part.relays.values()) else None
 
 
 def check_timeouts(run: Run) -> None:
     """Restart relays that are late; of relays that wait for each other only the first
     is. Clear refusals, so that these sources are tried again.
     """
-    state, limits = run.state, run.config.watchdog
-    fetching = {relay.id: relay.fetching for relay in state.relays.values()}
+    part = run.part(Relays)
+    limits = run.config.watchdog
+    fetching = {relay.id: relay.fetching for relay in part.relays.values()}
     waiting = {
         relay.id
-        for relay in state.relays.values()
+        for relay in part.relays.values()
         if relay.fetch is not None
         and fetching.get(relay.fetch.source or "") == relay.fetch.publication_id
     }
-    for relay in list(state.relays.values()):
+    for relay in list(part.relays.values()):
         waited = run.now - relay.since
         if relay.status is RelayStatus.STARTING and waited > limits.start_s:
             restart(run, relay, f"not ready within {limits.start_s:g} s")
@@ -313,10 +328,8 @@ def check_timeouts(run: Run) -> None:
         ):
             restart(run, relay, f"silent for {limits.weights_s:g} s")
         elif relay.starved_since is not None and run.now - relay.starved_since > limits.weights_s:
-            if relay.failed_source in state.relays:  # either of the two may be at fault
-                state.relays[
-                    relay.failed_source
-                ].restart_reason = f"{relay.id} gets nothing from it"
+            if relay.failed_source in part.relays:  # either of the two may be at fault
+                part.relays[relay.failed_source].restart_reason = f"{relay.id} gets nothing from it"
             restart(run, relay, f"refused weights for {limits.weights_s:g} s")
         else:
             relay.refused_sources = []
@@ -325,14 +338,14 @@ def check_timeouts(run: Run) -> None:
 def _has_source(run: Run, fetch: Fetch) -> bool:
     if fetch.source is None:
         return True
-    source = run.state.relays.get(fetch.source)
+    source = run.part(Relays).relays.get(fetch.source)
     return source is not None and (
         fetch.publication_id in source.versions or fetch.publication_id == source.fetching
     )
 
 
 def _source_is_suspected(run: Run, fetch: Fetch) -> bool:
-    return fetch.source is not None and run.state.relays[fetch.source].suspected
+    return fetch.source is not None and run.part(Relays).relays[fetch.source].suspected
 
 
 def _site(run: Run, host: int) -> str:
@@ -366,15 +379,16 @@ def _lead_beside_the_trainer(run: Run) -> None:
 
     A fetch from a relay that is fetching, and that is now behind it, is stopped.
     """
-    state, order = run.state, run.state.chain.order
-    for relay in [state.relays[relay_id] for relay_id in order]:
+    part = run.part(Relays)
+    order = part.order
+    for relay in [part.relays[name] for name in order]:
         if _only_it_reaches_the_trainer(run, relay):
             if relay.id == order[0]:
                 return
             order.remove(relay.id)
             order.insert(0, relay.id)
             if relay.fetch is not None and relay.fetch.source is not None:
-                source = state.relays.get(relay.fetch.source)
+                source = part.relays.get(relay.fetch.source)
                 if source is None or relay.fetch.publication_id not in source.versions:
                     _stop(run, relay)
             return
@@ -388,11 +402,11 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     None, the trainer, is for the head of the chain. A suspected relay is no source.
     After a change that did not fit, sources that have the whole version come first.
     """
-    state = run.state
-    order = state.chain.order
+    part = run.part(Relays)
+    order = part.order
     at = order.index(relay.id)
-    before = [state.relays[relay_id] for relay_id in reversed(order[:at])]
-    behind = [state.relays[relay_id] for relay_id in order[at + 1 :]]
+    before = [part.relays[name] for name in reversed(order[:at])]
+    behind = [part.relays[name] for name in order[at + 1 :]]
     near = [
         other.id
         for other in before
@@ -401,11 +415,11 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     whole = [
         other.id for other in (*before, *behind) if not other.suspected and wanted in other.versions
     ]
-    heads = weights.is_chain_head(state, relay) and _reaches_the_trainer(run, relay)
+    heads = is_chain_head(part, relay) and _reaches_the_trainer(run, relay)
     first: list[str | None] = [None] if heads else []
     ways = [*whole, *near] if relay.force_full else [*near, *whole]
     own = _site(run, relay.host)
-    return [*first, *sorted(ways, key=lambda name: _site(run, state.relays[name].host) != own)]
+    return [*first, *sorted(ways, key=lambda name: _site(run, part.relays[name].host) != own)]
 
 
 def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
@@ -413,13 +427,14 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     newest of these is sent. The master, which reads the trainer's memory, makes the
     changes from the newest version that another relay holds, too.
     """
+    part = run.part(Relays)
     base = None
     if (
         "deltas" not in run.config.ablation.without
         and not relay.force_full
         and _prefers_changes(run)
     ):
-        relays = run.state.relays
+        relays = part.relays
         ends = [relays[source]] if source is not None else relays.values()
         held = {held for end in ends if end is not relay for held in end.versions}
         base = max({*relay.versions} & held - {wanted}, default=None)
@@ -430,7 +445,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     relay.fetches += 1
     if source is not None and wanted == run.state.publication.id:
         form = "whole" if base is None else "changes"
-        sent = run.state.chain.broadcast
+        sent = part.broadcast
         sent[form] = sent.get(form, 0) + 1
     # kept until there is a newer one, as the base of a change here and downstream
     newest = relay.versions[-1:]
@@ -449,7 +464,7 @@ def _fetch(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
 
 
 def _prefers_changes(run: Run) -> bool:
-    seconds = run.state.chain.broadcast_s
+    seconds = run.part(Relays).broadcast_s
     return sends_changes(
         seconds.get("whole"), seconds.get("changes"), number=run.state.publication.id
     )
@@ -459,12 +474,12 @@ def _measure_broadcast(run: Run) -> None:
     """Once all relays that need them have the published weights, record the time that
     this took, if they were all sent in one form.
     """
-    state = run.state
-    chain, published = state.chain, state.publication
+    part = run.part(Relays)
+    chain, published = part, run.state.publication
     takers = (
         relay
-        for relay in (state.relays[name] for name in chain.order)
-        if weights.takes_versions(state, relay, run.fleet.hosts)
+        for relay in (chain.relays[name] for name in chain.order)
+        if takes_versions(part, relay, run.fleet.hosts)
     )
     if len(chain.broadcast) == 1 and all(published.id in relay.versions for relay in takers):
         (form,) = chain.broadcast
@@ -478,10 +493,70 @@ def _stop(run: Run, relay: Relay) -> None:
 
 
 def _find(run: Run, relay_id: str, epoch: int) -> Relay | None:
-    relay = run.state.relays.get(relay_id)
+    relay = run.part(Relays).relays.get(relay_id)
     return relay if relay is not None and relay.epoch == epoch else None
 
 
 def _enter(run: Run, relay: Relay, status: RelayStatus) -> None:
     assert status in LEGAL[relay.status], f"{relay.id}: {relay.status} → {status}"
     relay.status, relay.since = status, run.now
+
+
+def on_started(run: Run, event: RunStarted | WorldLost) -> None:
+    """Begin with the relays of a new world."""
+    start(run, event.relays)
+
+
+def host_joined(run: Run, host: int) -> None:
+    """Start a relay on a host that has joined, if there is one on every host."""
+    if run.part(Relays).relayed:
+        add(run, host)
+
+
+def host_given_up(run: Run, host: int, reason: str) -> None:
+    """Remove the relay of a host that was given up."""
+    relay = run.part(Relays).relays.pop(relay_id(host), None)
+    if relay is not None:
+        leave_chain(run, relay)
+        run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
+
+
+def published(run: Run) -> None:
+    """Begin to broadcast newly published weights."""
+    part = run.part(Relays)
+    part.broadcast = {}
+    for relay in part.relays.values():
+        relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
+
+
+class RelayCarrier:
+    """Each engine loads what the relay of its host holds (Laminar §4)."""
+
+    def relayed(self, run: Run) -> bool:
+        return run.part(Relays).relayed
+
+    def reach(self, run: Run, engine: Engine) -> list[int] | None:
+        if not run.part(Relays).relayed:
+            return None
+        relay = relay_of(run, engine)
+        return [] if relay is None else relay.versions
+
+    def needed(self, run: Run) -> set[int]:
+        ids, part = set[int](), run.part(Relays)
+        for relay in part.relays.values():
+            if takes_versions(part, relay, run.fleet.hosts):
+                ids |= {*relay.versions[-1:]}
+            if relay.fetch is not None:
+                base = relay.fetch.base
+                ids |= {relay.fetch.publication_id, base if base is not None else -1}
+        return ids
+
+    def held(self, run: Run) -> set[int]:
+        relays = run.part(Relays).relays.values()
+        fetching = {relay.fetching for relay in relays if relay.fetching is not None}
+        return fetching | {held for relay in relays for held in relay.versions}
+
+    def accuse(self, run: Run, engine: Engine, publication_id: int) -> None:
+        relay = relay_of(run, engine)
+        if relay is not None and publication_id in relay.versions:
+            relay.restart_reason = f"{engine.id} cannot load from it"
