@@ -5,13 +5,11 @@ Tests check them after every event, or after every few; production code never do
 
 import math
 
-from rollweave.core import scaling
 from rollweave.core.accounting import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
-from rollweave.core.scaling import GONE
 from rollweave.core.state import (
     ALIVE,
     EngineStatus,
@@ -25,10 +23,8 @@ from rollweave.core.state import (
     Suspected,
     Suspicion,
     TrainerStatus,
-    WorkerStatus,
 )
 from rollweave.core.weights import MAX_VERSIONS, needed
-from rollweave.core.workers import PROCESSLESS
 from rollweave.schema.work import Purpose
 
 
@@ -44,7 +40,6 @@ def check(run: Run) -> None:
     _check_devices(run)
     _check_fleet(run)
     _check_borrowed(run)
-    _check_workers(run)
     _check_saving(run)
     _check_evaluations(run)
     _check_attempts(run)
@@ -261,55 +256,6 @@ def _check_fleet(run: Run) -> None:
     for engine in leaving:
         assert not run.pacing.interchangeable or engine.draining, f"{engine} takes turns"
         assert engine.status is not EngineStatus.STARTING or not engine.active, engine
-
-
-def _check_workers(run: Run) -> None:
-    """Assert that every attempt under way is with one worker, which is ready, or with
-    none if attempts run in the controller; and that, until the run is over, no worker
-    is on a host that is gone.
-    """
-    state = run.state
-    held: dict[str, str] = {}
-    for worker in state.workers.values():
-        assert not worker.attempts or worker.status in (
-            WorkerStatus.READY,
-            WorkerStatus.DRAINING,
-            WorkerStatus.RETIRING,
-        ), worker
-        assert (
-            worker.host in state.hosts.up
-            or worker.status in PROCESSLESS
-            or state.phase is Phase.FINISHED
-        ), worker
-        for trajectory_id in worker.attempts:
-            assert trajectory_id not in held, f"{trajectory_id} is with two workers"
-            held[trajectory_id] = worker.id
-    for trajectory in state.trajectories.values():
-        assert held.get(trajectory.id, "") == trajectory.worker, trajectory
-        with_worker = trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED
-        assert with_worker or not trajectory.worker, trajectory
-        assert not with_worker or bool(trajectory.worker) == bool(state.workers), trajectory
-    _check_scaling(run)
-
-
-def _check_scaling(run: Run) -> None:
-    """Assert that there are as many workers as there should be, none too many, and that
-    no attempt waits for a worker that is not on its way.
-    """
-    state, wanted, part = run.state, run.config.workers, run.state.scaling
-    statuses = [worker.status for worker in state.workers.values()]
-    if not wanted.elastic:
-        assert WorkerStatus.STOPPED not in statuses, statuses
-        assert WorkerStatus.RETIRING not in statuses, statuses
-        return
-    if state.phase is Phase.FINISHED or not part.peaks:
-        return
-    here = sum(status not in GONE for status in statuses)
-    failed = statuses.count(WorkerStatus.FAILED)
-    assert here == min(part.target, wanted.count - failed), (here, part)
-    assert wanted.first <= part.target <= wanted.count, part
-    if scaling.waiting(run):
-        assert here, "attempts wait, and no worker is on its way"
 
 
 def _check_saving(run: Run) -> None:

@@ -201,7 +201,7 @@ def _after_failure(run: Run, engine: Engine, verdict: Verdict) -> Failover:
 
 
 def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
-    """Give up a host, with its relay and all its engines, which `core/hosts` starts
+    """Give up a host, with its relay and all its engines, which are started
     elsewhere.
 
     Relays that fetch weights from it find another source. A host `returns` if it may
@@ -216,8 +216,8 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
 
 
 def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) -> None:
-    """Remove an engine that has lost its place; unless it was departing, `core/hosts`
-    starts it elsewhere. It waits for a host that `returns`, if there is no place.
+    """Remove an engine that has lost its place; unless it was departing, it
+    starts elsewhere. It waits for a host that `returns`, if there is no place.
     """
     if not (engine.departing or engine.lender):
         run.state.hosts.unplaced.append(

@@ -19,11 +19,9 @@ from rollweave.core import (
     engines,
     evaluation,
     groups,
-    hosts,
     idle,
     lifecycle,
     recovery,
-    scaling,
     serving,
     training,
     trajectories,
@@ -31,7 +29,6 @@ from rollweave.core import (
     watchdog,
     weight_updates,
     weights,
-    workers,
 )
 from rollweave.core.accounting import Account, account
 from rollweave.core.checks import check
@@ -183,8 +180,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.WorldLost: recovery.on_world_lost,
     e.StopRequested: ending.on_stop_requested,
     e.RolloutCancelled: serving.on_cancelled,
-    e.HostJoined: hosts.on_joined,
-    e.HostLost: hosts.on_lost,
     e.EngineJoined: engines.on_joined,
     e.EngineRegistered: engines.on_registered,
     e.EngineWithdrawn: engines.on_withdrawn,
@@ -192,8 +187,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.EngineLost: engines.on_lost,
     e.StagingFailed: weight_updates.on_staging_failed,
     e.WeightsLoadFailed: weight_updates.on_load_failed,
-    e.WorkerJoined: workers.on_joined,
-    e.WorkerLost: workers.on_lost,
     e.TrainerReady: training.on_ready,
     e.TrainerLost: training.on_lost,
     e.RatiosMeasured: training.on_measured,
@@ -212,7 +205,7 @@ FREES_TURNS: frozenset[type[Event]] = frozenset(
 )
 """The most frequent events by far, which make nothing but turns possible."""
 
-STEPS: tuple[tuple[str, Step], ...] = (
+STEPS: tuple[tuple[str, Step | None], ...] = (
     ("remove drained engines", engines.remove_drained),
     ("end", ending.advance),
     ("drop", groups.drop_expired),
@@ -220,10 +213,8 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("train", training.take_batch),
     ("drop again", groups.drop_expired),
     ("evaluate", evaluation.advance),
-    ("hosts", hosts.advance),
-    ("workers", workers.advance),
+    ("place processes", None),
     ("launch groups", groups.launch),
-    ("resize", scaling.resize),
     ("start attempts", trajectories.start_inits),
     ("start rewards", trajectories.start_evals),
     ("dispatch turns", dispatching.dispatch),

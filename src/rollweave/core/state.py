@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from rollweave.core.counters import Counters, Idle
-from rollweave.core.policy.worker_count import Peak
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.engines import EnginePhase
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -281,19 +280,6 @@ class Worker(msgspec.Struct):
     attempts: dict[TrajectoryId, None] = {}  # attempts that it runs, or that it will score
 
 
-class Scaling(msgspec.Struct):
-    """The number of rollout workers that there should be, if it changes (owner:
-    `core/scaling`).
-    """
-
-    peaks: list[Peak] = []  # of the need for workers (core/policy/worker_count)
-    target: int = 0  # workers that there should be
-    start_s: float = 0.0  # seconds of the longest start so far
-    starts: int = 0  # of workers, because they were needed
-    worker_s: float = 0.0  # seconds in which workers had a process, summed until `at`
-    at: float = 0.0
-
-
 class TrainerStatus(enum.StrEnum):
     STARTING = "starting"
     IDLE = "idle"
@@ -430,7 +416,7 @@ class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hosts(msgspec.Struct):
-    """The hosts, and the trainer's places on them (owner: `core/hosts`)."""
+    """The hosts, and the trainer's places on them (owner: `core/recovery`)."""
 
     up: dict[int, HostSlot] = {}  # by number
     ranks: list[RankSlot] = []
@@ -441,9 +427,6 @@ class Hosts(msgspec.Struct):
     unplaced: list[Unplaced] = []  # engines whose host is gone, until they start elsewhere
     # since when no engine that samples has a place
     engineless_since: float | None = None
-    displaced: list[EngineId] = []  # engines that replace those of a host that is gone
-    # displaced engine → host that has joined, to which it moves once it may drain
-    returning: dict[EngineId, int] = {}
 
 
 class Publication(msgspec.Struct):
@@ -535,7 +518,6 @@ class State(msgspec.Struct):
     drawing: Drawing = msgspec.field(default_factory=Drawing)
     membership: Membership = msgspec.field(default_factory=Membership)
     hosts: Hosts = msgspec.field(default_factory=Hosts)
-    scaling: Scaling = msgspec.field(default_factory=Scaling)
     publication: Publication = msgspec.field(default_factory=Publication)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)

@@ -17,7 +17,6 @@ from rollweave.core import (
     trajectories,
     turns,
     weight_updates,
-    workers,
 )
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.run import Run, Step
@@ -212,7 +211,6 @@ DEADLINES: tuple[tuple[str, Step | None], ...] = (
     ("leases", borrowing.check_leases),
     ("rests", turns.end_rests),
     ("fleet deadlines", _check_fleet),
-    ("workers", workers.check_timeouts),
     ("attempt deadlines", _check_trajectories),
     ("draw deadlines", _check_draws),
     ("trainer deadlines", _check_trainer),

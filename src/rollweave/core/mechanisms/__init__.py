@@ -5,6 +5,7 @@ commands of one event.
 """
 
 from rollweave.core.mechanisms import (
+    cluster,
     comparison,
     costs,
     lengths,
@@ -25,4 +26,5 @@ MECHANISMS: tuple[Mechanism, ...] = (
     versions.MECHANISM,
     comparison.MECHANISM,
     relays.MECHANISM,
+    cluster.MECHANISM,
 )

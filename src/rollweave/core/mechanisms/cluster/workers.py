@@ -8,13 +8,15 @@ restarted on its host or, if that host is lost or given up, on another one as
 soon as there is one. From there it moves to a host that joins once its attempts are
 over, one worker at a time. Without workers, attempts run in the controller.
 
-If the number of workers changes, `core/scaling` decides it. A worker of which there is
-no need retires: it stops once its attempts are over, unless it is needed again before.
+If the number of workers changes, `cluster/scaling` decides it. A worker of which there
+is no need retires: it stops once its attempts are over, unless it is needed again
+before.
 """
 
 from collections.abc import Sequence
 
 from rollweave.core import attempts, bindings, continuation, trajectories
+from rollweave.core.mechanisms.cluster.state import Cluster
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, State, Worker, WorkerStatus
 from rollweave.schema.base import TrajectoryId
@@ -35,13 +37,16 @@ def start(run: Run, slots: tuple[WorkerSlot, ...]) -> None:
     for name in _names(wanted) if wanted.elastic else ():
         stopped = Worker(id=name, host=0, status=WorkerStatus.STOPPED, since=run.now)
         state.workers.setdefault(name, stopped)
-    state.scaling.peaks, state.scaling.target = [], wanted.first
+    part = run.part(Cluster).scaling
+    part.peaks, part.target = [], wanted.first
 
 
 def on_joined(run: Run, event: WorkerJoined) -> None:
     worker = _find(run, event.worker_id, event.epoch)
     if worker is not None and worker.status is WorkerStatus.STARTING:
-        run.state.scaling.start_s = max(run.state.scaling.start_s, run.now - worker.since)
+        run.part(Cluster).scaling.start_s = max(
+            run.part(Cluster).scaling.start_s, run.now - worker.since
+        )
         _enter(run, worker, WorkerStatus.READY)
 
 
@@ -89,7 +94,7 @@ def wake(run: Run, worker: Worker) -> None:
     if worker.status is WorkerStatus.RETIRING:
         _enter(run, worker, WorkerStatus.READY)
         return
-    run.state.scaling.starts += 1
+    run.part(Cluster).scaling.starts += 1
     _begin(run, worker, "attempts wait for a place", moves=True)
 
 
@@ -165,7 +170,7 @@ def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
 
 def _charge(run: Run) -> None:
     """Count the seconds of all processes since the last change of one."""
-    part = run.state.scaling
+    part = run.part(Cluster).scaling
     part.worker_s += processes(run.state) * max(0.0, run.now - part.at)
     part.at = max(part.at, run.now)
 

@@ -9,7 +9,9 @@ count, too, since workers draw. No attempt is ended for the sake of a smaller nu
 
 from collections.abc import Iterator
 
-from rollweave.core import trajectories, workers
+from rollweave.core import trajectories
+from rollweave.core.mechanisms.cluster import workers
+from rollweave.core.mechanisms.cluster.state import Cluster
 from rollweave.core.policy.worker_count import needed, observe
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, State, Worker, WorkerStatus
@@ -26,7 +28,7 @@ def resize(run: Run) -> None:
     if not run.config.workers.elastic:
         return
     state, wanted = run.state, run.config.workers
-    part = state.scaling
+    part = run.part(Cluster).scaling
     part.peaks = observe(
         part.peaks,
         needed(_wanting(run), workers=_usable(state), at_once=run.config.rollout.max_running),

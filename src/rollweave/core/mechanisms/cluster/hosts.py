@@ -16,7 +16,9 @@ are any, or on the next host that joins. GPUs that began with several engines ma
 that many again.
 """
 
-from rollweave.core import bindings, engines, membership, training, workers
+from rollweave.core import bindings, engines, membership, training
+from rollweave.core.mechanisms.cluster import workers
+from rollweave.core.mechanisms.cluster.state import Cluster
 from rollweave.core.run import HostMove, Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
@@ -24,15 +26,9 @@ from rollweave.schema.events import EngineSlot, HostJoined, HostLost, RunStarted
 from rollweave.schema.hosts import HostSlot
 
 
-def start(run: Run, event: RunStarted | WorldLost) -> None:
-    """Record the hosts that a new world begins with."""
-    part = run.state.hosts
-    part.up = {host.number: host for host in event.hosts or bindings.one_machine(event.relays)}
-    part.ranks, part.unplaced = list(event.ranks), []
-    part.shares_gpus = bindings.share_gpus(event.engines, event.ranks)
-    part.engine_limits = (
-        bindings.engine_limits(part.up.values(), event.engines) if run.colocated else {}
-    )
+def start(run: Run, _event: RunStarted | WorldLost) -> None:
+    """Begin with the hosts of a new world, on which every engine is at home."""
+    part = run.part(Cluster)
     part.displaced, part.returning = [], {}
 
 
@@ -48,7 +44,8 @@ def on_joined(run: Run, event: HostJoined) -> None:
     _give_way(run)
     _start_unplaced(run)
     workers.host_joined(run, number)
-    state.hosts.returning = dict.fromkeys(state.hosts.displaced, number)
+    part = run.part(Cluster)
+    part.returning = dict.fromkeys(part.displaced, number)
     advance(run)
 
 
@@ -71,8 +68,8 @@ def advance(run: Run) -> None:
     if run.state.hosts.unplaced:
         before = {*run.state.engines}
         _start_unplaced(run)
-        run.state.hosts.displaced += [name for name in run.state.engines if name not in before]
-    for engine_id, host in list(run.state.hosts.returning.items()):
+        run.part(Cluster).displaced += [name for name in run.state.engines if name not in before]
+    for engine_id, host in list(run.part(Cluster).returning.items()):
         _return(run, engine_id, host)
 
 
@@ -96,11 +93,11 @@ def _trainer_is_cut_off(run: Run) -> bool:
 
 def _return(run: Run, engine_id: EngineId, host: int) -> None:
     """Start another engine on this host if it has room for one, and drain this one."""
-    state, part = run.state, run.state.hosts
+    state, part = run.state, run.part(Cluster)
     engine = state.engines.get(engine_id)
     if engine is None or engine.departing:
         part.displaced.remove(engine_id)
-    elif host in part.up:
+    elif host in state.hosts.up:
         slot = EngineSlot(id=membership.next_id(state), degree=engine.degree, group=engine.group)
         place = bindings.bind_engine(run.config, state, slot)
         if place is not None and place.host == host:
