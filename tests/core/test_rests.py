@@ -72,7 +72,7 @@ def test_an_engine_that_gave_turns_back_gets_others_once_it_has_rested(
     place_on(run, one, E1)
     run.now = 10.0
     give_back(run, one)
-    assert run.state.engines[E1].resting_until == 12.0
+    assert run.state.engines[E1].barred == {"rests": 12.0}
     assert timer(run) == 12.0, "the engine is looked at again then"
     (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
     assert (warning.component, warning.message) == (E1, "gave turns back: gets no others for 2 s")
@@ -119,7 +119,7 @@ def test_all_turns_of_one_stall_are_one_return() -> None:
     give_back(run, first)
     give_back(run, second)
     engine = run.state.engines[E1]
-    assert (engine.returns, engine.resting_until) == (1, 2.0)
+    assert (engine.returns, engine.barred) == (1, {"rests": 2.0})
     assert run.state.counters.turns_returned == 2
 
 
@@ -139,7 +139,7 @@ def test_rests_follow_a_slow_reference(steps: list[tuple[str, int]]) -> None:
         run.now += seconds
         turns.end_rests(run)
         resting = run.now < until
-        assert (engine.resting_until is not None) == resting
+        assert ("rests" in engine.barred) == resting
         assert run.fleet.loads[E1].slots == (0 if resting else 4)
         if what == "wait" or resting:
             continue

@@ -39,7 +39,6 @@ def check(run: Run) -> None:
     _check_weights(run)
     _check_devices(run)
     _check_fleet(run)
-    _check_borrowed(run)
     _check_saving(run)
     _check_evaluations(run)
     _check_attempts(run)
@@ -141,23 +140,6 @@ def _check_suspects(run: Run) -> None:
             assert open_ <= count, f"{engine} doubts fewer turns than are suspects"
 
 
-def _check_borrowed(run: Run) -> None:
-    engines = [engine for engine in run.state.engines.values() if engine.lender]
-    lenders = [engine.lender for engine in engines]
-    assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
-    for number, group in enumerate(run.config.engines):
-        held = [engine for engine in engines if engine.group == number]
-        assert not held or (group.borrowed and len(held) <= group.count), (
-            f"{len(held)} engines of group {number} are borrowed"
-        )
-    for engine in engines:
-        load = run.fleet.loads.get(engine.id)
-        newest = run.fleet.version
-        assert load is None or newest is None or engine.version >= newest, (
-            f"{engine.id} takes turns with stale weights"
-        )
-
-
 def _check_groups(run: Run) -> None:
     state = run.state
     training = [group for group in state.groups.values() if group.purpose is Purpose.TRAIN]
@@ -194,9 +176,7 @@ def _check_measured(run: Run) -> None:
     assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
     assert not (trainer.measuring and trainer.batch), trainer
-    assert not trainer.measuring or (
-        run.pacing.buffer_limit(run) is not None and run.config.buffer.sample == "ratio"
-    ), trainer
+    assert not trainer.measuring or (run.config.buffer.sample == "ratio"), trainer
     for group in run.state.groups.values():
         assert (group.ratio is None) == (group.ratio_publication_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group

@@ -18,6 +18,7 @@ from rollweave.core.policy.suspicion import excuses
 from rollweave.core.run import EngineMove, HostMove, Run
 from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
 from rollweave.core.suspects import Verdict
+from rollweave.core.turns import RESTS
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
     RemoveEngine,
@@ -108,7 +109,8 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
     engine.stages, engine.moves_kv = event.stages, event.moves_kv
     engine.preempts, engine.lent = event.preempts, event.lent
-    engine.returns, engine.resting_until = 0, None
+    engine.returns = 0
+    engine.barred.pop(RESTS, None)
     run.follow(EngineMove.JOINED, engine, event)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)
@@ -304,13 +306,13 @@ def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
     _start(run, slot, _engine(run, slot, joined=joined, moved=moved))
 
 
-def borrow(run: Run, slot: EngineSlot) -> None:
-    """Start an engine on a lender, if one of the run's hosts can have it."""
+def borrow(run: Run, slot: EngineSlot) -> bool:
+    """Start an engine on a lender; False if none of the run's hosts can have it."""
     placed = bindings.bind_engine(run.config, run.state, slot)
-    if placed is not None:
-        engine = _engine(run, placed, joined=False)
-        engine.heard_at = run.now
-        _start(run, placed, engine)
+    if placed is None:
+        return False
+    _start(run, placed, _engine(run, placed, joined=False))
+    return True
 
 
 def _start(run: Run, slot: EngineSlot, engine: Engine) -> None:

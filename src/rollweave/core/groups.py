@@ -9,7 +9,7 @@ member that is too old leaves its group, if enough others stay.
 
 from collections.abc import Sequence
 
-from rollweave.core import attempts, experience, trajectories
+from rollweave.core import attempts, trajectories
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     MIN_MEMBERS,
@@ -388,7 +388,7 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
 
 def make_room(run: Run) -> None:
     """Evict the buffered groups that have no place."""
-    for group_id in experience.surplus(run):
+    for group_id in run.pacing.surplus(run):
         run.state.counters.evicted += 1
         drop(run, run.state.groups[group_id], "evicted")
 

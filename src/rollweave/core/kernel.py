@@ -13,7 +13,6 @@ from typing import Self
 import msgspec
 
 from rollweave.core import (
-    borrowing,
     dispatching,
     ending,
     engines,
@@ -183,7 +182,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.EngineJoined: engines.on_joined,
     e.EngineRegistered: engines.on_registered,
     e.EngineWithdrawn: engines.on_withdrawn,
-    e.LendersReported: borrowing.on_reported,
     e.EngineLost: engines.on_lost,
     e.StagingFailed: weight_updates.on_staging_failed,
     e.WeightsLoadFailed: weight_updates.on_load_failed,

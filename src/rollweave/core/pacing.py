@@ -15,7 +15,7 @@ from rollweave.core.policy.redundancy import capacity
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Trajectory
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.work import Purpose
 
 
@@ -128,5 +128,13 @@ class SharedPacing:
     def reassign(self, run: Run) -> list[Trajectory]:
         return []
 
-    def buffer_limit(self, run: Run) -> int | None:
-        return None
+    def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
+        """Return the groups that were complete first."""
+        return list(run.state.buffer)[:wanted]
+
+    def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
+        return []
+
+    def surplus(self, run: Run) -> list[GroupId]:
+        """Return no group: only the staleness window evicts."""
+        return []

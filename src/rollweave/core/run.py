@@ -31,7 +31,7 @@ from rollweave.core.state import (
     Turn,
 )
 from rollweave.core.turn_queues import TurnQueues
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
@@ -121,10 +121,14 @@ class Pacing(Protocol):
         whose weights can no longer be loaded anywhere.
         """
 
-    def buffer_limit(self, run: "Run") -> int | None:
-        """Maximum number of buffered groups, which [buffer] chooses among; None if only
-        their age limits them.
-        """
+    def choose_batch(self, run: "Run", wanted: int) -> list[GroupId]:
+        """The groups of the next (mini-)batch: `wanted` of them, or none."""
+
+    def unmeasured(self, run: "Run", wanted: int) -> list[GroupId]:
+        """The groups whose ratios the next (mini-)batch waits for."""
+
+    def surplus(self, run: "Run") -> list[GroupId]:
+        """The buffered groups that have no place."""
 
 
 class Carrier(Protocol):

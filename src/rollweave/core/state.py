@@ -197,11 +197,9 @@ class Engine(msgspec.Struct):
     joined: bool = False  # it joined during the run, and returns in every later world
     lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
     lent: bool = False  # it computes beside the model of a serving engine
-    takes: bool = True  # it takes turns now: serving does not need all of it
     returns: int = 0  # times that it gave turns back since it last finished one
-    # it gave turns back, and gets no others before this moment; None if it may get some
-    resting_until: float | None = None
-    heard_at: float = 0.0  # when its lender was last reported as lent to the run
+    # the reasons why it gets no turns, although it has weights → until when
+    barred: dict[str, float] = {}
     moved: bool = False  # it replaces an engine whose failures made its host be given up
     # the suspect for which it is kept empty, or which it runs: it gets no other turns
     isolates: TrajectoryId | None = None
@@ -245,8 +243,8 @@ class Engine(msgspec.Struct):
 
     @property
     def open(self) -> bool:
-        """True if the engine may get turns: it lends itself, and is for no suspect."""
-        return self.takes and self.resting_until is None and self.isolates is None
+        """True if the engine may get turns: nothing bars it, and it has no suspect."""
+        return not self.barred and self.isolates is None
 
     @property
     def departing(self) -> bool:

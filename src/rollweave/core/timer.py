@@ -14,11 +14,7 @@ limit late.
 
 def set_timer(run: Run) -> None:
     """Set the timer for the next check, or for the first engine that has rested."""
-    rests = [
-        engine.resting_until
-        for engine in run.state.engines.values()
-        if engine.resting_until is not None
-    ]
+    rests = [until for engine in run.state.engines.values() for until in engine.barred.values()]
     run.emit(SetTimer(at=min([run.now + _period_s(run), *rests])))
 
 

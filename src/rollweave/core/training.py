@@ -11,7 +11,6 @@ from rollweave.core import (
     bindings,
     continuation,
     evaluation,
-    experience,
     groups,
     lifecycle,
     weights,
@@ -125,13 +124,13 @@ def take_batch(run: Run) -> None:
     groups.drop_expired(run)
     if len(state.buffer) < wanted or (run.colocated and _engines_hold_memory(run)):
         return
-    if unmeasured := experience.unmeasured(run, wanted):
+    if unmeasured := run.pacing.unmeasured(run, wanted):
         trainer.measuring = unmeasured
         refs = _refs([state.groups[group_id] for group_id in unmeasured])
         run.emit(MeasureRatios(step=trainer.step, part=trainer.parts_done, groups=refs))
         _enter(run, TrainerStatus.MEASURING)
         return
-    taken = [state.groups[group_id] for group_id in experience.choose_batch(run, wanted)]
+    taken = [state.groups[group_id] for group_id in run.pacing.choose_batch(run, wanted)]
     if not taken:
         return
     for group in taken:

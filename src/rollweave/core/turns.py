@@ -8,6 +8,8 @@ which then has the turn in its `active`, too. `core/dispatching` queues turns an
 them to engines.
 """
 
+import math
+
 from rollweave.core import attempts, dispatching, timer, trajectories
 from rollweave.core.policy.borrowing import rest_s
 from rollweave.core.run import Run, TurnMove
@@ -32,6 +34,9 @@ from rollweave.schema.events import (
     TurnWithdrawn,
 )
 from rollweave.schema.work import StopReason
+
+RESTS = "rests"
+"""The reason why an engine gets no turns that has given some back."""
 
 
 def on_requested(run: Run, event: TurnRequested) -> None:
@@ -135,11 +140,11 @@ def _rest(run: Run, engine: Engine) -> None:
     """Give the engine no other turns for a while. Those that it has stay: it gives them
     back, too, if it has to.
     """
-    if engine.resting_until is not None or engine.departing:
+    if RESTS in engine.barred or engine.departing:
         return
     engine.returns += 1
     seconds = rest_s(engine.returns)
-    engine.resting_until = run.now + seconds
+    engine.barred[RESTS] = run.now + seconds
     run.warn(engine.id, f"gave turns back: gets no others for {seconds:g} s", count="engine_rests")
     run.fleet_changed()
     dispatching.requeue_from(run, engine)
@@ -149,8 +154,8 @@ def _rest(run: Run, engine: Engine) -> None:
 def end_rests(run: Run) -> None:
     """Let engines get turns again that have rested."""
     for engine in run.state.engines.values():
-        if engine.resting_until is not None and run.now >= engine.resting_until:
-            engine.resting_until = None
+        if run.now >= engine.barred.get(RESTS, math.inf):
+            del engine.barred[RESTS]
             run.fleet_changed()
             run.dirty_queues += [None, engine.id]
 

@@ -14,6 +14,7 @@ from rollweave.core.state import (
     WorkerStatus,
 )
 from rollweave.core.state import TrainerStatus as Status
+from rollweave.core.turns import RESTS
 
 
 def waits(
@@ -72,8 +73,8 @@ def _engine(state: State, engine: Engine) -> str:
             return "suspending its turns to load new weights"
         case EngineStatus.LOADING:
             return f"loading {version_name(state, engine.loading_id)}"
-        case EngineStatus.SERVING if engine.resting_until is not None:
-            return f"gave turns back, gets no others until {engine.resting_until:.0f} s"
+        case EngineStatus.SERVING if RESTS in engine.barred:
+            return f"gave turns back, gets no others until {engine.barred[RESTS]:.0f} s"
         case EngineStatus.SERVING:
             return ""
 

@@ -8,7 +8,6 @@ backstop behind it, so they are wider.
 import itertools
 
 from rollweave.core import (
-    borrowing,
     engines,
     evaluation,
     groups,
@@ -208,7 +207,6 @@ def _check_trainer(run: Run) -> None:
 
 DEADLINES: tuple[tuple[str, Step | None], ...] = (
     ("engine deadlines", _check_engines),
-    ("leases", borrowing.check_leases),
     ("rests", turns.end_rests),
     ("fleet deadlines", _check_fleet),
     ("attempt deadlines", _check_trajectories),

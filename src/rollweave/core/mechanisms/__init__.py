@@ -9,6 +9,7 @@ from rollweave.core.mechanisms import (
     comparison,
     costs,
     lengths,
+    loans,
     phases,
     placement,
     pools,
@@ -25,6 +26,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     pools.MECHANISM,
     versions.MECHANISM,
     comparison.MECHANISM,
+    loans.MECHANISM,
     relays.MECHANISM,
     cluster.MECHANISM,
 )

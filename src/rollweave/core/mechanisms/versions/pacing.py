@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from rollweave.core import weights
 from rollweave.core.mechanisms.lengths.state import work_of
-from rollweave.core.mechanisms.versions import binding
+from rollweave.core.mechanisms.versions import binding, experience
 from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
 from rollweave.core.mechanisms.versions.state import weights_of
 from rollweave.core.policy.redundancy import pool_room
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, GroupStatus, Trajectory
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.work import Purpose
 
 
@@ -113,5 +113,11 @@ class IndependentPacing:
     def reassign(self, run: Run) -> list[Trajectory]:
         return binding.reassign(run)
 
-    def buffer_limit(self, run: Run) -> int | None:
-        return binding.buffer_limit(run)
+    def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
+        return experience.choose_batch(run, wanted)
+
+    def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
+        return experience.unmeasured(run, wanted)
+
+    def surplus(self, run: Run) -> list[GroupId]:
+        return experience.surplus(run)

@@ -5,15 +5,29 @@ weights while the run's own engines continue, takes turns only with weights that
 least as new as theirs (`core/fleet`), and leaves at once when its lender asks for it:
 its turns continue elsewhere. It is never restarted: another lender takes its place.
 
-Invariants (`core/checks`): a lender has at most one engine of the run, and no group has
+Invariants: a lender has at most one engine of the run, and no group has
 more engines than it may borrow.
 """
+
+import math
+
+import msgspec
 
 from rollweave.core import dispatching, engines, membership, turns
 from rollweave.core.policy.borrowing import LEASE_S, must_return, to_borrow
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Phase
+from rollweave.schema.base import EngineId
 from rollweave.schema.events import EngineSlot, LendersReported
+
+BUSY = "serving"
+"""The reason why a borrowed engine takes no turns: serving needs all of it."""
+
+
+class Loans(msgspec.Struct):
+    """The part of the state."""
+
+    engines: dict[EngineId, float] = {}  # when its lender was last reported as lent to the run
 
 
 def on_reported(run: Run, event: LendersReported) -> None:
@@ -31,12 +45,13 @@ def on_reported(run: Run, event: LendersReported) -> None:
         if lender is None:
             continue
         if lender.lent_to == name:
-            engine.heard_at = run.now
-        if lender.takes != engine.takes:
-            engine.takes = lender.takes
+            run.part(Loans).engines[engine.id] = run.now
+        if lender.takes and engine.barred.pop(BUSY, None) is not None:
             run.fleet_changed()
-            if not lender.takes:
-                dispatching.requeue_from(run, engine)
+        elif not lender.takes and BUSY not in engine.barred:
+            engine.barred[BUSY] = math.inf
+            run.fleet_changed()
+            dispatching.requeue_from(run, engine)
     for number, group in enumerate(run.config.engines):
         if not group.borrowed:
             continue
@@ -53,13 +68,14 @@ def on_reported(run: Run, event: LendersReported) -> None:
                 group=number,
                 lender=lender_name,
             )
-            engines.borrow(run, slot)
+            if engines.borrow(run, slot):
+                run.part(Loans).engines[slot.id] = run.now
 
 
 def check_leases(run: Run) -> None:
     """Give back the engines whose lenders have not been heard of for too long."""
     for engine in _borrowed(run):
-        if run.now - engine.heard_at > LEASE_S:
+        if run.now - run.part(Loans).engines.get(engine.id, 0.0) > LEASE_S:
             give_back(run, engine, f"its lender was not heard of for {LEASE_S:g} s")
 
 
@@ -78,3 +94,23 @@ def give_back(run: Run, engine: Engine, reason: str) -> None:
 
 def _borrowed(run: Run) -> list[Engine]:
     return [engine for engine in run.state.engines.values() if engine.lender]
+
+
+def check(run: Run) -> None:
+    """Assert that no group has more engines than it may borrow, and that these have new
+    weights when they take turns.
+    """
+    engines = [engine for engine in run.state.engines.values() if engine.lender]
+    lenders = [engine.lender for engine in engines]
+    assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
+    for number, group in enumerate(run.config.engines):
+        held = [engine for engine in engines if engine.group == number]
+        assert not held or (group.borrowed and len(held) <= group.count), (
+            f"{len(held)} engines of group {number} are borrowed"
+        )
+    for engine in engines:
+        load = run.fleet.loads.get(engine.id)
+        newest = run.fleet.version
+        assert load is None or newest is None or engine.version >= newest, (
+            f"{engine.id} takes turns with stale weights"
+        )

@@ -1,15 +1,14 @@
 """The experience buffer: which groups a step trains on, and which have no place
 (Laminar §3.1, §6; `core/policy/experience`).
 
-In every mode but decoupled a step takes the groups in the order of their completion,
-and only the staleness window evicts. A strategy may be a function of the user's: an
-error in it ends the run and names it.
+A strategy may be a function of the user's: an error in it ends the run and names it.
 """
 
 import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from rollweave.core.mechanisms.versions import binding
 from rollweave.core.policy.experience import Experience, evict, sample
 from rollweave.core.run import Run
 from rollweave.core.state import Group
@@ -62,9 +61,9 @@ def surplus(run: Run) -> list[GroupId]:
     the user's function names.
     """
     state, name = run.state, run.config.buffer.evict
-    most = run.pacing.buffer_limit(run) if state.buffer else None
-    if most is None:
+    if not state.buffer:
         return []
+    most = binding.buffer_limit(run)
     if len(state.buffer) <= most and FUNCTION_MARK not in name:
         return []
     return _by(
