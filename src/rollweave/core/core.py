@@ -1,4 +1,61 @@
-"""The core of a run: the kernel with the mechanisms that its configuration uses."""
+"""The core of a run: the kernel, and the mechanisms that its configuration uses.
+
+THEORY OF OPERATION
+
+`Core.handle(now, event)` changes the state of the run, and returns the commands that
+follow. The core decides everything and does nothing: a world (`runtime/world` with
+processes, `sim/world` with cost models) executes the commands and reports what came of
+them as further events. The core has no clock, no randomness and no I/O. So the same
+events at the same times give the same commands: in a live run, in its replay from the
+journal, and in simulation. The journal has each event, with a digest of its commands,
+before a command is executed; after a crash the state is rebuilt from the last snapshot
+and the events behind it, and one `WorldLost` ends what was in flight.
+
+What happens in `handle` (`core/kernel`), in this order:
+
+ 1. Time. The seconds since the last event are charged to what engines and trainer did.
+ 2. Handlers. A table maps the kind of the event to functions: those of mechanisms,
+    then the kernel's. A handler changes the records of its own sub-machine, emits
+    commands (`run.emit`), and posts facts. Late and repeated events find a record in
+    another attempt, epoch or dispatch, and are ignored.
+ 3. Facts. The only fact is that an attempt is over (`AttemptOver`). `core/lifecycle`
+    acts on facts until none is left: another attempt, or a gain or loss for the owner
+    of the group. What this entails posts further facts, so nothing is re-entered, and
+    calls go downward only.
+ 4. Steps. An event may have made something possible: `kernel.STEPS` asks each
+    sub-machine in a fixed order, in which one step enables the next (drain, end, drop,
+    update weights, train, evaluate, launch, start, dispatch). A step that finds nothing
+    to do costs a few comparisons. After the most frequent events, about turns, only
+    dispatching is asked.
+
+The records, and their life:
+
+  group       drawn → active → (comparing) → buffered → taken → trained → covered
+  attempt     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED (`attempts.LEGAL`)
+  turn        requested → queued → on an engine → done, or held while KV moves
+  engine      STARTING → STALE → LOADING → SERVING ⇄ SUSPENDING (`engines.LEGAL`)
+  trainer     STARTING → IDLE ⇄ MEASURING, TRAINING → PUBLISHING → SAVING
+
+One step in the life of a run, with the module that acts: a group is drawn (`groups`),
+its attempts are launched (`trajectories`), turns are requested (`turns`) and given to
+engines (`dispatching`), rewards come (`trajectories`), the group is complete and
+buffered (`groups`), the trainer takes a batch (`training`), publishes its weights, and
+engines load them (`weight_updates`). How far rollouts run ahead, and when engines
+update, is one `Pacing` (`core/pacing`). `examples/one_step.py` drives these by hand.
+
+Mechanisms (`core/mechanisms`) are what not every run needs: each has its state (a part
+of the snapshot), handlers, steps, invariants and waits in a room of its own, and the
+kernel imports none. Its hooks are fields of `run.Mechanism`: `follows` names moves of
+records at which it is called (an attempt's new stage, a turn that an engine gets or has
+answered, an engine that has joined, a step that is trained); `pacing`, `carrier` and
+`choose_engine` take the place of a decision of the kernel; `waits` and `check` are for
+viewers and tests. Hooks of one move run in the order of `mechanisms.MECHANISMS`, which
+is the order of their commands. What a configuration does not use is not in its run: no
+field, no call.
+
+Deadlines are checked by a timer that the core sets itself (`SetTimer`): every wait has
+an owner and a limit (`core/watchdog`). `Core.check` verifies all invariants, for tests.
+"""
 
 from collections.abc import Mapping
 
@@ -10,7 +67,10 @@ from rollweave.schema.config.root import RunConfig
 
 
 class Core(Kernel):
-    """The state of one run. `restore(snapshot)` returns an equal core."""
+    """The state of one run. `restore(snapshot)` returns an equal core.
+
+    `rules` are the user's functions that the configuration names.
+    """
 
     def __init__(
         self,
