@@ -9,8 +9,8 @@ import sys
 import time
 
 from benchmarks.workers.controller import Driver, serve
+from rollweave.core.mechanisms.cluster.workers import processes
 from rollweave.core.state import State, WorkerStatus
-from rollweave.core.workers import processes
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load
 from rollweave.schema.service import RolloutRequest

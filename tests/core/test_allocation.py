@@ -3,10 +3,10 @@
 import pytest
 
 from rollweave.core.mechanisms.costs.rates import groups_of
+from rollweave.core.mechanisms.lengths.work import occupied
 from rollweave.core.mechanisms.placement import allocation
-from rollweave.core.policy.allocation import allocate_groups
+from rollweave.core.mechanisms.placement.policy.allocation import allocate_groups
 from rollweave.core.policy.turn_times import TurnTimes
-from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Unplaced
 from rollweave.schema import commands as c

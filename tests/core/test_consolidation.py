@@ -4,8 +4,8 @@ from rollweave.core.mechanisms.lengths.index import index_of
 from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.mechanisms.versions import consolidation
 from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
+from rollweave.core.mechanisms.versions.repack import Move
 from rollweave.core.mechanisms.versions.state import batch_of
-from rollweave.core.policy.repack import Move
 from rollweave.core.run import Run
 from rollweave.core.state import Queued
 from rollweave.schema.base import EngineId

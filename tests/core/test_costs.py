@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from rollweave.core.mechanisms.costs import rates as costs
+from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.core.mechanisms.placement import assignment
-from rollweave.core.policy.work import rate
 from rollweave.schema.events import StepTime
 from tests.support.states import E0, E1, TAIL, fleet, members, profile, running
 

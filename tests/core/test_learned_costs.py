@@ -10,10 +10,10 @@ import pytest
 from rollweave.core.core import Core
 from rollweave.core.mechanisms.costs import rates as costs
 from rollweave.core.mechanisms.costs.state import Use, costs_of, turn_costs_of
+from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.core.mechanisms.placement import assignment
 from rollweave.core.mechanisms.placement.state import Partition
 from rollweave.core.policy.turn_times import FIRST_TURNS, TurnTime, TurnTimes
-from rollweave.core.policy.work import rate
 from rollweave.core.run import Run
 from rollweave.core.state import OnEngine, Trajectory, Turn
 from rollweave.schema import events as e

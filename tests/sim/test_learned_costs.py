@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollweave.core.policy.work import rate
+from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.fleet import _profile

@@ -1,4 +1,4 @@
-"""The core: `handle(now, event)` updates the state of the run and returns the commands
+"""The kernel: `handle(now, event)` updates the state of the run and returns the commands
 that follow.
 
 It only routes: each kind of event goes to its sub-machine, the facts that this posts

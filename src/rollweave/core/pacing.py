@@ -2,7 +2,7 @@
 
 In every mode but decoupled engines share one pace: all load the same version when the
 mode allows it, and any engine can run any turn. In mode decoupled each engine updates
-independently (`core/mechanisms/versions`). The other sub-machines ask `run.pacing` and
+independently (`mechanisms/versions`). The other sub-machines ask `run.pacing` and
 never which mode it is.
 """
 

@@ -193,7 +193,7 @@ class Engine(msgspec.Struct):
     host: int = 0
     devices: tuple[int, ...] = ()
     pool: str = ""  # pool of its place (core/policy/affinity)
-    phase: EnginePhase = "both"  # parts of turns that it computes (core/phases)
+    phase: EnginePhase = "both"  # parts of turns that it computes (mechanisms/phases/prompts)
     joined: bool = False  # it joined during the run, and returns in every later world
     lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
     lent: bool = False  # it computes beside the model of a serving engine

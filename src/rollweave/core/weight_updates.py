@@ -7,7 +7,7 @@ they can be, before the mode lets engines take them. An engine without room for 
 copy, or whose staging failed, is suspended for the whole load; so is one without work,
 since there is nothing to hide the load behind. While an evaluation runs, engines keep
 the version that is being evaluated. In mode decoupled each engine updates
-independently, and `core/version_affinity` decides when and to which version.
+independently, and `mechanisms/versions/binding` decides when and to which version.
 
 In a colocated run the trainer and the engines take turns on the same devices. Engines
 start without memory for weights and KV, and get it with `LoadWeights`. When the batch

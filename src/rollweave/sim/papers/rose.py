@@ -364,7 +364,7 @@ def table3(quick: bool) -> list[Row]:
                     row=f"{size} earliest finish over pinned, {where}",
                     published=None,
                     ours=seconds["pinned"] / seconds["earliest"],
-                    note=f"{note}; our rule (core/policy/elastic)",
+                    note=f"{note}; our rule (mechanisms/placement/policy/elastic)",
                     own=True,
                 )
             )

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollweave.core.policy.worker_count import Peak
+from rollweave.core.mechanisms.cluster.worker_count import Peak
 from rollweave.core.state import State
 from rollweave.schema.base import EngineId
 
@@ -13,7 +13,7 @@ NAME = "cluster"
 class Scaling(msgspec.Struct):
     """The number of rollout workers that there should be, if it changes."""
 
-    peaks: list[Peak] = []  # of the need for workers (core/policy/worker_count)
+    peaks: list[Peak] = []  # of the need for workers (mechanisms/cluster/worker_count)
     target: int = 0  # workers that there should be
     start_s: float = 0.0  # seconds of the longest start so far
     starts: int = 0  # of workers, because they were needed

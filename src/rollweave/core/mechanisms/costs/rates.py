@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from rollweave.core.mechanisms.costs.interference import tabulate
+from rollweave.core.mechanisms.costs.placement import ByTable, Groups
 from rollweave.core.mechanisms.costs.state import (
     Costs,
     Measured,
@@ -26,8 +28,7 @@ from rollweave.core.mechanisms.costs.state import (
 )
 from rollweave.core.mechanisms.lengths.estimates import recent_lengths
 from rollweave.core.mechanisms.lengths.index import LengthIndex, index_of
-from rollweave.core.policy.interference import tabulate
-from rollweave.core.policy.placement import ByTable, Groups
+from rollweave.core.mechanisms.lengths.work import ByWork, Rate, rate
 from rollweave.core.policy.turn_times import (
     KEPT,
     KEPT_OF_DOMAINS,
@@ -35,7 +36,6 @@ from rollweave.core.policy.turn_times import (
     TurnTimes,
     step_times,
 )
-from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Trajectory, Turn
 from rollweave.schema.config.root import RunConfig

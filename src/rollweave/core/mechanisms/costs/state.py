@@ -2,8 +2,8 @@
 
 import msgspec
 
+from rollweave.core.mechanisms.lengths.work import Rate
 from rollweave.core.policy.turn_times import TurnTime, TurnTimes
-from rollweave.core.policy.work import Rate
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory
 from rollweave.schema.base import EngineId, TrajectoryId

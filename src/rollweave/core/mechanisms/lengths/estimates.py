@@ -10,8 +10,8 @@ import math
 
 from rollweave.core.mechanisms.lengths.index import reindex
 from rollweave.core.mechanisms.lengths.state import Lengths, Work, domain_of, work_of
+from rollweave.core.mechanisms.lengths.work import occupied
 from rollweave.core.policy.priority import UNKNOWN, level_of
-from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, OnEngine, Stage, Trajectory, Turn
 from rollweave.schema.commands import Harvest, Predict

@@ -12,14 +12,14 @@ the budget is planned without them until their costs are known.
 from collections import Counter
 
 from rollweave.core import engines, membership
+from rollweave.core.mechanisms.costs.placement import place_groups
 from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, prevailing_hardware
 from rollweave.core.mechanisms.costs.state import Costs
 from rollweave.core.mechanisms.lengths.state import Lengths
+from rollweave.core.mechanisms.lengths.work import occupied
+from rollweave.core.mechanisms.placement.policy.allocation import allocate_groups, is_sum
 from rollweave.core.mechanisms.placement.state import Placement
-from rollweave.core.policy.allocation import allocate_groups, is_sum
-from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.turn_times import FIRST_TURNS
-from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, State
 from rollweave.schema.events import EngineSlot

@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from rollweave.core.dispatching import pool_for
+from rollweave.core.mechanisms.costs.placement import place_groups
 from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, numbers_of, rate_of
 from rollweave.core.mechanisms.lengths.index import index_of, reindex
 from rollweave.core.mechanisms.lengths.state import domain_of, work_of
 from rollweave.core.mechanisms.placement import elastic
+from rollweave.core.mechanisms.placement.policy.migration import retarget
 from rollweave.core.mechanisms.placement.state import Partition, Placement, Share
-from rollweave.core.policy.migration import retarget
-from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.priority import overdue_rank
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory

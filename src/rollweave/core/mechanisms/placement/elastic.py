@@ -1,5 +1,5 @@
 """The engine on which a turn should finish first, by what the core knows of engines and
-of the trajectory (`core/policy/elastic`).
+of the trajectory (`mechanisms/placement/policy/elastic`).
 
 An engine's cache should have the context that it computed last of the trajectory, and
 the prompt of its group (`costs/caches`). What a prompt's token costs shows in the times
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rollweave.core.mechanisms.costs import caches
 from rollweave.core.mechanisms.costs.state import costs_of
 from rollweave.core.mechanisms.lengths.state import domain_of, work_of
-from rollweave.core.policy.elastic import Site, earliest
+from rollweave.core.mechanisms.placement.policy.elastic import Site, earliest
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory
 from rollweave.schema.base import EngineId

@@ -8,8 +8,8 @@ from rollweave.core.mechanisms.costs.rates import rate_of
 from rollweave.core.mechanisms.lengths.index import EngineWork, index_of, reindex
 from rollweave.core.mechanisms.lengths.state import domain_of, work_of
 from rollweave.core.mechanisms.placement import assignment, transfers
+from rollweave.core.mechanisms.placement.policy.migration import worth_it
 from rollweave.core.mechanisms.placement.state import Placement, migration_of
-from rollweave.core.policy.migration import worth_it
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Queued, Trajectory, Turn
 from rollweave.schema.events import TurnDone

@@ -17,8 +17,8 @@ from rollweave.core import attempts, dispatching
 from rollweave.core.mechanisms.lengths.index import reindex
 from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.mechanisms.placement import assignment
+from rollweave.core.mechanisms.placement.policy.migration import Request, transfer_epoch
 from rollweave.core.mechanisms.placement.state import Migration, Placement, migration_of
-from rollweave.core.policy.migration import Request, transfer_epoch
 from rollweave.core.run import Run, TurnMove
 from rollweave.core.state import Engine, EngineStatus, Held, Trajectory, Turn
 from rollweave.schema.base import EngineId

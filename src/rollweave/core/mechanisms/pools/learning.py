@@ -3,9 +3,9 @@ where domains begin, and after each step the domains move to where the fleet wou
 done earliest.
 
 What a domain asks for and what it costs in each pool is in `core/policy/profile`, and
-the division of domains among pools in `core/policy/shares`. An attempt keeps the pool
-that it was given, so that its prefix cache is not lost; new attempts follow the shares,
-in the same order whenever the events are the same.
+the division of domains among pools in `mechanisms/pools/shares`. An attempt keeps the
+pool that it was given, so that its prefix cache is not lost; new attempts follow the
+shares, in the same order whenever the events are the same.
 
 Invariant: the shares of a domain sum to 1, and a pinned domain has none.
 """
@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from rollweave.core.mechanisms.costs.rates import Kind, kind_of, learns_pools
 from rollweave.core.mechanisms.costs.state import Costs
 from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.pools.shares import Shares, assign, makespan
 from rollweave.core.mechanisms.pools.state import Pools
 from rollweave.core.policy.affinity import next_pool, serving_pool
 from rollweave.core.policy.profile import Cost, DomainProfile, Worked, cost, together, token_costs
-from rollweave.core.policy.shares import Shares, assign, makespan
 from rollweave.core.policy.turn_times import FIRST_TURNS, Fit, TurnTime, fit, renewed
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory, Turn

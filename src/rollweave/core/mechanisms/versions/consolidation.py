@@ -1,5 +1,5 @@
 """Consolidation ("repack") frees engines that are down to the tail of their batch, in
-mode decoupled (Laminar §5; `core/policy/repack`).
+mode decoupled (Laminar §5; `mechanisms/versions/repack`).
 
 It runs every `CONSOLIDATION_S`, and when new weights are published. Only engines with
 older weights are considered: the others are still launching. A trajectory that leaves
@@ -14,8 +14,8 @@ from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.mechanisms.placement import assignment, transfers
 from rollweave.core.mechanisms.placement.state import Placement
 from rollweave.core.mechanisms.versions import binding
+from rollweave.core.mechanisms.versions.repack import Move, Replica, batch_bound, repack
 from rollweave.core.mechanisms.versions.state import Versions, batch_of
-from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Queued, Stage, Trajectory
 from rollweave.core.turn_queues import QueuedTurn

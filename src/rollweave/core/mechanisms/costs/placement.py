@@ -7,12 +7,12 @@ partition cuts the sorted list into contiguous groups (Lemma 5.1; it also holds 
 workers of mixed degrees, whose order along the list is then part of the problem).
 
 The search needs no table of sub-problems. Of costs it needs only that a group's cost
-never falls as it gets more members, or longer ones (`Groups`; `core/policy/work` is
-another). For a bound M on the makespan, how far a worker reaches from position k of the
-list is one bisection, and never decreases in k; so covering the most of the list with
-each set of workers is best whatever follows, and "does M suffice?" costs one pass over
-the sets. The least M is then searched exactly: a bound that suffices is lowered to what
-its partition achieves, one that does not is raised to the next value at which any
+never falls as it gets more members, or longer ones (`Groups`; `mechanisms/lengths/work`
+is another). For a bound M on the makespan, how far a worker reaches from position k of
+the list is one bisection, and never decreases in k; so covering the most of the list
+with each set of workers is best whatever follows, and "does M suffice?" costs one pass
+over the sets. The least M is then searched exactly: a bound that suffices is lowered to
+what its partition achieves, one that does not is raised to the next value at which any
 worker would reach further, until both meet. Invariant: costs are compared exactly as
 the makespan is computed, so the result is the minimum to the bit. Where the makespan
 leaves freedom, spans are levelled, so that no worker is full while another one is
@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
-from rollweave.core.policy.interference import CostTable, descending
+from rollweave.core.mechanisms.costs.interference import CostTable, descending
 from rollweave.schema.base import Struct
 
 Moves = Sequence[Sequence[tuple[int, int]]]

@@ -9,7 +9,7 @@ its context for a step. Batches that shrink as members end, queueing beyond the 
 and contexts beyond the KV cache are all covered, in closed form.
 
 A group's cost never falls when a member is added, nor when members grow;
-`core/policy/placement` needs this to find the best partition into groups that are
+`mechanisms/costs/placement` needs this to find the best partition into groups that are
 contiguous by length. (A partition that mixes lengths may be better still: work can be
 divided more evenly than contiguous groups allow.)
 """
@@ -85,8 +85,8 @@ def occupied(tokens: float, *, context: float, growth: float) -> float:
 
 
 class ByWork:
-    """Groups of trajectories by their work: the `Groups` that `core/policy/placement`
-    and `core/policy/allocation` search.
+    """Groups of trajectories by their work: the `Groups` that
+    `mechanisms/costs/placement` and `mechanisms/placement/policy/allocation` search.
     """
 
     def __init__(self, works: Sequence[tuple[int, int]], rates: Mapping[int, Rate]) -> None:

@@ -56,7 +56,7 @@ def worth_it(
     by more than the move delays the trajectory.
 
     Each engine's seconds to the end of its work are given without and with the move
-    (`core/policy/work`); tools are not counted.
+    (`mechanisms/lengths/work`); tools are not counted.
     """
     before = max(source_s[0], target_s[0])
     return before - max(source_s[1], target_s[1]) > exposed_s + GAIN * before

@@ -14,7 +14,7 @@ most `kv_max` of its KV and `batch_max` requests, and no more than its slots.
 
 from collections.abc import Sequence
 
-from rollweave.core.policy.interference import step_times
+from rollweave.core.mechanisms.costs.interference import step_times
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.events import StepTime
 

@@ -5,13 +5,13 @@ The paper anneals over degrees with a placement inside. Under its own cost model
 joint problem has an exact answer that costs no more than one placement: let reach[g] be
 how far `g` GPUs get along the sorted list within a makespan; then reach[g] = max over d
 of extend_d(reach[g - d]), because a worker never reaches less far from a later start
-(`core/policy/placement` has this search). `benchmarks/placement/heddle_baselines` has
-the paper's algorithm.
+(`mechanisms/costs/placement` has this search). `benchmarks/placement/heddle_baselines`
+has the paper's algorithm.
 """
 
 from collections.abc import Sequence
 
-from rollweave.core.policy.placement import (
+from rollweave.core.mechanisms.costs.placement import (
     Groups,
     Moves,
     Path,
