@@ -1,5 +1,5 @@
-"""The kernel: `handle(now, event)` updates the state of the run and returns the commands
-that follow.
+"""The kernel: `handle(now, event)` updates the state of the run and returns commands
+that follow from the event.
 
 It only routes: each kind of event goes to its sub-machine, the facts that this posts
 are settled (`core/lifecycle`), and then every sub-machine may use what the event made

@@ -286,8 +286,9 @@ class Run:
     ) -> None:
         self.config = config
         self.mechanisms = tuple(one for one in mechanisms if one.used(config))
-        self._parts = {one.state: _part(state, one) for one in self.mechanisms}
-        parts: list[Any] = list(self._parts.values())
+        # the parts of the state of these mechanisms, by their type
+        self.parts: dict[type, Any] = {one.state: _part(state, one) for one in self.mechanisms}
+        parts: list[Any] = list(self.parts.values())
         self._with_trajectories = [one for one in parts if hasattr(one, "trajectories")]
         self._with_engines = [one for one in parts if hasattr(one, "engines")]
         # move → the functions of the mechanisms that follow it
@@ -347,11 +348,12 @@ class Run:
 
     def part(self, kind: type[Part]) -> Part:
         """The part of the state of the mechanism that has this kind of it."""
-        return self._parts[kind]  # type: ignore[return-value]
+        part: Part = self.parts[kind]
+        return part
 
     def uses(self, kind: type[msgspec.Struct]) -> bool:
         """True if the run has the mechanism with this kind of state."""
-        return kind in self._parts
+        return kind in self.parts
 
     def follow(self, move: Move, *what: Any) -> None:
         """Tell the mechanisms that follow it of a move."""

@@ -84,9 +84,14 @@ class Costs(msgspec.Struct):
 
 def costs_of(run: Run, engine: Engine) -> EngineCosts:
     """Return the costs of the engine."""
-    return run.part(Costs).engines.setdefault(engine.id, EngineCosts())
+    engines: dict[EngineId, EngineCosts] = run.parts[Costs].engines
+    costs = engines.get(engine.id)
+    if costs is None:
+        costs = engines[engine.id] = EngineCosts()
+    return costs
 
 
 def turn_costs_of(run: Run, trajectory: Trajectory) -> TurnCosts:
     """Return the costs of the trajectory's turn."""
-    return run.part(Costs).trajectories[trajectory.id]
+    costs: dict[TrajectoryId, TurnCosts] = run.parts[Costs].trajectories
+    return costs[trajectory.id]

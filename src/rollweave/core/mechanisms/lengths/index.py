@@ -172,10 +172,9 @@ class LengthIndex:
 
 def index_of(run: Run) -> LengthIndex:
     """Return the index of the run's trajectories."""
-    index = run.derived.get(LengthIndex)
+    index: LengthIndex | None = run.derived.get(LengthIndex)
     if index is None:
         index = run.derived[LengthIndex] = _fresh_index(run)
-    assert isinstance(index, LengthIndex)
     return index
 
 

@@ -50,10 +50,15 @@ class Lengths(msgspec.Struct):
 
 def work_of(run: Run, trajectory: Trajectory) -> Work:
     """Return what the trajectory has yet to sample."""
-    return run.part(Lengths).trajectories[trajectory.id]
+    works: dict[TrajectoryId, Work] = run.parts[Lengths].trajectories
+    return works[trajectory.id]
 
 
 def domain_of(run: Run, trajectory: Trajectory) -> DomainLengths:
     """Return the lengths and times of the trajectory's task domain."""
     name = run.state.groups[trajectory.group_id].name
-    return run.part(Lengths).domains.setdefault(name, DomainLengths())
+    domains = run.part(Lengths).domains
+    stats = domains.get(name)
+    if stats is None:
+        stats = domains[name] = DomainLengths()
+    return stats

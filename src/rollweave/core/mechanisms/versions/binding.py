@@ -52,7 +52,7 @@ class _BatchSizes(dict[EngineId, int]):
 
 
 def _batch_sizes(run: Run) -> _BatchSizes:
-    sizes = run.fleet.derived.get(_BatchSizes)
+    sizes: _BatchSizes | None = run.fleet.derived.get(_BatchSizes)
     if sizes is None:
         rollout, engines = run.config.rollout, run.state.engines
         sampling = sum(engine.samples for engine in engines.values())
@@ -64,7 +64,6 @@ def _batch_sizes(run: Run) -> _BatchSizes:
             )
             for engine in engines.values()
         )
-    assert isinstance(sizes, _BatchSizes)
     return sizes
 
 

@@ -31,4 +31,8 @@ def weights_of(run: Run, trajectory: Trajectory) -> int:
 
 def batch_of(run: Run, engine: Engine) -> Batch:
     """Return what the engine has launched under its weights."""
-    return run.part(Versions).engines.setdefault(engine.id, Batch())
+    engines: dict[EngineId, Batch] = run.parts[Versions].engines
+    batch = engines.get(engine.id)
+    if batch is None:
+        batch = engines[engine.id] = Batch()
+    return batch
