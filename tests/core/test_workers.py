@@ -198,7 +198,7 @@ def test_an_attempt_that_waits_for_its_reward_is_lost_with_its_worker() -> None:
     assert state.trajectories[first.trajectory_id].stage is Stage.EVAL_QUEUED
     run.lose("w0")
     again = state.trajectories[first.trajectory_id]
-    assert (again.stage, again.attempt, again.worlds_lost) == (Stage.QUEUED, 1, 0)
+    assert (again.stage, again.attempt, again.past.worlds_lost) == (Stage.QUEUED, 1, 0)
 
 
 def test_an_attempt_that_loses_many_workers_is_given_up() -> None:
@@ -251,7 +251,7 @@ def test_the_workers_of_a_lost_host_start_elsewhere_without_suspicion() -> None:
     commands = run.send(e.HostLost(host=1, error="silent"))
     assert [(one.worker_id, one.host, one.epoch) for one in restarts(commands)] == [("w1", 0, 1)]
     trajectory = run.core.state.trajectories[first[0].trajectory_id]
-    assert (trajectory.attempt, trajectory.worlds_lost) == (1, 0)
+    assert (trajectory.attempt, trajectory.past.worlds_lost) == (1, 0)
     assert run.lose("w1") == []  # of the former epoch, too late
 
 

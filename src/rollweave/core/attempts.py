@@ -223,7 +223,6 @@ def _leave_worker(run: Run, trajectory: Trajectory) -> None:
 def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """Count the end of the attempt, once, if it was launched."""
     if trajectory.launched:
-        trajectory.launched = False
         reasons = run.state.counters.stop_reasons
         reasons[reason] = reasons.get(reason, 0) + 1
 

@@ -11,7 +11,6 @@ from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import (
-    ALIVE,
     EngineStatus,
     GroupStatus,
     Held,
@@ -266,8 +265,7 @@ def _check_attempts(run: Run) -> None:
         f"{counters.attempts} attempts, {over} over, {under_way} under way"
     )
     for one in state.trajectories.values():
-        assert one.launched == (one.stage in ALIVE or one.stage is Stage.EVAL_QUEUED), one
-        assert one.kept is None or one.stage is Stage.QUEUED, one
+        assert one.past.kept is None or one.stage is Stage.QUEUED, one
     if not state.serving:
         started = counters.started + counters.eval_started + counters.relaunched
         assert counters.attempts == started, (

@@ -107,21 +107,30 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
 
 
+class Past(msgspec.Struct):
+    """The past of a trajectory: attempts that were lost."""
+
+    # number of controllers and workers lost while an attempt was under way
+    worlds_lost: int = 0
+    kept: Kept | None = None  # the attempt that the next one may continue
+    continues: bool = False  # this attempt continues an earlier one
+    life: str = ""  # the controller's life in which the last attempt was launched
+    # earliest step to which the trainer was restored during the attempt
+    restored_to: int | None = None
+
+
 class Trajectory(msgspec.Struct):
     id: TrajectoryId
     group_id: GroupId
     member: int
     stage: Stage = Stage.QUEUED
     attempt: int = 0
-    # number of controllers and workers lost while an attempt was under way
-    worlds_lost: int = 0
     worker: str = ""  # that has this attempt
     initiated: int = -1  # weight version at launch of this attempt; -1 before
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
     turns_requested: int = 0  # by this attempt
-    turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # that ran the last turn
     pool: str = ""  # pool that this attempt was given; "" if it is that of its task domain
@@ -133,13 +142,13 @@ class Trajectory(msgspec.Struct):
     reward: float | None = None
     success: bool | None = None
     started: bool = False  # counted as started
-    launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
-    kept: Kept | None = None  # the attempt that the next one may continue
-    continues: bool = False  # this attempt continues an earlier one
-    life: str = ""  # the controller's life in which its last attempt was launched
-    # earliest step to which the trainer was restored during the attempt
-    restored_to: int | None = None
+    past: Past = msgspec.field(default_factory=Past)
+
+    @property
+    def launched(self) -> bool:
+        """True if this attempt has begun, and has not ended."""
+        return self.stage in ALIVE or self.stage is Stage.EVAL_QUEUED
 
     @property
     def open_turn(self) -> Turn:

@@ -54,7 +54,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     if trajectory is None or trajectory.stage not in (Stage.INIT, Stage.RUN, Stage.CLOSING):
         return
     release_turn(run, trajectory)
-    trajectory.turns, trajectory.tokens = event.turns, event.tokens
+    trajectory.tokens = event.tokens
     if trajectory.closing is not None:
         end_attempt(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
@@ -194,8 +194,8 @@ def suspect(run: Run, trajectory: Trajectory) -> None:
     """Count a lost controller or worker against an attempt that was under way: it may
     be the cause, since its environment ran there.
     """
-    trajectory.worlds_lost += 1
-    if trajectory.worlds_lost == MAX_WORLDS_LOST:
+    trajectory.past.worlds_lost += 1
+    if trajectory.past.worlds_lost == MAX_WORLDS_LOST:
         text = (
             f"is given up: {MAX_WORLDS_LOST} controllers or workers were lost while it was "
             "under way, perhaps because of its environment"
@@ -248,9 +248,8 @@ def start_inits(run: Run) -> None:
         if version is None:
             return
         trajectory.initiated, continued = continuation.take(run, trajectory, version)
-        trajectory.launched_at, trajectory.life = run.now, state.life
+        trajectory.launched_at, trajectory.past.life = run.now, state.life
         state.counters.attempts += 1
-        trajectory.launched = True
         if trajectory.started:
             state.counters.relaunched += 1
         else:
