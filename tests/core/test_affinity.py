@@ -205,7 +205,7 @@ def test_a_pool_without_engines_gets_no_attempts() -> None:
     world = ready(learned())
     run, state = world.core._run, world.core.state
     state.mechanisms["pools"].shares = {"a": {"compute": 0.5, "bandwidth": 0.5}}
-    for engine in [one for one in state.engines.values() if one.pool == "bandwidth"]:
+    for engine in [one for one in state.engines.values() if one.seat.pool == "bandwidth"]:
         world.feed(e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="killed"))
     one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
     assert {affinity.pool_of_attempt(run, one) for _ in range(5)} == {"compute"}

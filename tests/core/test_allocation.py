@@ -15,7 +15,7 @@ from tests.support.states import DEGREES, TAIL, fleet
 
 def degrees_of(run: Run) -> list[int]:
     """The degrees of the engines that stay, and of those that are to be started."""
-    staying = [one.degree for one in run.state.engines.values() if not one.draining]
+    staying = [one.seat.degree for one in run.state.engines.values() if not one.draining]
     return sorted([*staying, *run.state.membership.pending_degrees])
 
 

@@ -18,9 +18,9 @@ def test_kv_holds_those_that_claim_it_first() -> None:
     run = running(10, 10, 10, engine=E0)
     engine = run.state.engines[E0]
     assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True, True, False]
-    engine.kv_tokens = 120
+    engine.abilities.kv_tokens = 120
     assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True] * 3
-    engine.kv_tokens = 10
+    engine.abilities.kv_tokens = 10
     assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True, False, False]
 
 
@@ -65,7 +65,7 @@ def test_no_kv_is_kept_for_environments_that_work_long() -> None:
     assert not assignment.fits_in_kv(run, last, run.state.engines[E0])
     run.now += 0.1
     assert assignment.fits_in_kv(run, last, run.state.engines[E0])
-    run.state.engines[E0].kv_tokens = 79
+    run.state.engines[E0].abilities.kv_tokens = 79
     assert not assignment.fits_in_kv(run, last, run.state.engines[E0]), "one is left"
     run.state.mechanisms["lengths"].domains["a"].turn_s = 1e9
     assert not assignment.fits_in_kv(run, last, run.state.engines[E0])
@@ -74,7 +74,7 @@ def test_no_kv_is_kept_for_environments_that_work_long() -> None:
 def test_an_empty_cache_takes_any_context() -> None:
     run = running(10, 10, engine=E0)
     away, last = members(run)
-    run.state.engines[E0].kv_tokens = 10
+    run.state.engines[E0].abilities.kv_tokens = 10
     away.turn, run.now = None, 100.0
     assert assignment.fits_in_kv(run, last, run.state.engines[E0])
 

@@ -66,7 +66,9 @@ class Turns(Driver):
         return self.send(e.HostJoined(host=host(number, gpus)))
 
     def places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return {one.id: (one.host, one.devices) for one in self.core.state.engines.values()}
+        return {
+            one.id: (one.seat.host, one.seat.devices) for one in self.core.state.engines.values()
+        }
 
     def ranks(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(one.host, one.devices) for one in self.core.state.hosts.ranks]
@@ -205,7 +207,9 @@ def test_whatever_hosts_are_lost_no_gpu_has_more_than_was_counted(
         if state.error:
             return
         up = state.hosts.up
-        used = Counter((one.host, gpu) for one in state.engines.values() for gpu in one.devices)
+        used = Counter(
+            (one.seat.host, gpu) for one in state.engines.values() for gpu in one.seat.devices
+        )
         limits = {
             (place, gpu): max(1, driver.counted[place, gpu]) if place < len(gpus) else most
             for place in up

@@ -67,8 +67,10 @@ def test_without_consolidation_nothing_is_considered() -> None:
 
 def test_the_batch_bound_is_the_least_of_the_engines() -> None:
     run = outdated(context=400)
-    run.state.engines[E1].max_slots = 7
-    assert consolidation._batch_max(run, [E0, E1]) == min(run.state.engines[E0].max_slots, 7)
+    run.state.engines[E1].abilities.max_slots = 7
+    assert consolidation._batch_max(run, [E0, E1]) == min(
+        run.state.engines[E0].abilities.max_slots, 7
+    )
     assert consolidation._batch_max(run, [E1]) == 7
 
 

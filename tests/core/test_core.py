@@ -85,7 +85,7 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
             for engine in state.engines.values()
             if engine.status is EngineStatus.SERVING
             and not engine.draining
-            and len(engine.active) < engine.max_slots
+            and len(engine.active) < engine.abilities.max_slots
         ]
         assert not (strangers and free), (
             f"{strangers[0].id} waits for {work_of(world.core._run, strangers[0]).assigned_engine}, {free[0]} has a free slot"

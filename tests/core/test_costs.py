@@ -35,7 +35,7 @@ def test_degrees_cost_the_same_if_one_is_unmeasured() -> None:
 def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     run = fleet(1, lengths=TAIL)
     engine = next(iter(run.state.engines.values()))
-    engine.max_slots, engine.kv_tokens = 0, 0
+    engine.abilities.max_slots, engine.abilities.kv_tokens = 0, 0
     before = dict(run.state.mechanisms["costs"].measured[""])
     costs.joined(run, engine, ())
     assert costs.rate_of(run, engine) == rate(profile(1, gain=1.9), slots=1, kv_tokens=1)
@@ -45,7 +45,7 @@ def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     assert costs.rate_of(run, engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
     known = costs.rate_of(run, engine)
-    engine.degree = 2
+    engine.seat.degree = 2
     costs.joined(run, engine, ())
     assert costs.rate_of(run, engine) == known, "no engine of degree 2 is measured"
     assert run.state.mechanisms["costs"].measured[""][1].rate == costs.rate_of(run, engine)
@@ -59,10 +59,10 @@ def test_engines_of_different_hardware_are_measured_apart() -> None:
     for last in (E0, E1):
         run = running(40, 30, 20, 10, 10, 10, 10)
         engines = run.state.engines
-        engines[E0].pool, engines[E1].pool = "compute", "bandwidth"
+        engines[E0].seat.pool, engines[E1].seat.pool = "compute", "bandwidth"
         for engine_id in sorted((E0, E1), key=lambda one: one == last):
             engine = engines[engine_id]
-            engine.max_slots, engine.kv_tokens = 16, 10**6
+            engine.abilities.max_slots, engine.abilities.kv_tokens = 16, 10**6
             costs.joined(run, engine, profile(1 if engine_id == E0 else 4, gain=2))
         assert run.state.mechanisms["costs"].measured["bandwidth"][1].rate == costs.rate_of(
             run, engines[E1]
@@ -82,7 +82,7 @@ def test_hosts_without_a_pool_of_the_engine_tell_hardware_apart_by_their_pools()
     run.state.hosts.up[0] = msgspec.structs.replace(host, pools=("H20", "all"))
     engine = run.state.engines[E0]
     assert costs.kind_of(run, engine) == ("H20+all", 1)
-    engine.pool = "H20"
+    engine.seat.pool = "H20"
     assert costs.kind_of(run, engine) == ("H20", 1)
 
 

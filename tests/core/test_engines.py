@@ -30,14 +30,18 @@ def of(run: Run, kind: type[c.Command]) -> list[c.Command]:
 def test_a_restart_begins_anew() -> None:
     run = serving()
     engine = run.state.engines[E0]
-    engine.consecutive_timeouts, engine.load_failures, engine.loading_id = 2, 1, 9
+    engine.failures.consecutive_timeouts, engine.failures.load_failures, engine.loading.id = 2, 1, 9
     run.now = 8.0
     run.state.mechanisms["placement"].partitions = {"": Partition()}
     engines.restart(run, engine, "stuck")
     assert not run.state.mechanisms["placement"].partitions, "they had shares for it"
-    assert (engine.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
-    assert (engine.version, engine.publication_id, engine.loading_id) == (-1, -1, -1)
-    assert (engine.consecutive_timeouts, engine.load_failures, engine.since) == (0, 0, 8.0)
+    assert (engine.failures.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
+    assert (engine.version, engine.publication_id, engine.loading.id) == (-1, -1, -1)
+    assert (engine.failures.consecutive_timeouts, engine.failures.load_failures, engine.since) == (
+        0,
+        0,
+        8.0,
+    )
     assert of(run, c.RestartEngine) == [
         c.RestartEngine(engine_id=E0, degree=1, group=0, epoch=1, reason="stuck")
     ]
@@ -48,9 +52,9 @@ def test_a_restart_begins_anew() -> None:
 def test_an_engine_that_keeps_failing_is_removed() -> None:
     run = serving()
     engine, limit = run.state.engines[E0], run.config.watchdog.restarts
-    engine.restarts = limit - 1
+    engine.failures.restarts = limit - 1
     engines.restart(run, engine, "stuck")
-    assert engine.restarts == limit
+    assert engine.failures.restarts == limit
     engines.restart(run, engine, "stuck")
     assert list(run.state.engines) == [E1]
     assert of(run, c.RemoveEngine) == [c.RemoveEngine(engine_id=E0, reason="stuck")]
@@ -58,7 +62,7 @@ def test_an_engine_that_keeps_failing_is_removed() -> None:
     assert removal.component == E0  # type: ignore[attr-defined]
     assert run.state.error == ""
     last = run.state.engines[E1]
-    last.restarts = limit
+    last.failures.restarts = limit
     engines.restart(run, last, "stuck")
     assert run.state.error == "no engine is left; the last one (e1): stuck"
 
@@ -70,7 +74,7 @@ def test_planned_engines_and_services_outlive_the_last_engine() -> None:
         run.state.membership.pending_degrees = [1] if change == "planned" else []
         run.state.serving = change == "service"
         engine = run.state.engines[E0]
-        engine.restarts = run.config.watchdog.restarts
+        engine.failures.restarts = run.config.watchdog.restarts
         engines.restart(run, engine, "stuck")
         assert run.state.engines == {}
         assert run.state.error == ""
@@ -80,7 +84,7 @@ def test_a_host_whose_engines_keep_failing_is_given_up() -> None:
     """Engine 0 is on host 0, and engine 1 on host 1."""
     run = serving(hosts=2)
     engine = run.state.engines[E0]
-    engine.restarts = run.config.watchdog.restarts
+    engine.failures.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
     assert (list(run.state.engines), list(run.state.mechanisms["relays"].relays)) == ([E1], ["r1"])
     assert run.state.mechanisms["relays"].order == ["r1"]
@@ -101,7 +105,7 @@ def test_a_host_stays_if_no_other_serves(elsewhere: str) -> None:
         case "draining":
             other.draining = True
     engine = run.state.engines[E0]
-    engine.restarts = run.config.watchdog.restarts
+    engine.failures.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
     assert list(run.state.mechanisms["relays"].relays) == ["r0", "r1"]
     assert E0 not in run.state.engines
@@ -128,11 +132,11 @@ def test_an_engine_joins_with_or_without_weights() -> None:
         )
         engines.on_joined(run, joined)
         assert (engine.status, engine.version, engine.publication_id) == (status, version, version)
-        assert (engine.max_slots, engine.kv_tokens) == (7, 70)
+        assert (engine.abilities.max_slots, engine.abilities.kv_tokens) == (7, 70)
         engines.on_joined(
             run, e.EngineJoined(engine_id=E0, epoch=0, max_slots=9, kv_total_tokens=1)
         )
-        assert engine.max_slots == 7, "it has joined"
+        assert engine.abilities.max_slots == 7, "it has joined"
 
 
 def test_news_of_a_former_life_is_ignored() -> None:

@@ -54,7 +54,10 @@ def test_an_engine_that_stands_in_for_another_moves_to_a_host_that_joins() -> No
     driver = Driver(2).up()
     driver.engines_up()
     driver.send(e.HostLost(host=1, error="silent"))
-    assert {one.id: one.host for one in driver.core.state.engines.values()} == {"e0": 0, "e2": 0}
+    assert {one.id: one.seat.host for one in driver.core.state.engines.values()} == {
+        "e0": 0,
+        "e2": 0,
+    }
     commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))
     assert started(commands) == [("e3", 2, ())]
     removed = [command.engine_id for command in of(commands, c.RemoveEngine)]  # type: ignore[attr-defined]
@@ -98,7 +101,7 @@ def test_engines_of_a_host_that_is_given_up_start_elsewhere() -> None:
     serve(driver)
     assert started(fail(driver, "e1", 2)) == [("e4", 0, ()), ("e5", 0, ())]
     engines = driver.core.state.engines
-    assert {engine.id: engine.host for engine in engines.values()} == dict.fromkeys(
+    assert {engine.id: engine.seat.host for engine in engines.values()} == dict.fromkeys(
         ["e0", "e2", "e4", "e5"], 0
     )
     joined = driver.send(e.HostJoined(host=HostSlot(number=2, cpus=8)))
@@ -374,7 +377,7 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     driver.send(e.HostJoined(host=HostSlot(number=3, machine="m3", cpus=64)))
     driver.join("r3")
     assert driver.relay("r3").fetch is None, "there is no engine on its host"
-    driver.core.state.engines[EngineId("e3")].host = 3
+    driver.core.state.engines[EngineId("e3")].seat.host = 3
     driver.core._run.fleet_changed()
     driver.wait(1.0)
     assert driver.source("r3") == "r2"

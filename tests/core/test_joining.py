@@ -136,7 +136,7 @@ def test_an_engine_that_joins_is_on_a_host_that_is_up() -> None:
         )
     driver.send(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
     state = driver.core.state
-    assert {engine.id: engine.host for engine in state.engines.values()} == {
+    assert {engine.id: engine.seat.host for engine in state.engines.values()} == {
         "e1": 1,
         "e2": 2,
         "e3": 1,  # in place of that of the host that is given up
@@ -157,7 +157,7 @@ def test_an_engine_of_another_group_has_its_settings() -> None:
     run_config = config("bounded").model_copy(update={"engines": config("bounded").engines * 2})
     core = Core(run_config)
     core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
-    assert [engine.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
+    assert [engine.seat.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
     started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
     assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
     assert not any(

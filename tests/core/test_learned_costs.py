@@ -80,7 +80,7 @@ class Recorder(World):
                 seconds=elapsed,
                 output_tokens=event.output_tokens,
                 prompt_tokens=sum(prompts),
-                batch=min(turn_s / elapsed, engine.max_slots),
+                batch=min(turn_s / elapsed, engine.abilities.max_slots),
                 context=context_s / turn_s + event.output_tokens / 2,
             )
         )
@@ -196,7 +196,7 @@ def test_until_then_an_engine_is_assumed_to_cost_what_others_do() -> None:
     """Else its work would be counted in other units than theirs."""
     run = running(40, 30, 20, 10)
     engines = run.state.engines
-    engines[E0].pool, engines[E1].pool = "own", "server"
+    engines[E0].seat.pool, engines[E1].seat.pool = "own", "server"
     costs.joined(run, engines[E0], profile(1, gain=2))
     assert costs.rate_of(run, engines[E1]) == costs.rate_of(run, engines[E0])
     assert costs.measured_of(run, engines[E1]) is None
@@ -214,7 +214,7 @@ def test_servers_are_a_class_of_their_own() -> None:
     server = group.model_copy(update={"kind": "vllm", "python": "/opt/vllm/bin/python"})
     run.config = run.config.model_copy(update={"engines": (group, server)})
     engines = run.state.engines
-    engines[E1].group = 1
+    engines[E1].seat.group = 1
     assert costs.kind_of(run, engines[E0]) == ("", 1)
     assert costs.kind_of(run, engines[E1]) == ("/vllm", 1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from rollweave.core import engines, membership
 from rollweave.core.membership import engines_to_start, first_engines
-from rollweave.core.state import Engine, Phase, State
+from rollweave.core.state import Engine, Phase, Seat, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
@@ -15,7 +15,8 @@ from tests.support.states import place_on_hosts, running
 
 
 def engine(number: int, **fields: Any) -> Engine:
-    return Engine(id=EngineId(f"e{number}"), **fields)
+    seat = Seat(**{name: fields.pop(name) for name in ("degree", "group") if name in fields})
+    return Engine(id=EngineId(f"e{number}"), seat=seat, **fields)
 
 
 def state_of(*listed: Engine, next_number: int = 0) -> State:

@@ -238,7 +238,7 @@ def test_a_turn_that_waits_to_vacate_is_released_if_the_target_has_changed() -> 
 @pytest.mark.parametrize("without", [E0, E1])
 def test_engines_that_cannot_move_kv_get_no_transfer(without: EngineId) -> None:
     run = uneven(*EIGHT)
-    run.state.engines[without].moves_kv = False
+    run.state.engines[without].abilities.moves_kv = False
     assert migration.consider(run, members(run)[0]) == []
     assert transfers(run) == []
     assert run.state.mechanisms["placement"].migrations.open == {}
@@ -246,7 +246,7 @@ def test_engines_that_cannot_move_kv_get_no_transfer(without: EngineId) -> None:
 
 def test_trajectories_vacate_an_engine_that_cannot_move_kv_at_once() -> None:
     run = uneven(*EIGHT)
-    run.state.engines[E0].moves_kv = False
+    run.state.engines[E0].abilities.moves_kv = False
     leaving = members(run)
     for one in leaving:
         one.turn = Turn(number=0, context_tokens=0, since=1.0)

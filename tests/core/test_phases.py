@@ -321,7 +321,7 @@ def test_only_an_engine_with_the_same_weights_gets_a_prompt() -> None:
 
 def test_an_engine_that_cannot_move_kv_gets_none() -> None:
     run = Controlled()
-    run.core.state.engines[P0].moves_kv = False
+    run.core.state.engines[P0].abilities.moves_kv = False
     sampled(run.request())
 
 

@@ -108,4 +108,4 @@ def test_a_pool_without_engines_is_replaced_by_its_fallback_until_one_is_back() 
 
 def _serving(world: World, pool: str) -> list[Engine]:
     engines = world.core.state.engines.values()
-    return [one for one in engines if one.pool == pool and one.status is EngineStatus.SERVING]
+    return [one for one in engines if one.seat.pool == pool and one.status is EngineStatus.SERVING]

@@ -185,7 +185,7 @@ def test_a_relay_fetches_the_published_weights_that_it_lacks() -> None:
     run, _ = fetching()
     relays.advance(run)
     assert asked(run) == [], "there is no engine on its host"
-    run.state.engines[E1].host = 2
+    run.state.engines[E1].seat.host = 2
     run.fleet_changed()
     relays.advance(run)
     assert asked(run) == [("r2", "r1")], "the one before it is fetching them"

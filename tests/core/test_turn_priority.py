@@ -17,7 +17,7 @@ def crowded() -> Run:
     """An engine of two slots has three turns, of ranks 5, 4 and 1."""
     run = running(10, 10, 10)
     engine = run.state.engines[E0]
-    engine.status, engine.max_slots = EngineStatus.SERVING, SLOTS
+    engine.status, engine.abilities.max_slots = EngineStatus.SERVING, SLOTS
     run.fleet_changed()
     for number, (one, rank) in enumerate(zip(members(run), (5.0, 4.0, 1.0), strict=True)):
         one.open_turn.rank, one.open_turn.arrival = rank, number
@@ -52,7 +52,7 @@ def test_a_turn_that_was_overtaken_too_often_is_promoted() -> None:
 def test_an_engine_with_a_slot_for_each_turn_has_no_victims() -> None:
     run = crowded()
     run.state.engines[E0].turns_given += 100
-    run.state.engines[E0].max_slots = 3
+    run.state.engines[E0].abilities.max_slots = 3
     run.fleet_changed()
     turn_priority.promote_overdue(run)
     assert reranked(run) == []

@@ -96,10 +96,10 @@ def test_what_an_engine_launches_after_a_load() -> None:
     run = two_engines(batch=3)
     engine = run.state.engines[E0]
     batch = batch_of(run, engine)
-    engine.loading_id, batch.launched, batch.peak_kv = run.state.publication.id, 9, 50
+    engine.loading.id, batch.launched, batch.peak_kv = run.state.publication.id, 9, 50
     affinity.begin_load(run, engine)
     assert (batch.launched, batch.peak_kv) == (0, None)
-    engine.loading_id = 55
+    engine.loading.id = 55
     affinity.begin_load(run, engine)
     assert batch_of(run, engine).launched == 3
 
@@ -107,8 +107,8 @@ def test_what_an_engine_launches_after_a_load() -> None:
 def test_checkpoints_that_are_read_or_waited_for_are_needed() -> None:
     run = two_engines()
     first, second = run.state.engines.values()
-    first.loading_step, first.status = 3, EngineStatus.LOADING
-    second.loading_step = 4
+    first.loading.step, first.status = 3, EngineStatus.LOADING
+    second.loading.step = 4
     assert affinity.needed_checkpoints(run) == {3}
     first.status = EngineStatus.SERVING
     assert affinity.needed_checkpoints(run) == set()

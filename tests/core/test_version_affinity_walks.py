@@ -73,7 +73,11 @@ def slow_batch(run: Run, engine: Engine) -> int:
     rollout = run.config.rollout
     share = -(-rollout.max_running // len(run.state.engines))
     return max(
-        1, min(rollout.engine_batch or version_affinity.BATCH_PER_SLOT * engine.max_slots, share)
+        1,
+        min(
+            rollout.engine_batch or version_affinity.BATCH_PER_SLOT * engine.abilities.max_slots,
+            share,
+        ),
     )
 
 
@@ -134,7 +138,7 @@ def slow_somewhere(run: Run, publication_id: int) -> bool:
         loading = engine.status is EngineStatus.LOADING
         if (
             not engine.draining
-            and (engine.loading_id if loading else engine.publication_id) == publication_id
+            and (engine.loading.id if loading else engine.publication_id) == publication_id
         ):
             return True
     return False

@@ -89,5 +89,5 @@ def test_nothing_is_waited_for_once_all_serve() -> None:
         loaded = e.WeightsLoaded(engine_id=EngineId(name), epoch=0, version=0, publication_id=0)
         driver.send(loaded)
     assert driver.waits() == []
-    driver.core.state.engines[EngineId("e0")].staging_id = 0
+    driver.core.state.engines[EngineId("e0")].staging.id = 0
     assert driver.waits() == ["engine e0 on host a: receiving version 0 while it serves"]

@@ -39,10 +39,10 @@ def test_the_newest_version_is_kept_and_those_in_use() -> None:
     weights.publish(run, 3, 30)
     assert publication.retained == {20: 2, 30: 3}
     assert publication.at == 7.0
-    run.state.engines[E0].publication_id, run.state.engines[E1].loading_id = 30, 20
+    run.state.engines[E0].publication_id, run.state.engines[E1].loading.id = 30, 20
     weights.publish(run, 4, 40)
     assert publication.retained == {20: 2, 30: 3, 40: 4}
-    run.state.engines[E1].loading_id = 30
+    run.state.engines[E1].loading.id = 30
     weights.publish(run, 5, 50)
     assert publication.retained == {30: 3, 50: 5}
     weights.forget(run, 30)

@@ -110,7 +110,7 @@ def test_engines_have_the_gpus_of_their_pool(tmp_path: Path) -> None:
     for pool, name in (("compute", "h800"), ("bandwidth", "h20")):
         expected = EngineCost(gpu=gpu(name), model=shape, tp=4)
         assert decode_step(engines[pool, 4], 8, 8000) == decode_step(expected, 8, 8000)
-        assert engines[pool, 4].kv_tokens == expected.kv_tokens
+        assert engines[pool, 4].abilities.kv_tokens == expected.kv_tokens
     other, _ = costs_of(
         pooled(tmp_path, sim={"model": "qwen3-8b", "pools": {"bandwidth": {"gpu": "a100"}}})
     )
@@ -204,7 +204,7 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
         world.step()
     assert world.lose_host(2, "no power") == "bandwidth"
     assert world.lose_host(2, "no power") is None
-    while any(one.host == 2 for one in state.engines.values()):
+    while any(one.seat.host == 2 for one in state.engines.values()):
         world.step()
     assert [*state.engines][3:] == ["e5"]
     stand_in = state.engines["e5"]  # type: ignore[index]
@@ -215,7 +215,7 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
     while stand_in.id in state.engines:
         world.step()
     assert {node.sharing for node in world.fleet.nodes.values()} == {1}
-    assert [one.pool for one in state.engines.values()][-2:] == ["bandwidth", "bandwidth"]
+    assert [one.seat.pool for one in state.engines.values()][-2:] == ["bandwidth", "bandwidth"]
     finish(world)
     assert ("relays" in state.mechanisms) == relayed
     assert replayed(run_config, journal).snapshot() == world.core.snapshot()

@@ -36,7 +36,7 @@ def place_on_hosts(state: State, count: int) -> None:
         part.relayed = count > 0
         part.relays = {f"r{number}": Relay(id=f"r{number}", host=number) for number in range(count)}
     for number, engine in enumerate(state.engines.values()):
-        engine.host = number % max(1, count)
+        engine.seat.host = number % max(1, count)
 
 
 def profile(degree: int, *, gain: float) -> tuple[e.StepTime, ...]:

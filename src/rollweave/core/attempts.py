@@ -112,7 +112,7 @@ def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None
     run.follow(TurnMove.LEFT, trajectory, turn, engine)
     turn.prefill = None
     run.fleet.vacate(engine, trajectory.id, turn)
-    if engine.isolates == trajectory.id:
+    if engine.failures.isolates == trajectory.id:
         open_again(run, engine)
 
 
@@ -122,17 +122,17 @@ def acquit(run: Run, turn: Turn) -> None:
     """
     suspicion = turn.suspicion
     lost = None if suspicion is None else run.state.engines.get(suspicion.engine)
-    if suspicion is None or lost is None or suspicion.epoch not in lost.doubted:
+    if suspicion is None or lost is None or suspicion.epoch not in lost.failures.doubted:
         return
-    lost.doubted[suspicion.epoch] -= 1
-    if not lost.doubted[suspicion.epoch]:
-        del lost.doubted[suspicion.epoch]
-        lost.restarts += 1
+    lost.failures.doubted[suspicion.epoch] -= 1
+    if not lost.failures.doubted[suspicion.epoch]:
+        del lost.failures.doubted[suspicion.epoch]
+        lost.failures.restarts += 1
 
 
 def open_again(run: Run, engine: Engine) -> None:
     """Let an engine that was kept for a suspect get turns again."""
-    engine.isolates = None
+    engine.failures.isolates = None
     run.fleet_changed()
     run.dirty_queues += [None, engine.id]
 
@@ -148,7 +148,7 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         case Suspected():
             del run.state.turns.suspects[trajectory.id]
             for engine in run.state.engines.values():
-                if engine.isolates == trajectory.id:
+                if engine.failures.isolates == trajectory.id:
                     open_again(run, engine)
         case OnEngine(engine=engine_id):
             if turn.prefill is None:

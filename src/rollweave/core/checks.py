@@ -79,8 +79,8 @@ def _check_turns(run: Run) -> None:
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
     prompts: dict[str, str] = {}  # trajectory → the prefill engine that has its prompt
     for engine in state.engines.values():
-        preempts = engine.samples and run.scheduling.preempts and engine.preempts
-        assert preempts or len(engine.active) <= max(engine.max_slots, 0), engine
+        preempts = engine.samples and run.scheduling.preempts and engine.abilities.preempts
+        assert preempts or len(engine.active) <= max(engine.abilities.max_slots, 0), engine
         table = served if engine.samples else prompts
         for trajectory_id in engine.active:
             assert trajectory_id not in table, (
@@ -124,14 +124,18 @@ def _check_suspects(run: Run) -> None:
     for engine in state.engines.values():
         for name in engine.active:
             turn = state.trajectories[name].open_turn
-            if turn.suspicion is not None and engine.isolates == name:
+            if turn.suspicion is not None and engine.failures.isolates == name:
                 assert list(engine.active) == [name], engine
-        isolated = engine.isolates
+        isolated = engine.failures.isolates
         assert isolated is None or isolated in {**engine.active, **state.turns.suspects}, engine
-    kept = [engine.isolates for engine in state.engines.values() if engine.isolates is not None]
+    kept = [
+        engine.failures.isolates
+        for engine in state.engines.values()
+        if engine.failures.isolates is not None
+    ]
     assert len(kept) == len(set(kept)), f"two engines are for one suspect: {kept}"
     for engine in run.state.engines.values():
-        for epoch, count in engine.doubted.items():
+        for epoch, count in engine.failures.doubted.items():
             suspicion = Suspicion(engine=engine.id, epoch=epoch)
             turns_ = [run.state.trajectories[member].turn for member in run.state.pools.run]
             open_ = sum(turn is not None and turn.suspicion == suspicion for turn in turns_)
@@ -189,14 +193,16 @@ def _check_weights(run: Run) -> None:
     state = run.state
     assert len(needed(run)) <= MAX_VERSIONS
     for engine in state.engines.values():
-        assert engine.staged_id < 0 or engine.staged_id > engine.publication_id, engine
-        assert engine.staging_id < 0 or engine.status is not EngineStatus.STARTING, engine
+        assert engine.staging.staged_id < 0 or engine.staging.staged_id > engine.publication_id, (
+            engine
+        )
+        assert engine.staging.id < 0 or engine.status is not EngineStatus.STARTING, engine
     assert not state.publication.checkpointed or (
         state.checkpoints.newest is not None
         and max(state.publication.checkpointed.values()) <= state.checkpoints.newest
     ), state.publication.checkpointed
     for engine in state.engines.values():
-        assert engine.host in state.hosts.up or state.serving, (
+        assert engine.seat.host in state.hosts.up or state.serving, (
             f"{engine.id} is on a host that was given up"
         )
 
@@ -213,7 +219,9 @@ def _check_devices(run: Run) -> None:
             TrainerStatus.TRAINING,
         ):
             assert engine.status in (EngineStatus.STARTING, EngineStatus.STALE), engine
-        assert not run.colocated or (engine.staging_id, engine.staged_id) == (-1, -1), engine
+        assert not run.colocated or (engine.staging.id, engine.staging.staged_id) == (-1, -1), (
+            engine
+        )
 
 
 def _check_fleet(run: Run) -> None:

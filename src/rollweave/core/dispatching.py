@@ -170,8 +170,10 @@ def _start_suspects(run: Run) -> None:
 def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine | None:
     """Return the engine that gets no turns but this one, now or once it is empty."""
     engines, loads = run.state.engines, run.chooser.candidates(run, trajectory, turn)
-    isolating = {engine.id: engine for engine in engines.values() if engine.isolates is not None}
-    own = next((one for one in isolating.values() if one.isolates == trajectory.id), None)
+    isolating = {
+        engine.id: engine for engine in engines.values() if engine.failures.isolates is not None
+    }
+    own = next((one for one in isolating.values() if one.failures.isolates == trajectory.id), None)
     if own is not None and any(load.id == own.id for load in loads):
         return own
     if own is not None:  # it takes no turns for a while, or has other weights
@@ -183,7 +185,7 @@ def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine 
     if chosen is None:
         return None
     engine = engines[chosen]
-    engine.isolates = trajectory.id
+    engine.failures.isolates = trajectory.id
     run.fleet_changed()
     requeue_from(run, engine)
     return engine
@@ -204,7 +206,7 @@ def next_in(run: Run, queue: QueueKey) -> QueuedTurn | None:
         return None
     turn = oldest.turn
     engine = state.engines.get(waited_for) if waited_for is not None else None
-    slots = engine.max_slots if engine is not None else run.fleet.slots
+    slots = engine.abilities.max_slots if engine is not None else run.fleet.slots
     if is_overdue(
         turns_given(run, waited_for) - oldest.place.given, slots=slots
     ) and turn.rank < overdue_rank(turn.arrival):
@@ -238,7 +240,7 @@ def give(run: Run, trajectory: Trajectory, turn: Turn, engine: Engine) -> None:
     """Give a turn that was taken from its queue to an engine."""
     state = run.state
     counted = state.counters.scheduling
-    counted.preemptions += len(engine.active) >= engine.max_slots
+    counted.preemptions += len(engine.active) >= engine.abilities.max_slots
     counted.queue_s += run.now - turn.since
     state.turns.given += 1
     engine.turns_given += 1

@@ -16,7 +16,7 @@ from rollweave.core import (
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.policy.suspicion import excuses
 from rollweave.core.run import EngineMove, HostMove, Run
-from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
+from rollweave.core.state import Engine, EngineStatus, Failures, Phase, Seat, State, Unplaced
 from rollweave.core.suspects import Verdict
 from rollweave.core.turns import RESTS
 from rollweave.schema.base import EngineId
@@ -76,18 +76,21 @@ def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
 
 
 def _engine(run: Run, slot: EngineSlot, *, joined: bool, moved: bool = False) -> Engine:
+    # a client of a service registers engines that do everything
+    whole = run.state.serving and joined
     return Engine(
         id=slot.id,
-        degree=slot.degree,
-        group=slot.group,
-        host=slot.host,
-        devices=slot.devices,
-        pool=slot.pool,
+        seat=Seat(
+            degree=slot.degree,
+            group=slot.group,
+            host=slot.host,
+            devices=slot.devices,
+            pool=slot.pool,
+            phase="both" if whole else run.config.engines[slot.group].phase,
+        ),
         lender=slot.lender,
-        # a client of a service registers engines that do everything
-        phase="both" if run.state.serving and joined else run.config.engines[slot.group].phase,
         joined=joined,
-        moved=moved,
+        failures=Failures(moved=moved),
         since=run.now,
     )
 
@@ -106,10 +109,10 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.STARTING:
         return
-    engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
-    engine.stages, engine.moves_kv = event.stages, event.moves_kv
-    engine.preempts, engine.lent = event.preempts, event.lent
-    engine.returns = 0
+    engine.abilities.max_slots, engine.abilities.kv_tokens = event.max_slots, event.kv_total_tokens
+    engine.abilities.stages, engine.abilities.moves_kv = event.stages, event.moves_kv
+    engine.abilities.preempts, engine.abilities.lent = event.preempts, event.lent
+    engine.failures.returns = 0
     engine.barred.pop(RESTS, None)
     run.follow(EngineMove.JOINED, engine, event)
     if event.version < 0:
@@ -143,17 +146,17 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
         return
     match _after_failure(run, engine, verdict):
         case Failover.EVICT_MACHINE:
-            engine.moved = True
+            engine.failures.moved = True
             evict(
                 run,
-                engine.host,
-                f"engine {engine.id} failed {engine.restarts} times; last: {reason}",
+                engine.seat.host,
+                f"engine {engine.id} failed {engine.failures.restarts} times; last: {reason}",
             )
             return
         case Failover.REMOVE_ENGINE:
             run.warn(
                 engine.id,
-                f"removed after {engine.restarts - 1} restarts: {reason}",
+                f"removed after {engine.failures.restarts - 1} restarts: {reason}",
                 count="engine_removed",
             )
             remove(run, engine, reason)
@@ -163,21 +166,21 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
             pass
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
     engine.epoch += 1
-    engine.version = engine.publication_id = engine.loading_id = -1
-    engine.staging_id = engine.staged_id = engine.unstaged_id = -1
+    engine.version = engine.publication_id = engine.loading.id = -1
+    engine.staging.id = engine.staging.staged_id = engine.staging.unstaged_id = -1
     engine.released = False
-    engine.consecutive_timeouts = engine.load_failures = 0
-    engine.unanswered, engine.isolates = {}, None
+    engine.failures.consecutive_timeouts = engine.failures.load_failures = 0
+    engine.failures.unanswered, engine.failures.isolates = {}, None
     enter(run, engine, EngineStatus.STARTING)
     run.follow(EngineMove.FLEET_CHANGED)
     run.pacing.unassign_engine(run, engine)
     dispatching.requeue_from(run, engine)
     command = RestartEngine(
         engine_id=engine.id,
-        degree=engine.degree,
-        group=engine.group,
-        host=engine.host,
-        devices=engine.devices,
+        degree=engine.seat.degree,
+        group=engine.seat.group,
+        host=engine.seat.host,
+        devices=engine.seat.devices,
         epoch=engine.epoch,
         reason=reason,
     )
@@ -187,18 +190,20 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
 def _after_failure(run: Run, engine: Engine, verdict: Verdict) -> Failover:
     """Record the loss of the engine, and return what follows."""
     former, limit = verdict.former, run.config.watchdog.restarts
-    if former is not None and excuses(elsewhere=former.engine != engine.id, excused=engine.excused):
-        engine.excused += 1
+    if former is not None and excuses(
+        elsewhere=former.engine != engine.id, excused=engine.failures.excused
+    ):
+        engine.failures.excused += 1
         return Failover.RESTART
-    if verdict.accused and engine.restarts <= limit:
-        engine.doubted[engine.epoch] = verdict.accused
+    if verdict.accused and engine.failures.restarts <= limit:
+        engine.failures.doubted[engine.epoch] = verdict.accused
         return Failover.RESTART
-    engine.restarts += 1
+    engine.failures.restarts += 1
     return failover(
-        restarts=engine.restarts - 1,
+        restarts=engine.failures.restarts - 1,
         limit=limit,
-        elsewhere=_serving_elsewhere(run, engine.host),
-        moved=engine.moved,
+        elsewhere=_serving_elsewhere(run, engine.seat.host),
+        moved=engine.failures.moved,
     )
 
 
@@ -213,7 +218,7 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
     run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
     state.hosts.up.pop(host, None)
     run.follow(HostMove.GIVEN_UP, host, reason)
-    for engine in [engine for engine in state.engines.values() if engine.host == host]:
+    for engine in [engine for engine in state.engines.values() if engine.seat.host == host]:
         displace(run, engine, f"host {host} was given up: {reason}", returns=returns)
 
 
@@ -224,10 +229,10 @@ def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) ->
     if not (engine.departing or engine.lender):
         run.state.hosts.unplaced.append(
             Unplaced(
-                degree=engine.degree,
-                group=engine.group,
+                degree=engine.seat.degree,
+                group=engine.seat.group,
                 joined=engine.joined,
-                moved=engine.moved,
+                moved=engine.failures.moved,
                 returns=returns,
             )
         )
@@ -247,7 +252,7 @@ def _serving_elsewhere(run: Run, host: int) -> int:
     """
     if not run.carrier.relayed(run):
         return 0
-    others = [engine for engine in run.state.engines.values() if engine.host != host]
+    others = [engine for engine in run.state.engines.values() if engine.seat.host != host]
     return sum(engine.version >= 0 and not engine.departing for engine in others)
 
 

@@ -195,48 +195,47 @@ class EngineStatus(enum.StrEnum):
     SERVING = "serving"
 
 
-class Engine(msgspec.Struct):
-    id: EngineId
+class Seat(msgspec.Struct):
+    """The place of an engine, and what it is for."""
+
     degree: int = 1
     group: int = 0  # index in the configuration's engines
     host: int = 0
     devices: tuple[int, ...] = ()
-    pool: str = ""  # pool of its place (core/policy/affinity)
-    phase: EnginePhase = "both"  # parts of turns that it computes (mechanisms/phases/prompts)
-    joined: bool = False  # it joined during the run, and returns in every later world
-    lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
-    lent: bool = False  # it computes beside the model of a serving engine
-    returns: int = 0  # times that it gave turns back since it last finished one
-    # the reasons why it gets no turns, although it has weights → until when
-    barred: dict[str, float] = {}
-    moved: bool = False  # it replaces an engine whose failures made its host be given up
-    # the suspect for which it is kept empty, or which it runs: it gets no other turns
-    isolates: TrajectoryId | None = None
-    leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
-    draining: bool = False  # it takes no more turns, and is removed when its last one is done
-    turns_given: int = 0  # turns that it was given so far
-    oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
-    status: EngineStatus = EngineStatus.STARTING
-    epoch: int = 0
-    version: int = -1
-    publication_id: int = -1
-    loading_id: int = -1
-    loading_step: int | None = (
-        None  # step of the checkpoint from which it loads them; None: from memory
-    )
+    pool: str = ""  # through which it found its place (core/policy/affinity)
+    phase: EnginePhase = "both"  # parts of turns that it computes (mechanisms/phases)
+
+
+class Abilities(msgspec.Struct):
+    """The abilities of an engine, which it reports when it is ready."""
+
+    max_slots: int = 0
+    kv_tokens: int = 0
     stages: bool = False  # it can receive weights while it serves
     moves_kv: bool = True  # to and from other engines
     preempts: bool = True  # a turn of higher rank takes the slot of one of its turns
-    # colocated placement: it gives its memory back for the trainer, or has given it
-    released: bool = False
-    staging_id: int = -1  # weights that it receives while it serves
-    staging_since: float = 0.0
-    staged_id: int = -1  # weights that it has received, and not swapped in yet
-    unstaged_id: int = -1  # weights that it could not receive, and loads while suspended
-    max_slots: int = 0
-    kv_tokens: int = 0
+    lent: bool = False  # it computes beside the model of a serving engine
+
+
+class Loading(msgspec.Struct):
+    """The weights that an engine loads, or has loaded last; -1 if there are none."""
+
+    id: int = -1
+    step: int | None = None  # of the checkpoint from which it loads them; None: from memory
+
+
+class Staging(msgspec.Struct):
+    """The weights that an engine receives while it serves; -1 if there are none."""
+
+    id: int = -1  # that it receives now
     since: float = 0.0
-    active: dict[TrajectoryId, int] = {}  # trajectory → turn number
+    staged_id: int = -1  # that it has received, and not swapped in yet
+    unstaged_id: int = -1  # that it could not receive, and loads while suspended
+
+
+class Failures(msgspec.Struct):
+    """The failures of an engine, and of its turns."""
+
     restarts: int = 0  # after failures for which it is to blame
     # epochs lost with suspects, of whom none is guilty yet → those without an answer
     doubted: dict[int, int] = {}
@@ -244,16 +243,45 @@ class Engine(msgspec.Struct):
     consecutive_timeouts: int = 0
     unanswered: dict[TrajectoryId, int] = {}  # turns that timed out since it last answered one
     load_failures: int = 0
+    returns: int = 0  # times that it gave turns back since it last finished one
+    moved: bool = False  # it replaces an engine whose failures made its host be given up
+    # the suspect for which it is kept empty, or which it runs: it gets no other turns
+    isolates: TrajectoryId | None = None
+
+
+class Engine(msgspec.Struct):
+    id: EngineId
+    seat: Seat = msgspec.field(default_factory=Seat)
+    abilities: Abilities = msgspec.field(default_factory=Abilities)
+    joined: bool = False  # it joined during the run, and returns in every later world
+    lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
+    # the reasons why it gets no turns, although it has weights → until when
+    barred: dict[str, float] = {}
+    leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
+    draining: bool = False  # it takes no more turns, and is removed when its last one is done
+    status: EngineStatus = EngineStatus.STARTING
+    since: float = 0.0
+    epoch: int = 0
+    version: int = -1
+    publication_id: int = -1
+    loading: Loading = msgspec.field(default_factory=Loading)
+    staging: Staging = msgspec.field(default_factory=Staging)
+    # colocated placement: it gives its memory back for the trainer, or has given it
+    released: bool = False
+    active: dict[TrajectoryId, int] = {}  # trajectory → turn number
+    turns_given: int = 0  # turns that it was given so far
+    oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
+    failures: Failures = msgspec.field(default_factory=Failures)
 
     @property
     def samples(self) -> bool:
         """True if turns are sampled there: it is no prefill engine."""
-        return self.phase != "prefill"
+        return self.seat.phase != "prefill"
 
     @property
     def open(self) -> bool:
         """True if the engine may get turns: nothing bars it, and it has no suspect."""
-        return not self.barred and self.isolates is None
+        return not self.barred and self.failures.isolates is None
 
     @property
     def departing(self) -> bool:

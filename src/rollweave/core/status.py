@@ -77,12 +77,12 @@ def _engines(run: Run, now: float) -> tuple[EngineState, ...]:
             id=engine.id,
             status="leaving" if engine.departing else engine.status.value,
             seconds=_seconds(now, engine.since),
-            host=engine.host,
-            pool=engine.pool,
+            host=engine.seat.host,
+            pool=engine.seat.pool,
             version=engine.version,
             busy=len(engine.active),
-            slots=engine.max_slots,
-            lent=engine.lent,
+            slots=engine.abilities.max_slots,
+            lent=engine.abilities.lent,
         )
         for engine in run.state.engines.values()
     )

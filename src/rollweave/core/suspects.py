@@ -90,7 +90,7 @@ def _late(run: Run, engine: Engine) -> Iterator[Trajectory]:
     """Yield the trajectories whose open turns have timed out there since the engine
     last answered one: it may have hung because of them.
     """
-    for trajectory_id, number in engine.unanswered.items():
+    for trajectory_id, number in engine.failures.unanswered.items():
         trajectory = run.state.trajectories.get(trajectory_id)
         turn = None if trajectory is None else trajectory.turn
         if trajectory is not None and turn is not None and turn.number == number:
@@ -135,7 +135,7 @@ def _convict(run: Run, guilty: Trajectory, former: Suspicion, engine: Engine) ->
     trajectories.cancel(run, guilty, StopReason.ENGINES_LOST, failure=text)
     first = run.state.engines.get(former.engine)
     if first is not None:
-        first.doubted.pop(former.epoch, None)
+        first.failures.doubted.pop(former.epoch, None)
 
 
 def _queue_again(run: Run, trajectory: Trajectory, turn: Turn) -> None:

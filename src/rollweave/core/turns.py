@@ -65,15 +65,18 @@ def on_done(run: Run, event: TurnDone) -> None:
     if answered is None:
         return
     trajectory, turn, engine = answered
-    if len(engine.active) > engine.max_slots:
+    if len(engine.active) > engine.abilities.max_slots:
         engine.oversubscribed_at = run.now
     attempts.vacate(run, engine, trajectory, turn)
     attempts.acquit(run, turn)
     run.dirty_queues += [None, engine.id]
-    engine.consecutive_timeouts = engine.returns = engine.excused = 0
-    engine.unanswered = {}
+    engine.failures.consecutive_timeouts = engine.failures.returns = engine.failures.excused = 0
+    engine.failures.unanswered = {}
     if run.state.serving:
-        engine.restarts, engine.doubted = 0, {}  # loaded weights reset these in training
+        engine.failures.restarts, engine.failures.doubted = (
+            0,
+            {},
+        )  # loaded weights reset these in training
     trajectory.turn, trajectory.engine = None, engine.id
     if not event.replayed:
         _count(run, trajectory, turn, event)
@@ -142,8 +145,8 @@ def _rest(run: Run, engine: Engine) -> None:
     """
     if RESTS in engine.barred or engine.departing:
         return
-    engine.returns += 1
-    seconds = rest_s(engine.returns)
+    engine.failures.returns += 1
+    seconds = rest_s(engine.failures.returns)
     engine.barred[RESTS] = run.now + seconds
     run.warn(engine.id, f"gave turns back: gets no others for {seconds:g} s", count="engine_rests")
     run.fleet_changed()

@@ -30,13 +30,13 @@ def waits(
     if state.phase is Phase.FINISHED:
         return
     for engine in state.engines.values():
-        name = f"engine {engine.id}{on_host(state, engine.host)}"
+        name = f"engine {engine.id}{on_host(state, engine.seat.host)}"
         if what := _engine(state, engine):
             limit_s = start_s if engine.status is EngineStatus.STARTING else 0.0
             yield Wait(component=name, what=what, since=engine.since, limit_s=limit_s)
-        elif engine.staging_id >= 0:
-            what = f"receiving {version_name(state, engine.staging_id)} while it serves"
-            yield Wait(component=name, what=what, since=engine.staging_since)
+        elif engine.staging.id >= 0:
+            what = f"receiving {version_name(state, engine.staging.id)} while it serves"
+            yield Wait(component=name, what=what, since=engine.staging.since)
     for mechanism in run.mechanisms:
         if mechanism.waits is not None:
             yield from mechanism.waits(run, received, start_s)
@@ -72,7 +72,7 @@ def _engine(state: State, engine: Engine) -> str:
         case EngineStatus.SUSPENDING:
             return "suspending its turns to load new weights"
         case EngineStatus.LOADING:
-            return f"loading {version_name(state, engine.loading_id)}"
+            return f"loading {version_name(state, engine.loading.id)}"
         case EngineStatus.SERVING if RESTS in engine.barred:
             return f"gave turns back, gets no others until {engine.barred[RESTS]:.0f} s"
         case EngineStatus.SERVING:

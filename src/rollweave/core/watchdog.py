@@ -83,7 +83,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
         case EngineStatus.SUSPENDING | EngineStatus.LOADING if waited > limits.weights_s:
             engines.restart(run, engine, f"stuck {engine.status} for {waited:.0f} s")
         case EngineStatus.SERVING:
-            if engine.staging_id >= 0 and run.now - engine.staging_since > limits.weights_s:
+            if engine.staging.id >= 0 and run.now - engine.staging.since > limits.weights_s:
                 weight_updates.give_up_staging(run, engine, f"not within {limits.weights_s:g} s")
             _check_turns(run, engine)
         case _:
@@ -99,12 +99,14 @@ def _check_turns(run: Run, engine: Engine) -> None:
         waits = trajectory.open_turn.prefill is not None and engine.samples  # for its prompt
         if waits or not turns.is_late(run, engine, trajectory.open_turn):
             continue
-        engine.consecutive_timeouts += 1
-        engine.unanswered[trajectory_id] = trajectory.open_turn.number
+        engine.failures.consecutive_timeouts += 1
+        engine.failures.unanswered[trajectory_id] = trajectory.open_turn.number
         turns.time_out(run, engine, trajectory)
-        if engine.consecutive_timeouts >= TIMEOUTS_BEFORE_RESTART:
+        if engine.failures.consecutive_timeouts >= TIMEOUTS_BEFORE_RESTART:
             engines.restart(
-                run, engine, f"{engine.consecutive_timeouts} turns in a row without an answer"
+                run,
+                engine,
+                f"{engine.failures.consecutive_timeouts} turns in a row without an answer",
             )
             return
 

@@ -34,7 +34,12 @@ def needed(run: Run) -> tuple[int, ...]:
     state = run.state
     ids = {state.publication.id}
     for engine in state.engines.values():
-        ids |= {engine.publication_id, engine.loading_id, engine.staging_id, engine.staged_id}
+        ids |= {
+            engine.publication_id,
+            engine.loading.id,
+            engine.staging.id,
+            engine.staging.staged_id,
+        }
     ids |= run.carrier.needed(run)
     ids |= run.pacing.bound_weights(run)
     loadable = {*state.publication.retained, state.publication.id} - {-1}

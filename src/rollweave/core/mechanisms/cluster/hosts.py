@@ -98,7 +98,9 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
     if engine is None or engine.departing:
         part.displaced.remove(engine_id)
     elif host in state.hosts.up:
-        slot = EngineSlot(id=membership.next_id(state), degree=engine.degree, group=engine.group)
+        slot = EngineSlot(
+            id=membership.next_id(state), degree=engine.seat.degree, group=engine.seat.group
+        )
         place = bindings.bind_engine(run.config, state, slot)
         if place is not None and place.host == host:
             if not run.pacing.may_drain(run, engine):

@@ -59,11 +59,11 @@ Kind = tuple[str, int]
 def kind_of(run: Run, engine: Engine) -> Kind:
     """Return the kind of an engine."""
     if run.state.serving and engine.joined:
-        return engine.id, engine.degree
-    host = run.state.hosts.up.get(engine.host)
-    hardware = engine.pool or "+".join(host.pools if host is not None else ())
-    server = run.config.engines[engine.group].server
-    return hardware if server is None else f"{hardware}/{server}", engine.degree
+        return engine.id, engine.seat.degree
+    host = run.state.hosts.up.get(engine.seat.host)
+    hardware = engine.seat.pool or "+".join(host.pools if host is not None else ())
+    server = run.config.engines[engine.seat.group].server
+    return hardware if server is None else f"{hardware}/{server}", engine.seat.degree
 
 
 def measured_of(run: Run, engine: Engine) -> Measured | None:
@@ -111,7 +111,7 @@ def left(run: Run, engine: Engine) -> None:
 
 
 def _set_rate(run: Run, engine: Engine, profile: Sequence[StepTime]) -> None:
-    slots, kv_tokens = max(1, engine.max_slots), max(1, engine.kv_tokens)
+    slots, kv_tokens = max(1, engine.abilities.max_slots), max(1, engine.abilities.kv_tokens)
     costs_of(run, engine).rate = rate(profile, slots=slots, kv_tokens=kv_tokens)
     if LengthIndex in run.derived and (load := index_of(run).loads.get(engine.id)) is not None:
         load.work_s = None  # it was computed at another rate
@@ -124,11 +124,11 @@ def _set_costs(
     measured themselves.
     """
     hardware, degree = kind_of(run, engine)
-    slots = max(1, engine.max_slots)
+    slots = max(1, engine.abilities.max_slots)
     run.part(Costs).measured.setdefault(hardware, {})[degree] = Measured(
         profile=profile,
         slots=slots,
-        rate=rate(profile, slots=slots, kv_tokens=max(1, engine.kv_tokens)),
+        rate=rate(profile, slots=slots, kv_tokens=max(1, engine.abilities.kv_tokens)),
         prompt_s=prompt_s,
     )
     for other in run.state.engines.values():
@@ -144,7 +144,11 @@ def _known_profile(run: Run, engine: Engine) -> Sequence[StepTime]:
     known = measured_of(run, engine)
     if known is None:
         classes = run.part(Costs).measured.values()
-        same = [by_degree[engine.degree] for by_degree in classes if engine.degree in by_degree]
+        same = [
+            by_degree[engine.seat.degree]
+            for by_degree in classes
+            if engine.seat.degree in by_degree
+        ]
         others = same or [measured for by_degree in classes for measured in by_degree.values()]
         known = others[0] if others else None
     return UNMEASURED if known is None else known.profile
@@ -241,7 +245,7 @@ def learn_turn(
         seconds=seconds,
         output_tokens=max(1, event.output_tokens),
         prompt_tokens=use.prompt_tokens - before.prompt_tokens,
-        batch=min(max(1.0, turn_s / elapsed), float(max(1, engine.max_slots))),
+        batch=min(max(1.0, turn_s / elapsed), float(max(1, engine.abilities.max_slots))),
         # contexts grow during turns, which are half done on average
         context=(use.context_s - before.context_s) / turn_s + event.output_tokens / 2,
     )
@@ -254,7 +258,7 @@ def learn_turn(
 
 def _estimate(run: Run, engine: Engine, times: TurnTimes) -> None:
     former = measured_of(run, engine)
-    profile, prompt_s = step_times(times, slots=max(1, engine.max_slots))
+    profile, prompt_s = step_times(times, slots=max(1, engine.abilities.max_slots))
     _set_costs(run, engine, profile, prompt_s)
     if former is None or _differ(former.profile, profile):
         run.follow(EngineMove.REPRICED)
@@ -280,7 +284,10 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], kinds: Mapping[int, Ki
         if degree in known.get(hardware, {})
     }
     if len(measured) < len(kinds):  # they cannot be compared
-        slots = max((engine.max_slots for engine in run.state.engines.values()), default=1) or 1
+        slots = (
+            max((engine.abilities.max_slots for engine in run.state.engines.values()), default=1)
+            or 1
+        )
         everything = max(1, sum(held for _, held in works))
         same = Measured(
             profile=UNMEASURED,

@@ -55,8 +55,8 @@ def on_reported(run: Run, event: LendersReported) -> None:
     for number, group in enumerate(run.config.engines):
         if not group.borrowed:
             continue
-        held = [engine.lender for engine in _borrowed(run) if engine.group == number]
-        others = [engine.lender for engine in _borrowed(run) if engine.group != number]
+        held = [engine.lender for engine in _borrowed(run) if engine.seat.group == number]
+        others = [engine.lender for engine in _borrowed(run) if engine.seat.group != number]
         for lender_name in to_borrow(
             [lender for lender in event.lenders if lender.name not in others],
             held=held,
@@ -104,7 +104,7 @@ def check(run: Run) -> None:
     lenders = [engine.lender for engine in engines]
     assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
     for number, group in enumerate(run.config.engines):
-        held = [engine for engine in engines if engine.group == number]
+        held = [engine for engine in engines if engine.seat.group == number]
         assert not held or (group.borrowed and len(held) <= group.count), (
             f"{len(held)} engines of group {number} are borrowed"
         )

@@ -92,7 +92,7 @@ def on_prefilled(run: Run, event: PrefillDone) -> None:
     prompt = run.part(Phases).trajectories[trajectory.id]
     source = run.state.engines[prompt.engine]
     _learn_prompt(run, source, turn, event)
-    source.consecutive_timeouts = 0
+    source.failures.consecutive_timeouts = 0
     _leave(run, trajectory, source)
     moving = msgspec.structs.replace(prompt, since=run.now)
     run.part(Phases).trajectories[trajectory.id], turn.prefill = moving, MOVING
@@ -167,7 +167,7 @@ def _prompt_for(run: Run, trajectory: Trajectory, turn: Turn, engine: Engine) ->
     """Return the prompt of the turn, which this engine is given, for the prefill engine
     that is to compute it; None if this engine computes it.
     """
-    if engine.phase != "decode" or not engine.moves_kv:
+    if engine.seat.phase != "decode" or not engine.abilities.moves_kv:
         return None
     context = turn.context_tokens + turn.output_tokens
     missing = context - cached_tokens(run, trajectory, engine)
@@ -207,8 +207,8 @@ def _sites(
         engine
         for engine in (state.engines[name] for name in run.fleet.prefill)
         if engine.publication_id == target.publication_id
-        and engine.moves_kv
-        and len(engine.active) < engine.max_slots
+        and engine.abilities.moves_kv
+        and len(engine.active) < engine.abilities.max_slots
     ]
     prices = {engine.id: _prefill_price(run, engine) for engine in engines}
     known = [one for one in prices.values() if one is not None]

@@ -58,8 +58,8 @@ def plan(run: Run) -> None:
         )
         run.warn("allocation", why, count="degree_unmeasured")
     works = _batch(run)
-    planned = [one for one in state.engines.values() if one.degree not in allocation.awaited]
-    budget = config.budget - _used(state) + sum(engine.degree for engine in planned)
+    planned = [one for one in state.engines.values() if one.seat.degree not in allocation.awaited]
+    budget = config.budget - _used(state) + sum(engine.seat.degree for engine in planned)
     degrees = [degree for degree in measured if degree <= budget]
     if len(degrees) > 1 and is_sum(budget, degrees) and len(works) >= budget // min(degrees):
         _change(run, budget, works, degrees, planned)
@@ -103,7 +103,7 @@ def _change(
     hardware = prevailing_hardware(run)
     groups = groups_of(run, works, {degree: (hardware, degree) for degree in degrees})
     allocation = allocate_groups(groups, budget, degrees)
-    now = [engine.degree for engine in engines_now]
+    now = [engine.seat.degree for engine in engines_now]
     if now and set(now) <= set(degrees) and len(now) <= len(works):
         before_s = place_groups(groups, sorted(now, reverse=True)).makespan_s
         if allocation.makespan_s > (1 - MIN_GAIN) * before_s:
@@ -113,8 +113,8 @@ def _change(
         return
     state.counters.scheduling.reallocations += 1
     for engine in engines_now:
-        if wanted[engine.degree] > 0:
-            wanted[engine.degree] -= 1
+        if wanted[engine.seat.degree] > 0:
+            wanted[engine.seat.degree] -= 1
         else:
             engines.drain(run, engine)
     state.membership.pending_degrees = sorted(wanted.elements(), reverse=True)
@@ -152,4 +152,4 @@ def advance(run: Run) -> None:
 def _used(state: State) -> int:
     """Return the devices of all engines, those included that wait for a place."""
     waiting = sum(engine.degree for engine in state.hosts.unplaced)
-    return waiting + sum(engine.degree for engine in state.engines.values())
+    return waiting + sum(engine.seat.degree for engine in state.engines.values())

@@ -48,7 +48,9 @@ def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -
     if run.scheduling.by_finish and trajectory.turn is not None:
         engines = usable(run, trajectory)
         loads = run.fleet.loads  # a borrowed engine that takes no turns may wait long
-        engines = [one for one in engines if not one.lent or (one.open and one.id in loads)]
+        engines = [
+            one for one in engines if not one.abilities.lent or (one.open and one.id in loads)
+        ]
         wanted = _wanted(engines, avoid)
         _assign(run, trajectory, elastic.engine_for(run, trajectory, wanted))
         return
@@ -94,7 +96,7 @@ def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
     return [
         engine
         for engine in run.state.engines.values()
-        if _takes_turns(engine) and pool in (None, engine.pool)
+        if _takes_turns(engine) and pool in (None, engine.seat.pool)
     ]
 
 
@@ -103,7 +105,7 @@ def _wanted(engines: Sequence[Engine], avoid: Sequence[EngineId]) -> list[Engine
     gave it back to be run elsewhere, if there are any.
     """
     wanted = [engine for engine in engines if engine.id not in avoid]
-    return wanted or [engine for engine in engines if not engine.lent] or list(engines)
+    return wanted or [engine for engine in engines if not engine.abilities.lent] or list(engines)
 
 
 def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
@@ -141,7 +143,7 @@ def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
         return True
     before, room = (
         index_of(run).ahead_of(trajectory, engine.id),
-        engine.kv_tokens - work_of(run, trajectory).kv_demand,
+        engine.abilities.kv_tokens - work_of(run, trajectory).kv_demand,
     )
     if not before or sum(place[3] for place in before) <= room:
         return True

@@ -81,7 +81,7 @@ def _steal_turn(run: Run, engine_id: EngineId) -> bool:
         if other != engine_id
         for resident in (True, False)
     ]
-    own = run.state.engines[engine_id].pool
+    own = run.state.engines[engine_id].seat.pool
     ready = [
         queued
         for queue in queues

@@ -69,7 +69,7 @@ def _site(
 ) -> Site:
     turn, rate = trajectory.open_turn, costs_of(run, engine).rate
     context = turn.context_tokens + turn.output_tokens
-    slots, active = max(1, engine.max_slots), len(engine.active)
+    slots, active = max(1, engine.abilities.max_slots), len(engine.active)
     batch = min(slots, active + 1)
     token_s = turn_s = price_s = 0.0
     if rate is not None:
@@ -86,5 +86,5 @@ def _site(
         price_s=price_s,
         token_s=token_s,
         turn_s=turn_s,
-        borrowed=engine.lent,
+        borrowed=engine.abilities.lent,
     )

@@ -57,7 +57,7 @@ def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
     ):
         return []
     source = run.state.engines[assigned]
-    if not source.moves_kv:
+    if not source.abilities.moves_kv:
         return []
     target = _target(run, trajectory, source)
     if target is None:
@@ -73,7 +73,7 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     """
     by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
-        can_take = by_rank.moves_kv and transfers.can_take(source, by_rank)
+        can_take = by_rank.abilities.moves_kv and transfers.can_take(source, by_rank)
         return by_rank if by_rank is not source and can_take else None
     in_pool = pool_for(run, trajectory) is not None
     idlest = assignment.least_loaded(
@@ -84,7 +84,7 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     for target in (by_rank, idlest) if uneven else (by_rank,):
         if (
             target is not source
-            and target.moves_kv
+            and target.abilities.moves_kv
             and transfers.can_take(source, target)
             and _is_worthwhile(run, trajectory, source, target)
         ):

@@ -67,7 +67,7 @@ def begin(run: Run) -> list[Trajectory]:
                 released += _settle(run, m, 0, "an engine has changed")
                 continue
             forget(run, run.state.trajectories[m.trajectory_id])
-        elif not (source.moves_kv and target.moves_kv):
+        elif not (source.abilities.moves_kv and target.abilities.moves_kv):
             released += _settle(run, m, 0, "")
     for m in _next_transfers(run):
         m.since = run.now

@@ -71,7 +71,7 @@ def learn_turn(
     prompt = max(0, turn.context_tokens - event.cached_tokens)
     context = turn.context_tokens + output / 2
     batch = None if time is None else time.batch
-    profile.add(engine.pool, prompt=prompt, output=output, batch=batch, context=context)
+    profile.add(engine.seat.pool, prompt=prompt, output=output, batch=batch, context=context)
     if time is not None:
         hardware, degree = kind_of(run, engine)
         worked = run.part(Pools).worked.setdefault(hardware, {}).setdefault(degree, Worked())
@@ -241,8 +241,8 @@ def _engines_by_pool(run: Run) -> dict[str, list[Engine]]:
     by_pool: dict[str, list[Engine]] = {}
     for engine in run.state.engines.values():
         takes_turns = engine.samples and engine.version >= 0 and not engine.draining
-        if takes_turns and engine.pool in run.fleet.live_pools:
-            by_pool.setdefault(engine.pool, []).append(engine)
+        if takes_turns and engine.seat.pool in run.fleet.live_pools:
+            by_pool.setdefault(engine.seat.pool, []).append(engine)
     return by_pool
 
 
@@ -250,8 +250,8 @@ def _batch_on(engine: Engine, profile: DomainProfile, batch: float) -> float:
     """Return the number of such turns that the engine would run at once, where others
     run `batch`.
     """
-    fitting = engine.kv_tokens / max(1.0, profile.context)
-    return max(1.0, min(batch, engine.max_slots, fitting))
+    fitting = engine.abilities.kv_tokens / max(1.0, profile.context)
+    return max(1.0, min(batch, engine.abilities.max_slots, fitting))
 
 
 def _cost_on(

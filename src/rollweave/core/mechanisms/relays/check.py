@@ -28,5 +28,5 @@ def check(run: Run) -> None:
             )
         assert fetch.base is None or fetch.base in relay.versions, relay
     for engine in state.engines.values():
-        assert not part.relayed or relay_id(engine.host) in part.relays, engine
+        assert not part.relayed or relay_id(engine.seat.host) in part.relays, engine
     assert {*part.relays} <= {relay_id(host) for host in state.hosts.up}

@@ -98,7 +98,7 @@ def relay_id(host: int) -> str:
 def relay_of(run: Run, engine: Engine) -> Relay | None:
     """Return the relay on the engine's host; None without relays."""
     part = run.part(Relays)
-    return part.relays.get(relay_id(engine.host)) if part.relayed else None
+    return part.relays.get(relay_id(engine.seat.host)) if part.relayed else None
 
 
 def takes_versions(part: Relays, relay: Relay, with_engines: Container[int]) -> bool:

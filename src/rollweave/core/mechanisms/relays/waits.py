@@ -14,7 +14,7 @@ MEGABYTE = 1_000_000
 def waits(run: Run, received: Mapping[str, tuple[int, int]], start_s: float) -> Iterator[Wait]:
     """Yield the present waits."""
     state, part = run.state, run.part(Relays)
-    with_engines = {engine.host for engine in state.engines.values()}
+    with_engines = {engine.seat.host for engine in state.engines.values()}
     for relay in part.relays.values():
         needs = takes_versions(part, relay, with_engines)
         progress = received.get(relay.id, (0, 0))

@@ -60,7 +60,10 @@ def _batch_sizes(run: Run) -> _BatchSizes:
         sizes = run.fleet.derived[_BatchSizes] = _BatchSizes(
             (
                 engine.id,
-                max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share)),
+                max(
+                    1,
+                    min(rollout.engine_batch or BATCH_PER_SLOT * engine.abilities.max_slots, share),
+                ),
             )
             for engine in engines.values()
         )
@@ -128,7 +131,7 @@ def begin_load(run: Run, engine: Engine) -> None:
     """Set how many trajectories the engine may launch after the load: a batch under the
     newest weights. Others it loads only for the trajectories that wait for them.
     """
-    newest = engine.loading_id == weights.newest(run, engine)
+    newest = engine.loading.id == weights.newest(run, engine)
     batch = batch_of(run, engine)
     batch.launched, batch.peak_kv = 0 if newest else batch_size(run, engine), None
 
@@ -384,7 +387,7 @@ def needed_checkpoints(run: Run) -> set[int]:
     """
     state = run.state
     reading = [
-        engine.loading_step
+        engine.loading.step
         for engine in state.engines.values()
         if engine.status is EngineStatus.LOADING
     ]

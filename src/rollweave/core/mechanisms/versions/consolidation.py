@@ -76,9 +76,9 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
         publication_id=engine.publication_id,
         kv_used=held,
         kv_before=before,
-        kv_total=engine.kv_tokens,
+        kv_total=engine.abilities.kv_tokens,
         requests=binding.assigned_count(run, engine),
-        slots=engine.max_slots,
+        slots=engine.abilities.max_slots,
     )
 
 
@@ -109,7 +109,9 @@ def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
     for engine in engines:
         measured = measured_of(run, engine)
         bounds.append(
-            batch_bound(measured.profile if measured is not None else (), largest=engine.max_slots)
+            batch_bound(
+                measured.profile if measured is not None else (), largest=engine.abilities.max_slots
+            )
         )
     return min(bounds)
 
