@@ -251,7 +251,7 @@ def test_training_needs_no_extra(config: Path) -> None:
         ),
         pytest.param(
             ("rollout.scheduling=trajectory",),
-            "rollout.predictor: sklearn must be installed (pip install",
+            "rollout.predictor: must have sklearn installed (pip install",
             "predict",
             marks=pytest.mark.slow,
         ),
@@ -277,7 +277,7 @@ def test_simulations_that_predict_need_the_extra(tmp_path: Path) -> None:
     code = f"{BLOCKED}\nsys.argv = {arguments!r}\nfrom rollweave.cli.entry import main\nmain()"
     done = python(code, tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "rollout.predictor: sklearn must be installed (pip install" in done.stderr
+    assert "rollout.predictor must have sklearn installed (pip install" in done.stderr
 
 
 def test_a_configuration_for_the_simulator_alone_is_refused() -> None:

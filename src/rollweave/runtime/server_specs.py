@@ -15,8 +15,7 @@ def server_spec(
     """Return the server of an engine of this group and degree; None if the engine is
     embedded. `directory` is the run's.
 
-    Raises ConfigError, whose text is the field and the broken rule, if the token of a
-    server that already runs cannot be read.
+    Raises FieldError if the token of a server that already runs cannot be read.
     """
     if group.server is None:
         return None

@@ -22,6 +22,32 @@ class ConfigError(RollweaveError, ValueError):
     """
 
 
+class FieldError(ConfigError):
+    """A field of the user's input must keep a rule, and does not.
+
+    `rule` follows the word "must". `got` is the value, "" if the rule says what is
+    there.
+    """
+
+    def __init__(self, field: str, rule: str, got: object = "") -> None:
+        super().__init__(field, rule, got)
+        self.field, self.rule, self.got = field, rule, got
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.problem}"
+
+    @property
+    def problem(self) -> str:
+        """The rule and the value, without the field."""
+        return f"must {self.rule}" + ("" if self.got == "" else f", got {self.got}")
+
+    def of(self, field: str) -> "FieldError":
+        """Return the error as one of another field, which took its value from the
+        user.
+        """
+        return FieldError(field, self.rule, self.got)
+
+
 class EnvError(RollweaveError):
     """An environment raised, or returned something that is not an observation."""
 

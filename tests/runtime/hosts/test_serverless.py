@@ -141,7 +141,9 @@ def test_a_missing_ray_serve_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     from rollweave.schema.errors import ConfigError
 
     monkeypatch.setattr(serverless, "missing_from", lambda extra: [extra])
-    with pytest.raises(ConfigError, match=r"rewards\.0\.run serverless .* needs Ray Serve \(pip"):
+    with pytest.raises(
+        ConfigError, match=r"rewards\.0\.run must be left out without Ray Serve \(pip"
+    ):
         serverless.check_platform(deployed_run(tmp_path, "place"))
 
 

@@ -23,7 +23,7 @@ import msgspec
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.engine.servers.process import settings_of
 from rollweave.io.loop_thread import run_apart
-from rollweave.schema.errors import ConfigError, EngineError
+from rollweave.schema.errors import ConfigError, EngineError, FieldError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import EngineSpec
 
@@ -339,22 +339,20 @@ async def _call(
 
 
 def server_token(variable: str | None, file: str | None) -> str:
-    """Return the token that the environment or a file holds. Raises ConfigError, whose
-    text is the field and the broken rule.
-    """
+    """Return the token that the environment or a file holds. Raises FieldError."""
     if variable is not None:
         token = os.environ.get(variable, "").strip()
-        where = f"token_env must be set in the environment, got {variable}"
+        problem = FieldError("token_env", "be set in the environment", variable)
     else:
         assert file is not None, "the configuration has one of both"
         path = Path(file).expanduser()
         try:
             token = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file must be readable, got {file}: {error}") from error
-        where = f"token_file must hold a token, got the empty {file}"
+            raise FieldError("token_file", "be readable", f"{file}: {error}") from error
+        problem = FieldError("token_file", "hold a token", f"the empty {file}")
     if not token or not (token.isascii() and token.isprintable()):
-        raise ConfigError(where)
+        raise problem
     return token
 
 

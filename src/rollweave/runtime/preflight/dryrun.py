@@ -23,7 +23,7 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.preflight import examiner
-from rollweave.runtime.preflight.checks import FORCED, Check, fail, must_pass, ok, warn
+from rollweave.runtime.preflight.checks import FORCED, Check, fail, must_pass, ok, refused, warn
 from rollweave.runtime.preflight.environments import (
     REPEATED,
     Declared,
@@ -47,7 +47,7 @@ from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, CorruptJournalError
+from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
 from rollweave.schema.hosts import Resources
 from rollweave.schema.media import TRAINS_TEXT
 from rollweave.schema.serving import EngineSpec
@@ -297,9 +297,8 @@ def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
     directory = Path(config.run.dir) / config.run.name
     try:
         server = server_spec(config, group, degree=group.degree, directory=directory)
-    except ConfigError as error:
-        name, _, rule = str(error).partition(" ")
-        return fail(f"{field}.{name}", rule)
+    except FieldError as error:
+        return refused(error, field)
     assert config.model.path is not None, "its server has a checkpoint"
     assert group.server is not None, "the configuration has addresses of servers only"
     kind = kind_of(group.server)
@@ -344,9 +343,8 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
     """
     try:
         check_platform(config)
-    except ConfigError as error:
-        field, _, rule = str(error).partition(" ")
-        yield fail(field, rule)
+    except FieldError as error:
+        yield refused(error)
     asked = [(n, one) for n, one in enumerate(config.rewards) if one.function is None]
     if elsewhere or not asked:
         return
@@ -358,9 +356,8 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
         domain = reward.tasks[0] if reward.tasks else config.tasks[0].name
         try:
             value = check_reward(reward, domain=domain, limit_s=REWARD_S)
-        except ConfigError as error:
-            field, _, rule = str(error).partition(" ")
-            yield fail(f"{where}.{field}", rule)
+        except FieldError as error:
+            yield refused(error, where)
         except EpisodeStopError as error:
             yield fail(f"{where}.{reward.kind}", str(error))
         else:
@@ -371,9 +368,8 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
 def _predictor(config: RunConfig) -> Iterator[Check]:
     try:
         check_installed(config)
-    except ConfigError as error:
-        field, _, problem = str(error).partition(": ")
-        yield fail(field, problem)
+    except FieldError as error:
+        yield refused(error)
 
 
 def _cluster(
@@ -400,9 +396,8 @@ def _cluster(
         user_files.pack(user_files.of_run(config, images), cluster.files)
         if cluster.address is not None:
             bound_socket(cluster.host, cluster.port).close()
-    except ConfigError as error:
-        field, _, problem = str(error).partition(" ")
-        yield fail(field, problem)
+    except FieldError as error:
+        yield refused(error)
     except OSError as error:
         yield fail(
             "cluster.address",
