@@ -4,6 +4,8 @@ A failure is attributed once, where it happens. From there on it is data (`StopR
 `Blame`).
 """
 
+from collections.abc import Sequence
+
 
 class RollweaveError(Exception):
     """The base of all exceptions of this package."""
@@ -46,6 +48,17 @@ class FieldError(ConfigError):
         user.
         """
         return FieldError(field, self.rule, self.got)
+
+
+class FieldErrors(ConfigError):
+    """Several fields of the user's input break rules, one line each."""
+
+    def __init__(self, errors: Sequence[FieldError]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.errors))
 
 
 class EnvError(RollweaveError):

@@ -44,7 +44,6 @@ from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.base import EngineId, Struct
-from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
@@ -129,7 +128,7 @@ def plan(
         *_predictor(config),
         *model_checks,
         *_target(config),
-        *_without_effect(config),
+        *_conflicts(config),
     ]
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
 
@@ -158,13 +157,11 @@ def _users_code(
     return rules, domains, [check for _, checks in examined for check in checks]
 
 
-def _without_effect(config: RunConfig) -> Iterator[Check]:
-    """Refuse settings without effect, also of a configuration that comes from no
-    file.
+def _conflicts(config: RunConfig) -> Iterator[Check]:
+    """Refuse settings that exclude each other, also of a configuration that comes from
+    no file.
     """
-    for line in without_effect(config):
-        key, _, detail = line.partition(" ")
-        yield fail(key, detail)
+    yield from map(refused, config.broken_rules())
     if config.model.device != "cuda" and config.cluster is None:
         for degree in sorted({group.degree for group in config.engines if group.degree > cores()}):
             yield warn(
