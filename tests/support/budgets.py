@@ -46,9 +46,9 @@ BUDGETS = (
     ),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 51, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 43, 25),
-    Budget("settings", lambda: len(settings_of(RunConfig)), 182, 130),
-    Budget("rows of settings that exclude each other", lambda: len(CONFLICTS), 63, 30),
-    Budget("rules between values of settings", _broken_rules, 31, 30),
+    Budget("settings", lambda: len(settings_of(RunConfig)), 180, 130),
+    Budget("rows of settings that exclude each other", lambda: len(CONFLICTS), 60, 30),
+    Budget("rules between values of settings", _broken_rules, 30, 30),
     Budget("public names", lambda: len(rollweave.__all__), 61, 40),
     Budget(
         "lines of benchmarks",

@@ -288,12 +288,11 @@ def service_of(
     """Return the service of a URL or judge, which starts within `start_s`. Raises
     ConfigError for a token that is missing.
     """
-    has_token = config.token_env is not None or config.token_file is not None
     return HttpService(
         f"reward {config.name}",
         url,
         answer="reward",
-        token=server_token(config.token_env, config.token_file) if has_token else "",
+        token=server_token(config.token_env) if config.token_env is not None else "",
         timeout_s=config.timeout_s,
         start_s=start_s,
         clock=clock,

@@ -21,9 +21,10 @@ def server_spec(
         return None
     attached: dict[str, Any] = {}
     if group.address:
+        assert group.token_env is not None, "the configuration has one with an address"
         attached = {
             "addresses": group.address,
-            "token": server_token(group.token_env, group.token_file),
+            "token": server_token(group.token_env),
             "holder": holder_name(directory),
             "context": config.max_tokens,
         }

@@ -383,7 +383,6 @@ def arranged(question: Question, candidate: Candidate) -> RunConfig:
                     "pool": None if alone else group.pool,
                     "address": (),
                     "token_env": None,
-                    "token_file": None,
                     "kv_tokens": EngineConfig.model_fields["kv_tokens"].default
                     if base.max_tokens <= EngineConfig.model_fields["kv_tokens"].default
                     else 1 << 30,

@@ -338,21 +338,11 @@ async def _call(
     )
 
 
-def server_token(variable: str | None, file: str | None) -> str:
-    """Return the token that the environment or a file holds. Raises FieldError."""
-    if variable is not None:
-        token = os.environ.get(variable, "").strip()
-        problem = FieldError("token_env", "be set in the environment", variable)
-    else:
-        assert file is not None, "the configuration has one of both"
-        path = Path(file).expanduser()
-        try:
-            token = path.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise FieldError("token_file", "be readable", f"{file}: {error}") from error
-        problem = FieldError("token_file", "hold a token", f"the empty {file}")
+def server_token(variable: str) -> str:
+    """Return the token that the environment holds. Raises FieldError."""
+    token = os.environ.get(variable, "").strip()
     if not token or not (token.isascii() and token.isprintable()):
-        raise problem
+        raise FieldError("token_env", "be set in the environment", variable)
     return token
 
 

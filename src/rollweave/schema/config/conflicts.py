@@ -280,20 +280,7 @@ CONFLICTS = (
     ),
     Conflict("tasks.pin", _unless("rollout.affinity", "learned")),
     Conflict("tasks.pin", _without("tasks.pool")),
-    Conflict("rewards.token_env rewards.token_file", _beside("rewards.function")),
-    Conflict(
-        "rewards.token_file engines.token_file",
-        Clause("with token_env", lambda place: place.item.token_env),
-    ),
-    Conflict("rewards.run=inline rewards.run=workers", _without("rewards.function")),
-    Conflict(
-        "rewards.token_file",
-        Clause(
-            "with rollout workers on the hosts of [cluster]",
-            lambda place: place.config.cluster is not None and place.config.workers.count,
-        ),
-        "which lack the file (use token_env and cluster.env)",
-    ),
+    Conflict("rewards.token_env", _beside("rewards.function")),
     Conflict(
         "rewards.judge.scale", _beside("rewards.judge.pairwise"), "whose reward is a share of wins"
     ),
@@ -329,7 +316,7 @@ CONFLICTS = (
         "whose servers already run",
     ),
     Conflict("engines.address", _beside("model.scratch"), "which no running server has loaded"),
-    Conflict("engines.token_env engines.token_file", _without("engines.address")),
+    Conflict("engines.token_env", _without("engines.address")),
     Conflict("engines.deterministic", _beside("engines.kind", "vllm")),
     Conflict(
         "engines.prefill_chunk_tokens",

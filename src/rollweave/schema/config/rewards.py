@@ -81,12 +81,10 @@ class RewardConfig(Section):
     tasks: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
         (), description="Task domains to which it applies; all if empty."
     )
-    run: Literal["inline", "workers", "serverless"] | None = Field(
+    run: Literal["serverless"] | None = Field(
         None,
-        description="Where it is computed: inline, by the controller, or workers, by rollout "
-        "workers, which are declarations that are checked; serverless, behind its URL, or for a "
-        "function by Ray Serve, which the run deploys it on. If unset, a function runs where the "
-        "run evaluates its attempts.",
+        description="serverless: behind its URL, or for a function by Ray Serve, which the run "
+        "deploys it on. If unset, a function runs where the run evaluates its attempts.",
     )
     function: str | None = Field(
         None, description="The user's function, package.module:name (docs/REWARDS.md)."
@@ -97,9 +95,6 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = None
     token_env: Variable | None = Field(
         None, description="Environment variable with the bearer token of the URL or judge."
-    )
-    token_file: str | None = Field(
-        None, description="File with the bearer token of the URL or judge."
     )
     timeout_s: Positive = Field(
         120.0,

@@ -95,7 +95,6 @@ class RunConfig(Sections):
         names, domains = [one.name for one in self.rewards], [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield FieldError("rewards", "have distinct names", names)
-        place = "workers" if self.workers.count else "inline"
         launcher = self.cluster.launcher if self.cluster is not None else "local"
         for number, reward in enumerate(self.rewards):
             field = f"rewards.{number}"
@@ -104,9 +103,6 @@ class RunConfig(Sections):
                     rule = f"be among the task domains {domains}"
                     hint = did_you_mean(domain, domains)
                     yield FieldError(f"{field}.tasks", rule, f"{domain!r}{hint}")
-            if reward.function is not None and reward.run not in (None, place, "serverless"):
-                rule = f"be {place} with {self.workers.count} rollout workers (workers.count)"
-                yield FieldError(f"{field}.run", rule, reward.run)
             if reward.deployed and self.workers.count and launcher not in ("local", "ray"):
                 rule = (
                     "not be serverless unless cluster.launcher is ray, for a function that "
@@ -176,9 +172,8 @@ class RunConfig(Sections):
             if (times := addresses.count(address)) > 1:
                 rule = "name each server once in all [[engines]]"
                 yield FieldError(f"{field}.address", rule, f"{address} {times} times")
-        if group.token_env is None and group.token_file is None:
-            rule = "be given with address, or token_file"
-            yield FieldError(f"{field}.token_env", rule, "neither")
+        if group.token_env is None:
+            yield FieldError(f"{field}.token_env", "be given with address", "none")
 
     def _of_phases(self) -> Iterator[FieldError]:
         """Check that prompts can be computed on one engine for another."""
