@@ -306,7 +306,8 @@ def test_any_run_with_a_changing_number_of_workers_ends_accounted_for(
         eval={"every": 2},
         engines={"count": 2},
         weights={"relays": 2} if hosts else {},
-        workers={"count": count, "minimum": min(minimum, count), "idle_s": idle_s},
+        workers={"count": count, "minimum": min(minimum, count)}
+        | ({"idle_s": idle_s} if minimum < count else {}),
         watchdog={"restarts": 1000},
     )
     world = World(run_config, seed, failure=failure, hang=hang)
