@@ -56,21 +56,21 @@ mutants: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/python -m tests.mutants --sample $(MUTANTS) --jobs $(CORES)
 
 lint: .venv/ready-test
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/codespell src docs benchmarks examples *.md
+	$(BIN)/ruff check src packages tests benchmarks examples conftest.py
+	$(BIN)/ruff format --check src packages tests benchmarks examples conftest.py
+	$(BIN)/codespell src packages/*/src docs benchmarks examples *.md
 	$(BIN)/mypy --num-workers 2 || $(BIN)/mypy # its workers may not start on a busy machine
 	$(BIN)/lint-imports
 
 format: .venv/ready-test
-	$(BIN)/ruff check --fix src tests benchmarks examples
-	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src packages tests benchmarks examples conftest.py
+	$(BIN)/ruff format src packages tests benchmarks examples conftest.py
 
 # The CPU build of torch where the index offers it (pinned in constraints.txt); the CUDA build elsewhere.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml packages/envs/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e ".[all]"
 	touch $@
 
 .venv/ready-test: .venv/ready
