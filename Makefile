@@ -67,10 +67,10 @@ format: .venv/ready-test
 	$(BIN)/ruff format src packages tests benchmarks examples conftest.py
 
 # The CPU build of torch where the index offers it (pinned in constraints.txt); the CUDA build elsewhere.
-.venv/ready: pyproject.toml packages/envs/pyproject.toml constraints.txt
+.venv/ready: pyproject.toml $(wildcard packages/*/pyproject.toml) constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e ".[all]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e packages/papers -e ".[all]"
 	touch $@
 
 .venv/ready-test: .venv/ready

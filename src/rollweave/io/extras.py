@@ -25,7 +25,7 @@ EXTRAS = {
 Sinks and transports have extras of their names.
 """
 
-DISTRIBUTIONS = {"rollweave-envs": "packages/envs"}
+DISTRIBUTIONS = {"rollweave-envs": "packages/envs", "rollweave-papers": "packages/papers"}
 """The folder of each further distribution of this repository."""
 
 

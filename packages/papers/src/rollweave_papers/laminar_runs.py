@@ -20,9 +20,9 @@ from rollweave.sim.hardware import Link, gpu, link
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.metrics import SimMetrics, kv_used
 from rollweave.sim.models import ModelShape, model
-from rollweave.sim.papers.cluster import ExperimentError, Setup, run_to_end, run_until
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.world import World
+from rollweave_papers.cluster import ExperimentError, Setup, run_to_end, run_until
 
 PROMPTS, MEMBERS = 512, 16
 """Prompts of a batch and samples of a prompt (Laminar §8): 8,192 trajectories."""

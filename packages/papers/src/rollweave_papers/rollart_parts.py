@@ -11,7 +11,9 @@ from rollweave.sim.families import INIT_TIMEOUT_S, SWE_INIT_HANG_RATE
 from rollweave.sim.hardware import Link, gpu, link
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import (
+from rollweave.sim.serverless import KEEP_S
+from rollweave.sim.workload import Workload, workload
+from rollweave_papers.cluster import (
     GaussianSteps,
     Setup,
     SlowStarts,
@@ -22,9 +24,7 @@ from rollweave.sim.papers.cluster import (
     rollout_s,
     rollouts,
 )
-from rollweave.sim.papers.rows import Experiment, Row
-from rollweave.sim.serverless import KEEP_S
-from rollweave.sim.workload import Workload, workload
+from rollweave_papers.rows import Experiment, Row
 
 CONTEXT, MATH_CONTEXT = 32_768, 16_384
 MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}

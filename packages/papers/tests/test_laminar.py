@@ -9,9 +9,10 @@ from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.hardware import Link, gpu, link
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.models import model
-from rollweave.sim.papers import laminar, laminar_weights
-from rollweave.sim.papers.laminar import efficiency
-from rollweave.sim.papers.laminar_runs import (
+from rollweave.sim.world import World
+from rollweave_papers import laminar, laminar_weights
+from rollweave_papers.laminar import efficiency
+from rollweave_papers.laminar_runs import (
     SCALES,
     SYSTEMS,
     Point,
@@ -22,8 +23,7 @@ from rollweave.sim.papers.laminar_runs import (
     share_of,
     staleness_shares,
 )
-from rollweave.sim.papers.laminar_weights import best_chain_s, broadcast, chain_s, repair_s
-from rollweave.sim.world import World
+from rollweave_papers.laminar_weights import best_chain_s, broadcast, chain_s, repair_s
 
 
 def test_a_simulated_broadcast_takes_the_time_of_the_closed_form() -> None:

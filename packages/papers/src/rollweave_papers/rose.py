@@ -12,7 +12,9 @@ from rollweave.core.policy.relay import CHUNK_BYTES
 from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost, TrainerCost
 from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
 from rollweave.sim.models import ModelShape, model
-from rollweave.sim.papers.cluster import (
+from rollweave.sim.relays import DELTA_SHARE
+from rollweave.sim.run import Outcome
+from rollweave_papers.cluster import (
     ExperimentError,
     Setup,
     Watched,
@@ -21,9 +23,7 @@ from rollweave.sim.papers.cluster import (
     rollout_s,
     steps_of,
 )
-from rollweave.sim.papers.rows import Experiment, Row
-from rollweave.sim.relays import DELTA_SHARE
-from rollweave.sim.run import Outcome
+from rollweave_papers.rows import Experiment, Row
 
 CONTEXT = 32_768
 """Maximum tokens of Qwen3-8B/32k on FrozenLake (§6)."""

@@ -8,8 +8,8 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.work import Purpose, Task
-from rollweave.sim.papers import heddle
-from rollweave.sim.papers.heddle_runs import (
+from rollweave_papers import heddle
+from rollweave_papers.heddle_runs import (
     GPUS,
     MEMBERS,
     MODELS,
@@ -21,7 +21,7 @@ from rollweave.sim.papers.heddle_runs import (
     measure,
     rollout,
 )
-from rollweave.sim.papers.rows import Experiment
+from rollweave_papers.rows import Experiment
 
 SMALL = Case(task="math", model="qwen3-14b", system=VERL, parts=32, steps=2)
 

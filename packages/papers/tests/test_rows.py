@@ -7,8 +7,8 @@ import json
 import msgspec
 import pytest
 
-from rollweave.sim.papers.rows import Experiment, Published, Row
-from rollweave.sim.papers.table import as_json, as_text, page, section, sections_of, shown
+from rollweave_papers.rows import Experiment, Published, Row
+from rollweave_papers.table import as_json, as_text, page, section, sections_of, shown
 
 
 def row(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollweave.sim.papers.rollart_parts import Stored, transfer, updates
+from rollweave_papers.rollart_parts import Stored, transfer, updates
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from multiprocessing.context import SpawnProcess
 
 from rollweave.io.boot import serve_parent
 from rollweave.schema.errors import RollweaveError
-from rollweave.sim.papers.registry import EXPERIMENTS
-from rollweave.sim.papers.rows import Experiment, Row
+from rollweave_papers.registry import EXPERIMENTS
+from rollweave_papers.rows import Experiment, Row
 
 
 @dataclass(frozen=True, kw_only=True)

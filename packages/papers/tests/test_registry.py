@@ -5,9 +5,9 @@ processes may die.
 import pytest
 
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.papers.registry import EXPERIMENTS, PAPERS, select
-from rollweave.sim.papers.rows import Experiment
-from rollweave.sim.papers.running import run
+from rollweave_papers.registry import EXPERIMENTS, PAPERS, select
+from rollweave_papers.rows import Experiment
+from rollweave_papers.running import run
 from tests.support.variants import mostly_slow
 
 SLOW = frozenset(

@@ -11,10 +11,10 @@ from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
 from rollweave.sim.cost import LINK_EFFICIENCY, EngineCost
 from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import Setup, Watched, run_until
-from rollweave.sim.papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
-from rollweave.sim.papers.rows import Row
 from rollweave.sim.world import Costs
+from rollweave_papers.cluster import Setup, Watched, run_until
+from rollweave_papers.laminar_runs import CONTEXT, MEMBERS, PROMPTS, UPDATES, Sliced
+from rollweave_papers.rows import Row
 
 RELAYS = 127
 """Relays beside the master, on 1,024 GPUs (Laminar Fig. 19)."""

@@ -4,7 +4,8 @@ are better.
 
 import pytest
 
-from rollweave.sim.papers.heddle_prediction import (
+from rollweave.sim.workload import Plan, workload
+from rollweave_papers.heddle_prediction import (
     MEMBERS,
     MIN_TURNS,
     QUICK,
@@ -15,7 +16,6 @@ from rollweave.sim.papers.heddle_prediction import (
     quality,
     trajectories_of,
 )
-from rollweave.sim.workload import Plan, workload
 from tests.support.variants import mostly_slow
 
 SMALL = Batches(count=2, groups=20)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from rollweave.sim.fleet import RESTART_S
-from rollweave.sim.papers.laminar_runs import (
+from rollweave_papers.laminar_runs import (
     CONCURRENCY,
     SCALES,
     SYSTEMS,
@@ -22,8 +22,8 @@ from rollweave.sim.papers.laminar_runs import (
     repacking,
     staleness_shares,
 )
-from rollweave.sim.papers.laminar_weights import fig14, fig19
-from rollweave.sim.papers.rows import Experiment, Published, Row
+from rollweave_papers.laminar_weights import fig14, fig19
+from rollweave_papers.rows import Experiment, Published, Row
 
 OURS = (
     "Laminar: our mode decoupled on its placement, 1,024 trajectories per engine, weights from a "

@@ -11,7 +11,9 @@ from rollweave.schema.work import StopReason
 from rollweave.sim.cost import TrainerCost
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import (
+from rollweave.sim.workload import Plan, Workload, workload
+from rollweave.sim.world import costs_of
+from rollweave_papers.cluster import (
     ExperimentError,
     GaussianSteps,
     NarrowOutputs,
@@ -21,8 +23,6 @@ from rollweave.sim.papers.cluster import (
     pace,
     rollout_s,
 )
-from rollweave.sim.workload import Plan, Workload, workload
-from rollweave.sim.world import costs_of
 
 SMALL = Setup(
     model="qwen3-8b",

@@ -13,9 +13,9 @@ systems get the same batch, GPUs and engine. Lengths are the estimates of
 import functools
 from collections.abc import Callable, Mapping
 
-from rollweave.sim.papers import heddle_prediction
-from rollweave.sim.papers.cluster import geometric_mean
-from rollweave.sim.papers.heddle_runs import (
+from rollweave_papers import heddle_prediction
+from rollweave_papers.cluster import geometric_mean
+from rollweave_papers.heddle_runs import (
     HYBRID,
     MODELS,
     OURS,
@@ -29,7 +29,7 @@ from rollweave.sim.papers.heddle_runs import (
     System,
     rollout,
 )
-from rollweave.sim.papers.rows import Experiment, Row
+from rollweave_papers.rows import Experiment, Row
 
 FULL_PARTS, FULL_STEPS = 4, 3
 """Divisor of the cluster and steps of a full form: a quarter has 16 GPUs and 1,600

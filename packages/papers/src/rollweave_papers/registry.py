@@ -8,8 +8,8 @@ import difflib
 from collections.abc import Sequence
 
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.papers import heddle, laminar, prorl, rollart, rose, rose_elastic, rose_serving
-from rollweave.sim.papers.rows import Experiment
+from rollweave_papers import heddle, laminar, prorl, rollart, rose, rose_elastic, rose_serving
+from rollweave_papers.rows import Experiment
 
 EXPERIMENTS = {
     experiment.name: experiment

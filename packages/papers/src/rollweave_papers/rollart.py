@@ -8,9 +8,9 @@ where training has its own GPUs, 32 H800 (§7.1). SWE is trained with 32B alone.
 import functools
 from collections.abc import Iterator
 
-from rollweave.sim.papers import rollart_costs, rollart_parts
-from rollweave.sim.papers.cluster import NarrowOutputs, Pace, Setup, mean_of, pace, rollout_s
-from rollweave.sim.papers.rows import Experiment, Published, Row
+from rollweave_papers import rollart_costs, rollart_parts
+from rollweave_papers.cluster import NarrowOutputs, Pace, Setup, mean_of, pace, rollout_s
+from rollweave_papers.rows import Experiment, Published, Row
 
 CONTEXT, BATCH, GPUS, TRAINER_GPUS = 32_768, 512, 128, 32
 

@@ -12,12 +12,12 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.sim.hardware import link
 from rollweave.sim.models import model
-from rollweave.sim.papers.cluster import rollout_s, steps_of
-from rollweave.sim.papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
-from rollweave.sim.papers.rose_elastic import Borrowing, resource_fixed, without_borrowing
-from rollweave.sim.papers.rose_serving import SIZES
 from rollweave.sim.relays import DELTA_SHARE
 from rollweave.sim.world import costs_of
+from rollweave_papers.cluster import rollout_s, steps_of
+from rollweave_papers.rose import FROZENLAKE, SENDER_GPUS, TwoClusters, transfer_s
+from rollweave_papers.rose_elastic import Borrowing, resource_fixed, without_borrowing
+from rollweave_papers.rose_serving import SIZES
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rollweave.sim.papers.rows import Experiment, Published, Row
+from rollweave_papers.rows import Experiment, Published, Row
 
 NOT_IN_TEXT, MISSING = "not in text", "missing"
 

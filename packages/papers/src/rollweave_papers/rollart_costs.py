@@ -7,10 +7,10 @@ import statistics
 
 from rollweave.sim.families import JUDGE_S
 from rollweave.sim.hardware import link
-from rollweave.sim.papers.cluster import Setup, first_step, mean_of, pace
-from rollweave.sim.papers.rollart_parts import JUDGES, MATH_CONTEXT, updates
-from rollweave.sim.papers.rows import Experiment, Row
 from rollweave.sim.serverless import COLD_S, WARM_S, Serverless
+from rollweave_papers.cluster import Setup, first_step, mean_of, pace
+from rollweave_papers.rollart_parts import JUDGES, MATH_CONTEXT, updates
+from rollweave_papers.rows import Experiment, Row
 
 SWE_CONTEXT, SWE_BATCH, SWE_GPUS = 32_768, 128, 28
 """Workload of Fig. 6, and its GPUs for rollouts."""
