@@ -719,7 +719,6 @@ class Broken:
         self.stage, self.stop_reason = stage, StopReason.FINISHED
         self.eval_s = self.reward = 0.0
         self.result, self.budget_s, self.turns, self.prompt_tokens, self.plan = "", 1.0, 0, 1, ()
-        self.images = ()
 
     def _at(self, stage: str) -> None:
         if self.stage == stage:

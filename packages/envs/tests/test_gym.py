@@ -5,14 +5,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
-import gymnasium
-import numpy
 import pytest
 
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.media import Image
 from rollweave.schema.work import Task
 from rollweave_envs.gym import Gym
 from tests.envs.worlds import GUESS, draw, episode, source
@@ -130,56 +127,12 @@ def test_refuses_invalid_gymnasium_options() -> None:
         guess(actions=["<a>"])
     with pytest.raises(ConfigError, match="must be value or render"):
         guess(observe="smell")
+    pixels: Any = {"id": "FrozenLake-v1", "make": {"render_mode": "rgb_array"}}
+    with pytest.raises(ConfigError, match=r"render_mode must be ansi .*, got 'rgb_array'"):
+        Gym(**pixels, observe="render")
 
 
 def test_gymnasiums_reward_is_the_sum_of_its_steps(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": "gym", "tag": "g", "options": {"id": GUESS}})
     ended = episode(draw(of, "g"), "1", "2", rewards=(0.25, 1.0), success=True)
     assert asyncio.run(of.provider("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
-
-
-class Pixels(gymnasium.Env[Any, Any]):
-    """Renders pixels that say how many steps were taken."""
-
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (gymnasium's declaration)
-    action_space = gymnasium.spaces.Discrete(2)
-    observation_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode, self._steps = render_mode, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return 0, {}
-
-    def step(self, action: Any) -> Any:
-        self._steps += 1
-        return 0, 1.0, self._steps == 2, False, {}
-
-    def render(self) -> Any:
-        return numpy.full((2, 3, 3), self._steps, dtype=numpy.uint8)
-
-
-def test_what_an_environment_renders_as_pixels_is_shown_as_an_image() -> None:
-    name = "Pixels-v0"
-    if name not in gymnasium.registry:
-        gymnasium.register(name, entry_point=Pixels)
-    options: dict[str, Any] = {
-        "id": name,
-        "make": {"render_mode": "rgb_array"},
-        "observe": "render",
-        "prompt": "Play.",
-    }
-    assert Gym.shows_images(options)
-    assert not Gym.shows_images({**options, "observe": "value"})
-    assert not Gym.shows_images({"id": "reasoning_gym/chain_sum"})
-    env = Gym(**options)
-    first = env.reset(new_task(seed=1))
-    assert isinstance(first, Observation)
-    (message,) = first.messages
-    assert message.content == "Play."
-    assert message.images == (Image.of_pixels(bytes(18), width=3),)
-    step = env.step("1")
-    assert isinstance(step, Step)
-    assert step.messages[0].images == (Image.of_pixels(bytes([1]) * 18, width=3),)
-    assert step.state_key != first.state_key
-    env.close()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.engine.clients.base import image_error
 from rollweave.engine.clients.dialects import (
     Completions,
     Dialect,
@@ -23,7 +22,6 @@ from rollweave.engine.clients.dialects import (
 )
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.schema.errors import EngineError
-from rollweave.schema.media import Image
 from rollweave.schema.serving import (
     FinishReason,
     GenerateRequest,
@@ -31,7 +29,6 @@ from rollweave.schema.serving import (
     Sampling,
     VersionSpan,
 )
-from tests.support.vision_models import picture
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop_token_ids=(2,), seed=11)
 REQUEST = GenerateRequest(id="ab12", tokens=(5, 6, 7), sampling=SAMPLING, rank=2.0, budget_s=9.0)
@@ -472,21 +469,3 @@ def test_only_completions_may_give_text_alone() -> None:
     ):
         dialect("vllm", encode_text=lambda text: [1])
     assert isinstance(dialect("sglang"), Sglang)
-
-
-def test_vllm_gets_images_beside_the_tokens_and_others_take_none() -> None:
-    images = tuple(Image.of(picture(*color)) for color in ((255,), (0, 255)))
-    request = msgspec.structs.replace(REQUEST, images=images)
-    assert encoded(Vllm(), request) == {
-        **encoded(Vllm()),
-        "content_parts": [{"type": "image_url", "url": image.url} for image in images],
-    }
-    assert decoded(Vllm(), VLLM_ANSWER).prompt_tokens == 3
-    assert Vllm.takes_images
-    for other in (Rollweave, Completions, Sglang, Prorl):
-        assert not other.takes_images
-    error = image_error("e1", request, takes_images=False)
-    assert error is not None
-    assert str(error).startswith("e1 takes no images, got 2: engines of kind vllm")
-    assert image_error("e1", request, takes_images=True) is None
-    assert image_error("e1", REQUEST, takes_images=False) is None

@@ -78,12 +78,6 @@ class Gym:
         return Score(reward=math.fsum(episode.rewards), success=episode.success)
 
     @classmethod
-    def shows_images(cls, options: Options) -> bool:
-        """Return whether these options ask for observations with images."""
-        kind, own = _kind(options)
-        return hasattr(kind, "shows_images") and bool(kind.shows_images(own))
-
-    @classmethod
     def words(cls, options: Options) -> Sequence[str]:
         """Return the names of the actions.
 

@@ -11,7 +11,6 @@ from gymnasium.spaces import Discrete, Text
 
 from rollweave.envs.base import Observation, Options, Step
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.media import Image
 from rollweave.schema.work import Task
 
 INVALID_REWARD = -0.1
@@ -26,10 +25,9 @@ class GymText:
     With a `Discrete` action space the agent answers one of `actions` (by position), or
     the number if none are named; with a `Text` space its message is the action.
     Observations are written as they are, or as the environment renders itself (`observe
-    = "render"`): as text with `make = { render_mode = "ansi" }`, and as an image with
-    `render_mode = "rgb_array"`. `prompt` precedes the first
-    observation. An invalid action costs 0.1. Whether an episode succeeded is taken from
-    `info["success"]` at its end, and is otherwise unknown.
+    = "render"`), which must be as text (`make = { render_mode = "ansi" }`). `prompt`
+    precedes the first observation. An invalid action costs 0.1. Whether an episode
+    succeeded is taken from `info["success"]` at its end, and is otherwise unknown.
     """
 
     def __init__(
@@ -51,6 +49,11 @@ class GymText:
             raise ConfigError(
                 f"options.id must be an environment of gymnasium, got {id!r}: {error}"
             ) from error
+        if observe == "render" and self._env.render_mode != "ansi":
+            raise ConfigError(
+                "options.make.render_mode must be ansi where options.observe is render, got "
+                f"{self._env.render_mode!r}"
+            )
         self._actions, self._prompt, self._observe = tuple(actions), prompt, observe
         space = self._env.action_space
         if not isinstance(space, Discrete | Text):
@@ -64,21 +67,19 @@ class GymText:
 
     def reset(self, task: Task) -> Observation:
         value, _ = self._env.reset(seed=task.seed % 2**31)
-        text, images = self._shown(value)
-        key = images[0].digest if images else text
-        return Observation.of(f"{self._prompt}{text}", state_key=key, images=images)
+        text = self._shown(value)
+        return Observation.of(f"{self._prompt}{text}", state_key=text)
 
     def step(self, action: str) -> Step:
         parsed = self._parsed(action)
         if parsed is None:
             return Step.of(INVALID, reward=INVALID_REWARD)
         value, reward, terminated, truncated, info = self._env.step(parsed)
-        (text, images), earned = self._shown(value), float(reward)
+        text, earned = self._shown(value), float(reward)
         if not (terminated or truncated):
-            key = images[0].digest if images else text
-            return Step.of(text, reward=earned, state_key=key, images=images)
+            return Step.of(text, reward=earned, state_key=text)
         success = bool(info["success"]) if "success" in info else None
-        return Step.of(text, reward=earned, done=True, success=success, images=images)
+        return Step.of(text, reward=earned, done=True, success=success)
 
     def close(self) -> None:
         self._env.close()
@@ -91,19 +92,9 @@ class GymText:
         """
         return [*options.get("actions", ()), INVALID]
 
-    @classmethod
-    def shows_images(cls, options: Options) -> bool:
-        """Return whether these options ask for observations with images."""
-        mode = (options.get("make") or {}).get("render_mode")
-        return options.get("observe") == "render" and mode == "rgb_array"
-
-    def _shown(self, value: Any) -> tuple[str, tuple[Image, ...]]:
-        """Return an observation as text, or as an image."""
-        rendering = self._env.render() if self._observe == "render" else value
-        if getattr(rendering, "ndim", 0) == 3 and self._observe == "render":
-            pixels: Any = rendering
-            return "", (Image.of_pixels(pixels.astype("uint8").tobytes(), width=pixels.shape[1]),)
-        return rendering if isinstance(rendering, str) else str(rendering), ()
+    def _shown(self, value: Any) -> str:
+        """Return an observation as text."""
+        return str(self._env.render() if self._observe == "render" else value)
 
     def _parsed(self, action: str) -> Any:
         """Return the environment's action; None for a message that is none."""

@@ -16,8 +16,6 @@ from verifiers.types import ToolCall as VerifiersToolCall
 
 from rollweave.envs.handlers.base import Agent, LimitError, Tool
 from rollweave.schema.chat import Message, ToolCall
-from rollweave.schema.chat import message_of as parts_message
-from rollweave.schema.media import Image
 
 
 class AgentClient(Client):  # type: ignore[misc]
@@ -82,7 +80,7 @@ class AgentClient(Client):  # type: ignore[misc]
 
 def message_of(message: Any) -> Message:
     """Return a message of verifiers as ours. Raises ValueError for one with more than
-    text and images.
+    text.
     """
     if message.get("reasoning_content"):
         raise ValueError("messages must not have reasoning_content: it belongs in the content")
@@ -91,29 +89,24 @@ def message_of(message: Any) -> Message:
         ToolCall(id=call.id, name=call.name, arguments=call.arguments)
         for call in message.get("tool_calls") or ()
     )
-    return parts_message(
-        _parts(message.content),
+    return Message(
         role=role,
+        content=_text(message.content),
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id") or "",
     )
 
 
-def _parts(content: Any) -> list[str | Image]:
+def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
-        return [content or ""]
-    found = list[str | Image]()
+        return content or ""
+    text = ""
     for part in content:
         plain = part if isinstance(part, Mapping) else part.model_dump()
-        if plain.get("type") == "image_url":
-            found.append(Image.of_url(plain["image_url"]["url"]))
-        elif plain.get("type") == "text":
-            found.append(plain["text"])
-        else:
-            raise ValueError(
-                f"messages must be text and images, got a part of type {plain.get('type')!r}"
-            )
-    return found
+        if plain.get("type") != "text":
+            raise ValueError(f"messages must be text, got a part of type {plain.get('type')!r}")
+        text += plain["text"]
+    return text
 
 
 def tool_of(tool: Any) -> Tool:

@@ -55,9 +55,6 @@ of a sampled token.
 ABOVE_ZERO = 1e-3
 """Maximum by which rounding may lift a log-prob above 0."""
 
-TOO_LONG = ("longer than the maximum model length", "maximum context length")
-"""Parts of vLLM's refusals (400) of a prompt that exceeds its context."""
-
 VLLM_ONLY: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
@@ -87,10 +84,6 @@ class Dialect(Protocol):
     """True if the server resumes a turn; the resumed tokens are then part of its
     answer.
     """
-    takes_images: bool
-    """True if the server takes images beside the tokens of a request. Its refusal of a
-    prompt that is too long with them has one of `TOO_LONG`.
-    """
     checks_grammars: bool
     """True if a constraint must be compiled here before the server gets it, since the
     server does not bound the time that this takes.
@@ -117,7 +110,7 @@ class Rollweave:
 
     generate_path, ready_path, stats_path = GENERATE_PATH, READY_PATH, STATS_PATH
     keeps_time = resumes = True
-    takes_images = checks_grammars = False
+    checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(request)
@@ -141,9 +134,7 @@ class Vllm:
     """vLLM's tokens in, tokens out (`--enable-scale-out`)."""
 
     generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
-    keeps_time = resumes = False
-    takes_images = True
-    checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def __init__(self, model: str = "") -> None:
         self._model = model or None
@@ -153,18 +144,13 @@ class Vllm:
 
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the fields of the request."""
-        fields: dict[str, Any] = {
+        return {
             "request_id": request.id,
             "model": self._model,
             "token_ids": request.tokens,
             "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
             "stream": False,
         }
-        if request.images:
-            # vLLM replaces each placeholder by the tokens of its image
-            parts = [{"type": "image_url", "url": image.url} for image in request.images]
-            fields["content_parts"] = parts
-        return fields
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         return self.result(request, parse(body, VllmResponse))
@@ -210,7 +196,7 @@ class Completions:
     """
 
     generate_path, ready_path, stats_path = "/v1/completions", "", ""
-    keeps_time = resumes = takes_images = checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def __init__(
         self, model: str = "", *, encode_text: Callable[[str], Sequence[int]] | None = None
@@ -275,7 +261,7 @@ class Sglang:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = takes_images = checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(self.fields(request))
@@ -351,7 +337,7 @@ class Prorl:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = takes_images = checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling

@@ -19,8 +19,8 @@ from uuid import uuid4
 
 import msgspec
 
-from rollweave.engine.clients.base import OnTokens, image_error
-from rollweave.engine.clients.dialects import TOO_LONG, Dialect, check, dialect
+from rollweave.engine.clients.base import OnTokens
+from rollweave.engine.clients.dialects import Dialect, check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
     exact_probe,
@@ -232,8 +232,6 @@ class HttpEngine:
                     f"request ids must be unique among live requests, got {request.id} again"
                 )
             )
-        elif error := image_error(self._name, request, self._dialect.takes_images):
-            call.answer.set_exception(error)
         else:
             self._calls[request.id] = call
             call.task = self._loop.create_task(
@@ -340,19 +338,15 @@ class HttpEngine:
     def _fitting(
         self, request: GenerateRequest, work: asyncio.Task[GenerateResult]
     ) -> GenerateResult:
-        """Return the answer, or `FinishReason.CONTEXT` for a prompt that is too long
-        with the tokens of its images, which only the server knows, or
-        `FinishReason.REFUSED` if the server cannot meet the constraint.
+        """Return the answer, or `FinishReason.REFUSED` if the server cannot meet the
+        constraint.
         """
         try:
             return work.result()
         except StatusError as error:
-            if error.status == 400 and request.sampling.constraint is not None:
-                return GenerateResult.empty(request.id, FinishReason.REFUSED, str(error))
-            too_long = error.status == 400 and any(text in str(error) for text in TOO_LONG)
-            if not request.images or not too_long:
+            if error.status != 400 or request.sampling.constraint is None:
                 raise
-            return GenerateResult.empty(request.id, FinishReason.CONTEXT, str(error))
+            return GenerateResult.empty(request.id, FinishReason.REFUSED, str(error))
 
     async def _request_abort(self, call: _Call, work: asyncio.Task[GenerateResult]) -> None:
         """Ask the server to answer now with the tokens so far, if it can, and give it
@@ -547,7 +541,6 @@ class HttpEngine:
             max_context=kv_tokens,
             moves_kv=False,
             preempts=False,
-            takes_images=self._dialect.takes_images,
         )
 
     async def _compare_with_reference(self, reference: Reference) -> None:

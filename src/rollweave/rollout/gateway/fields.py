@@ -10,7 +10,7 @@ server cannot read is `Unread`: the session ignores it and records that, or refu
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -97,6 +97,9 @@ WITHOUT_EFFECT: Final = fields.WITHOUT_EFFECT | {
 }
 """Fields of a request that name, account for, store or schedule it."""
 
+IMAGES: Final = ("image_url", "input_image", "image")
+"""The types of parts that are images, in OpenAI's two APIs and in Anthropic's."""
+
 SHOWN: Final = 80
 """Number of characters of an ignored value that are recorded."""
 
@@ -105,15 +108,15 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 class Unread(Struct, frozen=True, kw_only=True):
     """A field that is not honored because nothing here can read it. `rule` is what a
-    session says that refuses it; `action` is what another session does with it. With
-    `needs` (thoughts or images), only a model without them cannot read the field.
+    session says that refuses it; `action` is what another session does with it. A model
+    that has thoughts can read a field `of_thoughts`.
     """
 
     field: str
     value: Any
     rule: str
     action: str = "ignored"
-    needs: Literal["", "thoughts", "images"] = ""
+    of_thoughts: bool = False
 
     def recorded(self) -> Ignored:
         """Return the entry of the trace: equal for the same place in other messages."""
@@ -155,6 +158,12 @@ def template_asks(given: Mapping[str, Any] | None) -> Iterable[Ask]:
         yield Ask(field=f"chat_template_kwargs.{name}", value=value, arguments=((name, value),))
 
 
+def check_shown(field: str, part: str) -> None:
+    """Raise RequestError for the type of a part of a message that is an image."""
+    if part in IMAGES:
+        raise bad(field, "must be text: agents are shown no images", part)
+
+
 class Reading:
     """Collects the wishes of a request and its unread fields while it is read."""
 
@@ -174,23 +183,14 @@ class Reading:
         """Return thoughts of the agent, which a model without thoughts is not shown."""
         if text:
             rule = "must be empty: this model's chat template has no thoughts"
-            self.unread.append(Unread(field=field, value=text, rule=rule, needs="thoughts"))
+            self.unread.append(Unread(field=field, value=text, rule=rule, of_thoughts=True))
         return text
 
-    def image(self, field: str) -> None:
-        """Note an image, in whose place a model without images is shown a text."""
-        self.unread.append(
-            Unread(
-                field=field,
-                value="an image",
-                rule="must be no image",
-                action="replaced by a text",
-                needs="images",
-            )
-        )
-
     def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
-        """Leave out a part of a message; return the text in its place."""
+        """Leave out a part of a message; return the text in its place. Raises
+        RequestError for an image, since no text says what it shows.
+        """
+        check_shown(field, what)
         self.leave(field, value or what, rule, action="replaced by a text")
         return f"[{what}, which cannot be shown here]"
 
