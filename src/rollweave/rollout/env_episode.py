@@ -270,7 +270,6 @@ class EnvEpisode:
             result.tokens,
             result.logprobs,
             result.versions,
-            exact=not result.text_only,
             finish_reason=openai_finish_reason(result.finish),
             routes=result.routes,
         )

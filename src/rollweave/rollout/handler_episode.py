@@ -425,8 +425,6 @@ class HandlerEpisode:
     def _accept(
         self, result: GenerateResult, engine: str, requested_at: float, context: int
     ) -> GenerateResult:
-        if result.text_only:
-            raise EngineError("the engine returns text only: a handler's turns need tokens")
         self._engine = engine
         self._budget.charge_turn(requested_at, result.generate_s)
         if not self.turns:

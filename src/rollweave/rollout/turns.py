@@ -534,7 +534,7 @@ class Turns:
                 )
             )
             return
-        flaw = _result_error(result, self.command.purpose, resumed)
+        flaw = _result_error(result, resumed)
         if flaw:
             if result.finish is FinishReason.ABORTED:
                 turn.partial_turn.finish(result)
@@ -617,15 +617,10 @@ def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
     )
 
 
-def _result_error(result: GenerateResult, purpose: Purpose, resumed: PartialOutput | None) -> str:
+def _result_error(result: GenerateResult, resumed: PartialOutput | None) -> str:
     """Return what is wrong with an engine's answer, "" if nothing is."""
     if result.finish is FinishReason.ABORTED:
         return "the engine aborted the turn"
-    if result.text_only and purpose is Purpose.TRAIN:
-        return (
-            "the engine returns text only, without tokens and log-probs: it can serve evaluation, "
-            "never training"
-        )
     if not result.tokens or len(result.tokens) != len(result.logprobs):
         return (
             f"the engine returned {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"

@@ -226,14 +226,12 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     `generate_s` is the time in a slot while the engine was not suspended.
     `first_token_s` is the time from the request's arrival to its first token, 0 if the
     engine does not say. `resumed_tokens` of the tokens were in the request; it is 0 if
-    an engine that cannot resume started the turn over. With `text_only` the engine
-    returned text alone: the tokens are encoded from it, the log-probs are 0, and it is
-    never trained on. `prompt_logprobs` are those of the prompt's tokens from the second
-    on, at temperature 1, if they were requested. `top_logprobs` and
-    `prompt_top_logprobs` have the reported tokens for each of the same. `routes` are
-    those of prompt and answer from an engine that records them: not of the last token,
-    which the model has not processed. `prompt_tokens` is the engine's own count of the
-    prompt, 0 if it does not say.
+    an engine that cannot resume started the turn over. `prompt_logprobs` are those of
+    the prompt's tokens from the second on, at temperature 1, if they were requested.
+    `top_logprobs` and `prompt_top_logprobs` have the reported tokens for each of the
+    same. `routes` are those of prompt and answer from an engine that records them: not
+    of the last token, which the model has not processed. `prompt_tokens` is the
+    engine's own count of the prompt, 0 if it does not say.
     """
 
     id: str
@@ -248,7 +246,6 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     first_token_s: float = 0.0
     preemptions: int = 0
     resumed_tokens: int = 0
-    text_only: bool = False
     prompt_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TokenChances, ...] = ()
     prompt_top_logprobs: tuple[TokenChances, ...] = ()

@@ -18,7 +18,6 @@ from rollweave.engine.clients.dialects import (
     Sglang,
     Vllm,
     check,
-    dialect,
 )
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.schema.errors import EngineError
@@ -188,19 +187,6 @@ def test_completions_ask_for_token_ids() -> None:
     assert Completions().abort("ab12") is None
 
 
-def test_text_completions_omit_fields_of_vllm() -> None:
-    body = encoded(Completions("m", encode_text=lambda text: [1]))
-    assert {
-        "logprobs",
-        "return_token_ids",
-        "min_p",
-        "repetition_penalty",
-        "allowed_token_ids",
-    }.isdisjoint(body)
-    assert (body["top_k"], body["stop_token_ids"]) == (5, [2])
-    assert "top_k" not in encoded(Completions("m", encode_text=lambda text: [1]), SPEECH)
-
-
 def test_sglang_receives_every_parameter() -> None:
     params = {
         name: value
@@ -291,16 +277,7 @@ def test_completions_answer() -> None:
         (-0.5, -0.25),
         FinishReason.LENGTH,
     )
-    assert (result.versions, result.text_only) == (one_version(0), False)
-
-
-def test_text_only_results_are_marked() -> None:
-    bare = changed(COMPLETION_ANSWER, "choices", 0, "token_ids", to=None)
-    result = decoded(
-        Completions(encode_text=lambda text: [len(text)]),
-        changed(bare, "choices", 0, "logprobs", to=None),
-    )
-    assert (result.tokens, result.logprobs, result.text_only) == ((2,), (0.0,), True)
+    assert result.versions == one_version(0)
 
 
 def test_sglang_answers_with_its_version() -> None:
@@ -461,11 +438,3 @@ def test_malformed_answers_raise_with_the_reason(
 def test_arbitrary_bytes_raise_response_errors(speaker: Dialect, body: bytes) -> None:
     with pytest.raises(ResponseError):
         speaker.decode(REQUEST, body)
-
-
-def test_only_completions_may_give_text_alone() -> None:
-    with pytest.raises(
-        ValueError, match="text_only must be off unless the dialect is completions, got vllm"
-    ):
-        dialect("vllm", encode_text=lambda text: [1])
-    assert isinstance(dialect("sglang"), Sglang)

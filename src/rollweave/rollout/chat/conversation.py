@@ -102,15 +102,13 @@ class Conversation:
         logprobs: Sequence[float],
         versions: Sequence[VersionSpan],
         *,
-        exact: bool = True,
         finish_reason: str = "stop",
         routes: Routes | None = None,
     ) -> str:
         """Append the agent's turn as the engine sampled it, and return its text.
 
-        `versions` must cover the tokens without gaps. A turn that is not `exact`,
-        because the engine returned text only, is no output: nothing may be trained on
-        it. Raises ValueError if the result is inconsistent.
+        `versions` must cover the tokens without gaps. Raises ValueError if the result
+        is inconsistent.
         """
         if self._after_turn():
             raise ValueError("add_turn must be followed by observe, got add_turn twice")
@@ -124,15 +122,13 @@ class Conversation:
                 f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
             )
         start = len(self._tokens)
-        for span in versions if exact else ():
+        for span in versions:
             self._append(
                 tokens[span.start : span.end],
                 SegmentKind.OUTPUT,
                 span.version,
                 logprobs[span.start : span.end],
             )
-        if not exact:
-            self._append(tokens, SegmentKind.OBSERVATION)
         self._routes = with_routes(self._routes, routes)
         self._turns.append(
             _Turn(start, len(self._tokens), self._state_key, finish_reason=finish_reason)

@@ -526,8 +526,6 @@ def _preferred(calls: Sequence[Call], message: Message | None = None) -> Call:
 
 
 def _check(result: GenerateResult) -> None:
-    if result.text_only:
-        raise ValueError("a result must have the tokens that an engine sampled, got text only")
     count = len(result.tokens)
     if not count or len(result.logprobs) != count:
         raise ValueError(
