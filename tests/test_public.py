@@ -238,12 +238,6 @@ def test_training_needs_no_extra(config: Path) -> None:
             "envs",
         ),
         pytest.param(
-            ("tasks.0.env=gym", "tasks.0.options.id=reasoning_gym/chain_sum"),
-            "reasoning_gym is not installed",
-            "envs",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             ("tasks.0.env=swe",),
             "environment 'swe': jsonschema is not installed (pip install",
             "tools",

@@ -353,7 +353,5 @@ async def _run_concurrently(running: _Running, count: int) -> tuple[int, float]:
     return maximum, time.perf_counter() - began
 
 
-def _no_backend(
-    request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
-) -> NoReturn:
+def _no_backend(request: EngineRequest, name: str, failed: OnRetry) -> NoReturn:
     raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")

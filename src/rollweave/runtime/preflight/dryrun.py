@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rollweave.core.membership import first_engines
 from rollweave.engine.servers.attached import check_servers
-from rollweave.engine.servers.kinds import engines_refuse_images, kind_of
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -30,7 +30,6 @@ from rollweave.runtime.preflight.environments import (
     Domain,
     examine_domain,
     examine_rules,
-    refuse_images,
 )
 from rollweave.runtime.preflight.layout import COMPUTED, Layout
 from rollweave.runtime.preflight.machine import cores
@@ -48,7 +47,6 @@ from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
 from rollweave.schema.hosts import Resources
-from rollweave.schema.media import TRAINS_TEXT
 from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
@@ -118,10 +116,6 @@ def plan(
         *_cpu(config, hosts),
         *_servers(config, elsewhere=hosts is not None),
         *_restrictions(config, domains),
-        *refuse_images(
-            (domain.name for domain in domains if domain.shows_images),
-            TRAINS_TEXT if trains else engines_refuse_images(config),
-        ),
         *_rewards(config, elsewhere=hosts is not None),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
