@@ -59,7 +59,7 @@ BUDGETS = (
     Budget(
         "lines of the largest file of benchmarks",
         lambda: max(_lines((ROOT / "benchmarks").rglob("*.py"))),
-        622,
+        621,
         300,
     ),
     Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 111_000, 90_000),
