@@ -257,7 +257,7 @@ SPREAD = (
     "time, which more GPUs do not shorten, and RollArt does not wait for them"
 )
 """Reason why RollArt gains more over Sync+ here, as one assumption after the other was
-changed (docs/RESULTS.md).
+changed (docs/results/papers.md).
 """
 
 NARROW = 0.5
