@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants lint format figures site clean
+.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants budgets lint format figures site clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -54,6 +54,10 @@ coverage: .venv/ready-test
 MUTANTS ?= 400
 mutants: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/python -m tests.mutants --sample $(MUTANTS) --jobs $(CORES)
+
+# The size of the project, beside what tests/test_budgets.py allows and the aims.
+budgets: .venv/ready-test
+	$(BIN)/python -m tests.support.budgets
 
 lint: .venv/ready-test
 	$(BIN)/ruff check src packages tests benchmarks examples conftest.py

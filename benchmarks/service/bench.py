@@ -180,7 +180,7 @@ def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0)
             "tasks": [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits}],
             "rollout": {"max_running": slots},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
-            "faults": {"latency_s": step_s, "latency_sigma": SIGMA},
+            "faults": {"latency_s": step_s, "latency_sigma": SIGMA} if step_s else {},
         }
     )
 

@@ -275,15 +275,18 @@ PICTURES = [
 
 
 @pytest.mark.parametrize(("path", "body", "field"), PICTURES)
-async def test_an_image_is_refused_with_the_name_of_its_part(
-    path: str, body: Json, field: str
-) -> None:
-    script = Script(["It is 5."], codec=OF)
-    async with gateway(script, of=OF) as (_, client):
+async def test_a_text_stands_in_the_place_of_an_image(path: str, body: Json, field: str) -> None:
+    script, strict = Script(["It is 5."], codec=OF), {"unreadable": "refuse"}
+    async with gateway(script, of=OF) as (server, client):
+        status, _, text = await send(client, path, {"model": "m", **body})
+        assert status == 200, text
+        assert "which cannot be shown here]" in OF.decode(script.requests[0][1])
+        (recorded,) = server.session("s").ignored.entries()
+        assert recorded.action == "replaced by a text"
+    async with gateway(script, of=OF, session=strict) as (_, client):
         status, _, text = await send(client, path, {"model": "m", **body})
     assert status == 400
-    assert f"{field} must be text: agents are shown no images" in text
-    assert not script.requests
+    assert f"{field} must be text" in text
 
 
 CALLED = [

@@ -132,7 +132,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 ],
                 "rollout": {
                     "mode": self.mode,
-                    "alpha": self.alpha,
+                    **({"alpha": self.alpha} if self.mode in ("partial", "bounded") else {}),
                     "groups_per_step": self.batch // self.group_size,
                     "group_size": self.group_size,
                     "max_running": alive,

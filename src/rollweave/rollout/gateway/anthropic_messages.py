@@ -14,7 +14,7 @@ from rollweave.io.http.messages import OpenModel, other_than
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.thoughts import seal, unseal
 from rollweave.rollout.gateway.blocks import TEXT, THOUGHTS, BlockStream, typed_event
-from rollweave.rollout.gateway.fields import Reading, check_shown, template_asks
+from rollweave.rollout.gateway.fields import Reading, template_asks
 from rollweave.rollout.gateway.formats import checked, of_schema
 from rollweave.rollout.gateway.refusals import RequestError, TooLongError, bad
 from rollweave.rollout.gateway.requests import (
@@ -420,7 +420,6 @@ def _assistant(blocks: list[_Block], path: str, reading: Reading) -> Message:
         if isinstance(block, _Result):
             raise bad(f"{path}.{place}.type", "must be text, thinking or tool_use", block.type)
         if isinstance(block, _Other):
-            check_shown(f"{path}.{place}.type", block.type)
             reading.leave(f"{path}.{place}.type", block.type, "must be text, thinking or tool_use")
             continue
         reading.others(f"{path}.{place}.", block)

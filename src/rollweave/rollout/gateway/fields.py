@@ -97,9 +97,6 @@ WITHOUT_EFFECT: Final = fields.WITHOUT_EFFECT | {
 }
 """Fields of a request that name, account for, store or schedule it."""
 
-IMAGES: Final = ("image_url", "input_image", "image")
-"""The types of parts that are images, in OpenAI's two APIs and in Anthropic's."""
-
 SHOWN: Final = 80
 """Number of characters of an ignored value that are recorded."""
 
@@ -158,12 +155,6 @@ def template_asks(given: Mapping[str, Any] | None) -> Iterable[Ask]:
         yield Ask(field=f"chat_template_kwargs.{name}", value=value, arguments=((name, value),))
 
 
-def check_shown(field: str, part: str) -> None:
-    """Raise RequestError for the type of a part of a message that is an image."""
-    if part in IMAGES:
-        raise bad(field, "must be text: agents are shown no images", part)
-
-
 class Reading:
     """Collects the wishes of a request and its unread fields while it is read."""
 
@@ -187,10 +178,7 @@ class Reading:
         return text
 
     def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
-        """Leave out a part of a message; return the text in its place. Raises
-        RequestError for an image, since no text says what it shows.
-        """
-        check_shown(field, what)
+        """Leave out a part of a message; return the text in its place."""
         self.leave(field, value or what, rule, action="replaced by a text")
         return f"[{what}, which cannot be shown here]"
 

@@ -32,6 +32,7 @@ from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import Faults
 from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -315,7 +316,7 @@ def _check_references(config: RunConfig, drawn: Task) -> None:
 
 
 def _only(config: RunConfig, task: TaskConfig) -> RunConfig:
-    return config.model_copy(update={"tasks": (task,), "faults": {}})
+    return config.model_copy(update={"tasks": (task,), "faults": Faults()})
 
 
 def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:
