@@ -108,7 +108,6 @@ def fig12(quick: bool) -> list[Row]:
     rows = [
         row(
             row="Heddle over the best baseline, maximum",
-            published=2.5,
             ours=max(gains.values()),
             note=f"{what}; the maximum at {max(gains, key=lambda name: gains[name])}, the minimum "
             f"over tasks and models is {min(gains.values()):.2f}; Figs. 15 and 16 show the share "
@@ -118,9 +117,7 @@ def fig12(quick: bool) -> list[Row]:
     for name in BASELINES:
         ratios = [over(runs, "ours", name) for *_, runs, _ in studies]
         note = f"geometric mean, {min(ratios):.2f} to {max(ratios):.2f}; {NOT_IN_TEXT}"
-        rows.append(
-            row(row=f"Heddle over {name}", published=None, ours=geometric_mean(ratios), note=note)
-        )
+        rows.append(row(row=f"Heddle over {name}", ours=geometric_mean(ratios), note=note))
     for task, model, runs, scale in studies:
         fleet = f"GPUs of a worker, ours: {runs['ours'].fleet}"
         for label, name in (
@@ -135,7 +132,6 @@ def fig12(quick: bool) -> list[Row]:
             rows.append(
                 row(
                     row=f"{task}, {model}: {label}, over the best baseline",
-                    published=None,
                     ours=over(runs, name, *BASELINES),
                     note=note,
                     own=True,
@@ -176,7 +172,6 @@ def fig14(quick: bool) -> list[Row]:
                 rows.append(
                     row(
                         row=f"{task}: rollout time, {name} over progressive",
-                        published=None,
                         ours=value,
                         note=note,
                     )
@@ -184,9 +179,7 @@ def fig14(quick: bool) -> list[Row]:
         for name, one in runs.items():
             note = "sum over its turns, mean of the steps measured"
             label = f"{task}: queueing of the longest, {name}"
-            rows.append(
-                row(row=label, published=None, ours=one.longest_queued_s, unit="s", note=note)
-            )
+            rows.append(row(row=label, ours=one.longest_queued_s, unit="s", note=note))
     return rows
 
 
@@ -242,7 +235,6 @@ def fig15(quick: bool) -> list[Row]:
             rows.append(
                 row(
                     row=label,
-                    published=None,
                     ours=over(runs, *names),
                     note=note,
                     own=names in alone,
@@ -280,19 +272,16 @@ def fig16(quick: bool) -> list[Row]:
         rows += [
             row(
                 row=f"{task}: {wide} over Fix-1",
-                published=None,
                 ours=over(runs, wide, "Fix-1"),
                 note=note,
             ),
             row(
                 row=f"{task}: adaptive over Fix-1",
-                published=None,
                 ours=over(runs, "adaptive", "Fix-1"),
                 note=NOT_IN_TEXT,
             ),
             row(
                 row=f"{task}: adaptive over {wide}",
-                published=None,
                 ours=over(runs, "adaptive", wide),
                 note=why,
             ),

@@ -242,7 +242,6 @@ def fig13(quick: bool) -> list[Row]:
                     Row(
                         experiment=NAME,
                         row=row,
-                        published=None,
                         ours=value,
                         unit="",
                         note=f"{note}; {size}",
@@ -255,7 +254,6 @@ def fig13(quick: bool) -> list[Row]:
         Row(
             experiment=NAME,
             row="Heddle's predictor",
-            published=None,
             ours=None,
             unit="",
             note=needs,

@@ -23,20 +23,12 @@ from rollweave_papers.laminar_runs import (
     staleness_shares,
 )
 from rollweave_papers.laminar_weights import fig14, fig19
-from rollweave_papers.rows import Experiment, Published, Row
+from rollweave_papers.rows import Experiment, Row
 
 OURS = (
     "Laminar: our mode decoupled on its placement, 1,024 trajectories per engine, weights from a "
     "chain of relays, one on each machine"
 )
-
-OVER = {
-    "verl": (2.56, 5.49),
-    "one-step": (1.98, 4.09),
-    "stream": (1.93, 4.06),
-    "AReaL": (1.39, 1.81),
-}
-"""Laminar's average and maximum speedup in Fig. 11 (Laminar §8.1)."""
 
 Curves = Mapping[tuple[str, str], Sequence[Point]]
 """Points by system and model, in ascending order of GPUs."""
@@ -75,9 +67,7 @@ def _ratios(curves: Curves, models: Sequence[str], other: str) -> list[tuple[int
     ]
 
 
-def _scaling(
-    experiment: str, curves: Curves, published: Mapping[tuple[str, str], float]
-) -> list[Row]:
+def _scaling(experiment: str, curves: Curves) -> list[Row]:
     """Return a row of strong scaling for every curve, with its throughputs."""
     rows = []
     for (system, name), points in curves.items():
@@ -91,7 +81,6 @@ def _scaling(
             Row(
                 experiment=experiment,
                 row=f"strong scaling, {name}, {system}",
-                published=published.get((system, name)),
                 ours=efficiency(points),
                 unit="%",
                 note=f"tokens/s by GPUs: {line}; {busy}; simulated parts of the cluster {parts}"
@@ -112,10 +101,9 @@ def fig11(quick: bool) -> list[Row]:
     for other in systems[:-1]:
         ratios = _ratios(curves, models, other)
         everything += ratios
-        average, most = OVER[other]
         values = [ratio for _, ratio in ratios]
-        rows.append(_over(name, f"over {other}, average", average, statistics.fmean(values), note))
-        rows.append(_over(name, f"over {other}, maximum", most, max(values), note))
+        rows.append(_over(name, f"over {other}, average", statistics.fmean(values), note))
+        rows.append(_over(name, f"over {other}, maximum", max(values), note))
     largest = [
         ratio
         for model_name in models
@@ -123,18 +111,18 @@ def fig11(quick: bool) -> list[Row]:
         for gpus, ratio in _ratios(curves, (model_name,), other)
         if gpus == SCALES[model_name][-1]
     ]
-    rows.append(_over(name, "largest scales, average", 3.34, statistics.fmean(largest), note))
+    rows.append(_over(name, "largest scales, average", statistics.fmean(largest), note))
     if not quick:
         small = [ratio for gpus, ratio in everything if gpus <= 64]
-        rows.append(_over(name, "at most 64 GPUs, average", 1.41, statistics.fmean(small), note))
+        rows.append(_over(name, "at most 64 GPUs, average", statistics.fmean(small), note))
         rows += [
             row
             for model_name in models
             for row in _elsewhere(name, "dapo-math", model_name, curves)
         ]
     if not quick:
-        rows += _scaling(name, curves, {("Laminar", "32B"): 68.2})
-        for system, value in (("Laminar", 53.7), ("AReaL", 33.6)):
+        rows += _scaling(name, curves)
+        for system in ("Laminar", "AReaL"):
             ours = statistics.fmean(efficiency(curves[system, model_name]) for model_name in models)
             which = (
                 OURS
@@ -145,7 +133,6 @@ def fig11(quick: bool) -> list[Row]:
                 Row(
                     experiment=name,
                     row=f"strong scaling, average, {system}",
-                    published=value,
                     ours=ours,
                     unit="%",
                     note=which,
@@ -167,7 +154,6 @@ def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Ro
             Row(
                 experiment=experiment,
                 row=f"Laminar on {training}/{rollout} GPUs over verl, {name}",
-                published=None,
                 ours=point.tokens_per_s / verl.tokens_per_s,
                 note=f"training/rollout as {placed} in Table 2; engines work "
                 f"{point.engines_busy:.0%} of the time, the trainer {point.trainer_busy:.0%}",
@@ -177,8 +163,8 @@ def _elsewhere(experiment: str, task: str, name: str, curves: Curves) -> list[Ro
     return rows
 
 
-def _over(experiment: str, row: str, published: Published, ours: float, note: str) -> Row:
-    return Row(experiment=experiment, row=row, published=published, ours=ours, note=note)
+def _over(experiment: str, row: str, ours: float, note: str) -> Row:
+    return Row(experiment=experiment, row=row, ours=ours, note=note)
 
 
 def fig12(quick: bool) -> list[Row]:
@@ -188,12 +174,12 @@ def fig12(quick: bool) -> list[Row]:
     name, note = "laminar-fig12", OURS + ("; against verl at 256 GPUs only" if quick else "")
     values = [ratio for other in systems[:-1] for _, ratio in _ratios(curves, ("7B",), other)]
     rows = [
-        _over(name, "over all baselines, average", 2.62, statistics.fmean(values), note),
-        _over(name, "over all baselines, minimum", 1.21, min(values), note),
-        _over(name, "over all baselines, maximum", 5.42, max(values), note),
+        _over(name, "over all baselines, average", statistics.fmean(values), note),
+        _over(name, "over all baselines, minimum", min(values), note),
+        _over(name, "over all baselines, maximum", max(values), note),
     ]
     if not quick:
-        rows += _scaling(name, curves, {("Laminar", "7B"): 46.5, ("stream", "7B"): 12.9})
+        rows += _scaling(name, curves)
         rows += _elsewhere(name, "tool-calling", "7B", curves)
     return rows
 
@@ -220,13 +206,11 @@ def fig10(quick: bool) -> list[Row]:
         rows += [
             greatest(
                 row=f"maximum inherent staleness, {concurrency:,} at once",
-                published=4,
                 ours=max(shares),
             ),
             Row(
                 experiment="laminar-fig10",
                 row=f"share under 3 steps, {concurrency:,} at once",
-                published=None,
                 ours=under,
                 unit="%",
                 note=f"{note}; published: typically under 3",
@@ -251,7 +235,6 @@ def fig15(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row="generation throughput with repack",
-            published=1.26,
             ours=with_it.tokens_per_s / without.tokens_per_s,
             note=f"{note}; trained tokens per second: {with_it.tokens_per_s:,.0f} and "
             f"{without.tokens_per_s:,.0f}",
@@ -259,7 +242,6 @@ def fig15(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row="generation throughput with repack, without the trainer's time",
-            published=None,
             ours=alone.tokens_per_s / alone_without.tokens_per_s,
             note=f"{part}; the trainer takes no time, as it keeps engines waiting on this "
             f"placement; {alone.tokens_per_s:,.0f} and {alone_without.tokens_per_s:,.0f} tokens "
@@ -269,7 +251,6 @@ def fig15(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row="KV in use with repack",
-            published=82.2,
             ours=100 * with_it.kv_used,
             unit="%",
             note=note,
@@ -277,7 +258,6 @@ def fig15(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row="KV in use without",
-            published=71.6,
             ours=100 * without.kv_used,
             unit="%",
             note=note,
@@ -285,7 +265,6 @@ def fig15(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row="overhead of a repack",
-            published=0.69,
             ours=None,
             unit="s",
             note="missing: the text does not divide it into planning and moving, and planning "
@@ -309,7 +288,6 @@ def fig16(quick: bool) -> list[Row]:
         Row(
             experiment="laminar-fig16",
             row="recovery",
-            published=252,
             ours=recovery.seconds,
             unit="s",
             note=note,
@@ -320,7 +298,6 @@ def fig16(quick: bool) -> list[Row]:
             Row(
                 experiment="laminar-fig16",
                 row="step times with the failure over without",
-                published=None,
                 ours=recovery.slowdown,
                 note="published: training is not affected, or drops slightly",
             )

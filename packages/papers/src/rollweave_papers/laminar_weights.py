@@ -122,7 +122,6 @@ def fig19(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row=f"72B to {relays} relays",
-            published=(0.0, 1.6),
             ours=all_s,
             unit="s",
             note=f"simulated run, {links}; closed form (App. C, eq. 1): "
@@ -131,14 +130,12 @@ def fig19(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row=f"{relays} relays over one relay",
-            published=None,
             ours=all_s / one_s,
             note=f"simulated runs, {links}; published: nearly constant",
         ),
         Row(
             experiment=name,
             row="with the best number of chunks",
-            published=None,
             ours=best_chain_s(size, relays + 1),
             unit="s",
             note="closed form, App. C.3, T*(p)",
@@ -147,7 +144,6 @@ def fig19(quick: bool) -> list[Row]:
         Row(
             experiment=name,
             row="repair of the chain, once a loss is known",
-            published=(0.0, 1.0),
             ours=repaired_s,
             unit="s",
             note="simulated run: the relay in the middle is lost half-way, and the broadcast to "
@@ -190,22 +186,20 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
         "its seconds are not in text. Published is the maximum over all sizes"
     )
 
-    def saved(row: str, seconds: float, other: float, published: float | None, note: str) -> Row:
+    def saved(row: str, seconds: float, other: float, note: str, *, own: bool = False) -> Row:
         return Row(
             experiment=name,
             row=row,
-            published=published,
             ours=100 * (1 - seconds / other),
             unit="%",
             note=note,
-            own=published is None,
+            own=own,
         )
 
     return [
         Row(
             experiment=name,
             row=f"actor stall, {size}",
-            published=stall,
             ours=statistics.fmean(run.stall_s),
             unit="s",
             note="simulated run: weights over size of eight adapters; resharding, and copies "
@@ -215,14 +209,12 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
             f"wait saved, best case, {size}, over a global broadcast",
             best,
             at_once,
-            47,
             f"{best:.2f} s over PCIe; {simulated}; {against}",
         ),
         saved(
             f"wait saved, average, {size}, over a global broadcast",
             mean,
             at_once,
-            37,
             f"{mean:.2f} s over PCIe, with the wait for others on the machine; {simulated}; "
             f"{against}",
         ),
@@ -230,9 +222,9 @@ def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
             f"wait saved, average, {size}, over all engines pulling at once",
             mean,
             pulled,
-            None,
             f"{mean:.2f} s; {simulated}; engines on {GPUS} GPUs pull from one machine in "
             f"{pulled:.2f} s, without relays (closed form)",
+            own=True,
         ),
     ]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rollweave_papers import rollart_costs, rollart_parts
 from rollweave_papers.cluster import NarrowOutputs, Pace, Setup, mean_of, pace, rollout_s
-from rollweave_papers.rows import Experiment, Published, Row
+from rollweave_papers.rows import Experiment, Row
 
 CONTEXT, BATCH, GPUS, TRAINER_GPUS = 32_768, 512, 128, 32
 
@@ -113,18 +113,16 @@ def fig4(quick: bool) -> list[Row]:
     return [
         row(
             row="FrozenLake, H800 time over H20 time, minimum",
-            published=0.53,
             ours=min(lake.values()),
             note=f"{note}; {DECODE_BOUND}",
         ),
         *(
-            row(row=f"FrozenLake, batch {size}", published=None, ours=value, note=note)
+            row(row=f"FrozenLake, batch {size}", ours=value, note=note)
             for size, value in lake.items()
         ),
         *(
             row(
                 row=f"FrozenLake without prefix caching, batch {size}",
-                published=None,
                 ours=value,
                 note=note,
             )
@@ -133,7 +131,6 @@ def fig4(quick: bool) -> list[Row]:
         *(
             row(
                 row=f"GEM-math, H20 time over H800 time, batch {size}",
-                published=(0.49, 0.79),
                 ours=value,
                 note=note,
             )
@@ -165,22 +162,22 @@ def modes(setup: Setup, steps: int) -> dict[str, Pace]:
     return {name: pace(run, steps=steps) for name, run in runs.items()}
 
 
-STEPS_10B: tuple[tuple[str, str, Published], ...] = (
-    ("Sync+", "Sync", (1.40, 2.40)),
-    ("One-off", "Sync+", (1.31, 1.47)),
-    ("AReaL", "One-off", (1.03, 1.06)),
-    ("RollArt", "AReaL", (1.22, 1.36)),
-    ("RollArt", "Sync", (2.65, 4.58)),
+STEPS_10B = (
+    ("Sync+", "Sync"),
+    ("One-off", "Sync+"),
+    ("AReaL", "One-off"),
+    ("RollArt", "AReaL"),
+    ("RollArt", "Sync"),
 )
-"""Published step times (§7.2, "Throughput Efficiency")."""
+"""Systems whose throughputs are compared (§7.2, "Throughput Efficiency")."""
 
-STEPS_10A: tuple[tuple[str, str, Published], ...] = (
-    ("RollArt", "Sync+", 2.05),
-    ("RollArt", "One-off", 1.35),
-    ("RollArt", "AReaL", 1.31),
-    ("One-off", "Sync+", 1.52),
+STEPS_10A = (
+    ("RollArt", "Sync+"),
+    ("RollArt", "One-off"),
+    ("RollArt", "AReaL"),
+    ("One-off", "Sync+"),
 )
-"""Published step times with 32B (§7.2, "Model Convergence")."""
+"""Systems whose step times are compared with 32B (§7.2, "Model Convergence")."""
 
 FIRST_DONE = (
     "ours trains on the first complete groups, and defers the long tail to a later step or drops it"
@@ -198,27 +195,24 @@ def fig10b(quick: bool, *, size: str) -> list[Row]:
         Row(
             experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} throughput, {ours} over {peer}",
-            published=published,
             ours=paces[ours].tokens_per_s / paces[peer].tokens_per_s,
             note="; ".join([note, *_explanations(paces, ours, peer)]),
         )
-        for ours, peer, published in STEPS_10B
+        for ours, peer in STEPS_10B
     ]
     rows += [
         Row(
             experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} step time, {peer} over {ours} (Fig. 10a)",
-            published=published,
             ours=paces[peer].step_s / paces[ours].step_s,
             note="; ".join([note, *_explanations(paces, ours, peer)]),
         )
-        for ours, peer, published in (STEPS_10A if size == "32B" else ())
+        for ours, peer in (STEPS_10A if size == "32B" else ())
     ]
     rows += [
         Row(
             experiment=f"rollart-fig10b-{size.lower()}",
             row=f"{size} throughput, {name}, updated at publication, over AReaL",
-            published=None,
             ours=paces[name].tokens_per_s / paces["AReaL"].tokens_per_s,
             note=note,
             own=True,
@@ -257,7 +251,7 @@ SPREAD = (
     "time, which more GPUs do not shorten, and RollArt does not wait for them"
 )
 """Reason why RollArt gains more over Sync+ here, as one assumption after the other was
-changed (docs/RESULTS.md).
+changed (docs/results/papers.md).
 """
 
 NARROW = 0.5
@@ -306,7 +300,6 @@ def _narrow(setup: Setup, *, shrink: int, steps: int) -> Row:
     return Row(
         experiment="rollart-fig10c",
         row=f"RollArt, 64 GPUs, over Sync+ on 64, both with {NARROW:.0%} of the spread of outputs",
-        published=None,
         ours=ours / peer,
         note=f"{scale(shrink, steps)}; on a logarithmic scale, and with the same mean",
         own=True,
@@ -318,7 +311,6 @@ def _by_gpus(rates: dict[tuple[str, int], float], note: str) -> list[Row]:
         Row(
             experiment="rollart-fig10c",
             row=f"{name}, {count} GPUs, over Sync+ on 64",
-            published=(1.33, 2.08) if name == "RollArt" else None,
             ours=value / rates["Sync+", 64],
             note="; ".join([note, *([SPREAD] if name == "RollArt" else [])]),
         )
@@ -352,12 +344,11 @@ def fig13(quick: bool, *, size: str) -> list[Row]:
     return [
         row(
             row=f"{size} step time, α=1 over the best α",
-            published=(1.0, 1.22),
             ours=max(1.0, *gains.values()),
             note=why,
         ),
         *(
-            row(row=f"{size}, α=1 over α={alpha}", published=None, ours=gain, note=note)
+            row(row=f"{size}, α=1 over α={alpha}", ours=gain, note=note)
             for alpha, gain in gains.items()
         ),
     ]
@@ -426,18 +417,13 @@ def _affinity(size: str, *, shrink: int, steps: int) -> list[Row]:
         *(
             row(
                 row=f"{size} step time, {peer} alone over the mix by task",
-                published=published,
                 ours=paces[peer].step_s / paces["mix"].step_s,
                 note=f"{note}; {why}",
             )
-            for peer, published, why in (
-                ("H20", (1.30, 1.68), SAMPLING_BOUND),
-                ("H800", (1.12, 1.37), TAIL_BOUND),
-            )
+            for peer, why in (("H20", SAMPLING_BOUND), ("H800", TAIL_BOUND))
         ),
         row(
             row=f"{size} step time, H800 alone over the mix, every task on any GPU",
-            published=None,
             ours=paces["H800"].step_s / paces["any"].step_s,
             note=scale(shrink, steps),
             own=True,

@@ -15,10 +15,8 @@ from rollweave_papers.rows import Experiment, Row
 SWE_CONTEXT, SWE_BATCH, SWE_GPUS = 32_768, 128, 28
 """Workload of Fig. 6, and its GPUs for rollouts."""
 
-EXPOSED, UNHIDDEN = {"8B": 1.4, "32B": 9.6}, {"8B": 38.6, "32B": 157.0}
-"""Published seconds for which rollouts wait for new weights, with and without overlap:
-the ends of the ranges in §7.5.
-"""
+SIZES = ("8B", "32B")
+"""Models for which rollouts wait for new weights, the ends of the ranges in §7.5."""
 
 MEGABYTE = 1e6
 
@@ -41,7 +39,6 @@ def fig6(quick: bool) -> list[Row]:
         Row(
             experiment="rollart-fig6",
             row="utilization of the judge's GPUs, all steps",
-            published=None,
             ours=100 * used,
             unit="%",
             note=f"{mean_of(steps, 'step')}; assumption: a verdict takes {JUDGE_S:g} s of a GPU, "
@@ -77,19 +74,17 @@ def section75(quick: bool) -> list[Row]:
     """Reproduce RollArt §7.5: the weights as in Table 4, and calls between clusters."""
     row = functools.partial(Row, experiment="rollart-sec75", unit="s")
     rows = []
-    for size in ("8B",) if quick else EXPOSED:
+    for size in ("8B",) if quick else SIZES:
         measured = updates(size, steps=3 if quick else 5)
         both = measured.push_s + measured.pull_s
         rows += [
             row(
                 row=f"weights, {size}: exposed",
-                published=EXPOSED[size],
                 ours=measured.stopped_s,
                 note="an engine stops for its swap alone (rollart-table4)",
             ),
             row(
                 row=f"weights, {size}: push and pull, without overlap",
-                published=UNHIDDEN[size],
                 ours=both,
                 note="200 Gb/s at 80 %; theirs reaches 2 %, unexplained (rollart-table4)",
             ),
@@ -109,32 +104,27 @@ def _calls(row: functools.partial[Row], *, batches: int) -> list[Row]:
     return [
         row(
             row="environment, longest transfer (2.7 MB)",
-            published=1.4,
             ours=on_the_link(2.7),
             note=f"{volume}does not say what else a call waits for",
         ),
         row(
             row="environment, mean transfer",
-            published=0.02,
             ours=None,
             note="to be built: transfers of environments, whose latency is an input here",
         ),
         row(
             row="reward, largest payload (5.2 MB) on the link",
-            published=None,
             ours=on_the_link(5.2),
             note="the part of a call that is its volume",
         ),
         row(
             row="reward, longest overhead of a call",
-            published=2.1,
             ours=max(beyond_s),
             note=f"the start of an instance from zero, {COLD_S:g} s measured with Ray Serve "
             "without a model; the text does not say whether theirs has such calls",
         ),
         row(
             row="reward, mean overhead of a call",
-            published=0.01,
             ours=statistics.fmean(beyond_s),
             note=f"{mean_of(batches, 'rollout')} of 84 trajectories (Fig. 12), each from zero "
             f"instances; {WARM_S * 1000:g} ms for a warm call, and the cold ones of "

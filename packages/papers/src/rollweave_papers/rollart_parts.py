@@ -63,7 +63,6 @@ def fig11b(quick: bool) -> list[Row]:
             Row(
                 experiment="rollart-fig11b",
                 row=f"batch- over trajectory-level step time, σ = {sigma:g} s",
-                published={1.0: 1.23, 10.0: 2.27}.get(sigma),
                 ours=pace(batched, steps=steps, vary=vary).step_s
                 / pace(setup, steps=steps, vary=vary).step_s,
                 note=f"GPUs and batch divided by {shrink}, {mean_of(steps, 'step')}; latencies "
@@ -128,35 +127,30 @@ def fig12(quick: bool) -> list[Row]:
     return [
         row(
             row="rollout, local judges",
-            published=158.0,
             ours=seconds["local"],
             unit="s",
             note=one_by_one,
         ),
-        row(row="rollout, serverless judges", published=77.0, ours=seconds["serverless"], unit="s"),
+        row(row="rollout, serverless judges", ours=seconds["serverless"], unit="s"),
         row(
             row="local over serverless",
-            published=158.0 / 77.0,
             ours=seconds["local"] / seconds["serverless"],
             note="published: ratio of the two times; in ours the longest trajectory takes most of "
             "either",
         ),
         row(
             row="local over serverless, if 84 is each job's batch",
-            published=None,
             ours=seconds["local, each"] / seconds["serverless, each"],
             note="the other reading of the text",
         ),
         row(
             row="utilization of judging GPUs, local",
-            published=6.0,
             ours=100 * used,
             unit="%",
             note=one_by_one,
         ),
         row(
             row="utilization of judging GPUs, serverless",
-            published=88.0,
             ours=100 * statistics.fmean(shares_used),
             unit="%",
             note=f"an idle instance is kept for {KEEP_S:.0f} s (assumption), and has no other "
@@ -177,7 +171,6 @@ def table3(quick: bool) -> list[Row]:
     """Reproduce RollArt §3.2: one copy of the weights from the training to the
     inference cluster, over 200 Gb/s Ethernet and 400 Gb/s InfiniBand.
     """
-    published = {"8B": (6.911, 5.466), "14B": (14.437, 5.817), "32B": (29.649, 9.442)}
     note = (
         "one copy at 80 % of the link, RDMA on eight adapters; the paper reaches an eighth of it "
         "or less, unexplained"
@@ -186,21 +179,13 @@ def table3(quick: bool) -> list[Row]:
         Row(
             experiment="rollart-table3",
             row=f"{size} over {name}",
-            published=time,
             ours=trainer(size, over=way).publish_s(),
             unit="s",
             note=note,
         )
-        for size, times in published.items()
-        for name, way, time in zip(("TCP", "RDMA"), ("ethernet", "rdma"), times, strict=True)
+        for size in MODELS
+        for name, way in (("TCP", "ethernet"), ("RDMA", "rdma"))
     ]
-
-
-PUSH = {"8B": 32.4, "14B": 67.8, "32B": 127.3}
-PULL = {"8B": 6.2, "14B": 16.3, "32B": 29.7}
-NAIVE = {"8B": 38.6, "14B": 84.1, "32B": 157.0}
-EXPOSED = {"8B": 1.4, "14B": 5.1, "32B": 9.6}
-"""Published exposed seconds (Table 4)."""
 
 
 def transfer(size: str) -> tuple[float, float]:
@@ -274,21 +259,18 @@ def table4(quick: bool) -> list[Row]:
         rows += [
             row(
                 row=f"{size} push",
-                published=PUSH[size],
                 ours=push,
                 note="200 Gb/s at 80 %; theirs reaches 2 %, unexplained",
             ),
             row(
                 row=f"{size} accumulated pull",
-                published=PULL[size],
                 ours=pull,
                 note="simulated run: until the last engine has it; all pull at once from one "
                 "machine, while they generate",
             ),
-            row(row=f"{size} naive (push + pull)", published=NAIVE[size], ours=push + pull),
+            row(row=f"{size} naive (push + pull)", ours=push + pull),
             row(
                 row=f"{size} exposed pull",
-                published=EXPOSED[size],
                 ours=stopped,
                 note="mean of the engines, each of which stops for its swap alone: from the memory "
                 "of its machine over PCIe, at once with the others there; theirs also waits for "
@@ -320,7 +302,6 @@ def fig14a(quick: bool) -> list[Row]:
             Row(
                 experiment="rollart-fig14a",
                 row=f"{size} step time, synchronous over asynchronous transfer",
-                published=(1.10, 1.16),
                 ours=(step_s + push + pull) / step_s,
                 note=f"GPUs and batch divided by {shrink}, {mean_of(steps, 'step')}; push and pull "
                 "(closed forms) added to a simulated step, of which both are hidden; our push is "
@@ -386,7 +367,6 @@ def fig14b(quick: bool) -> list[Row]:
     return [
         row(
             row="maximum speed-up of rollouts",
-            published=1.62,
             ours=max(gains.values()),
             note=f"{note}; the paper's number of launches is not in the text; ours are up to twice "
             f"the groups and members; {LONG_TAIL}",
@@ -394,7 +374,6 @@ def fig14b(quick: bool) -> list[Row]:
         *(
             row(
                 row=f"{more} more groups, {extra} more members",
-                published=None,
                 ours=gain,
                 note=note,
             )
@@ -403,7 +382,6 @@ def fig14b(quick: bool) -> list[Row]:
         *(
             row(
                 row=f"{more} more groups, {extra} more members, from an empty cluster",
-                published=None,
                 ours=plain_empty_s / empty_s((more, extra)),
                 note=from_empty,
             )
@@ -411,7 +389,6 @@ def fig14b(quick: bool) -> list[Row]:
         ),
         row(
             row="8 more groups, from an empty cluster, with slow starts",
-            published=None,
             ours=empty_s((0, 0), failing=True) / empty_s((8, 0), failing=True),
             note=f"{from_empty}; the share of environments that RollArt §8 counts in production "
             f"starts {INIT_TIMEOUT_S:g} s late",
@@ -465,33 +442,23 @@ def table5(quick: bool) -> list[Row]:
     """Reproduce RollArt §7.4: SWE with batch 128, where each prefill node has eight
     H800 and each decoding node eight H20.
     """
-    published = {
-        ("32B", "1P3D"): (722.7, 741.2),
-        ("32B", "2P2D"): (701.6, 734.9),
-        ("30B-A3B", "1P3D"): (294.8, 327.4),
-        ("30B-A3B", "2P2D"): (251.1, 305.2),
-    }
     steps = 1 if quick else 3
     note = f"{mean_of(steps, 'rollout')}, on engines of {SIZES['32B'][1]} GPUs (assumption)"
     rows = []
     for size in SIZES:
         for nodes in ("2P2D",) if quick else NODES:
             ours = phases_s(size, nodes, steps=steps)
-            pair = published.get((size, nodes), (None, None))
             rows += [
                 Row(
                     experiment="rollart-table5",
                     row=f"{size} {nodes}, {name}",
-                    published=theirs,
                     ours=seconds,
                     unit="s",
                     note=note,
                 )
-                for name, theirs, seconds in zip(
-                    ("disaggregated", "collocated"),
-                    pair,
-                    (ours.split, ours.collocated),
-                    strict=True,
+                for name, seconds in (
+                    ("disaggregated", ours.split),
+                    ("collocated", ours.collocated),
                 )
             ]
     return rows

@@ -82,13 +82,11 @@ def fig1c(quick: bool) -> list[Row]:
     rows = [
         row(
             row="rollout without over with prefix caching, 8 GPUs",
-            published=3.4,
             ours=bare / eight,
             note=note,
         ),
         row(
             row="rollout on 8 GPUs",
-            published=607.0,
             ours=eight,
             unit="s",
             note=f"{note}; tokens of a turn are assumptions",
@@ -99,7 +97,6 @@ def fig1c(quick: bool) -> list[Row]:
         rows.append(
             row(
                 row="8 over 16 GPUs",
-                published=607.0 / 435.0,
                 ours=eight / sixteen,
                 note=f"{note}; published: ratio of the times",
             )
@@ -111,7 +108,6 @@ def fig14(quick: bool) -> list[Row]:
     """Reproduce ROSE App. E: rollout time of FrozenLake on eight dedicated GPUs and 4,
     8 or 16 borrowed ones, over the first five steps.
     """
-    published = {4: 1.26, 8: 1.45, 16: 1.69}
     steps, counts = (2, (8,)) if quick else (5, (4, 8, 16))
     alone = _with_weights_s(FROZENLAKE, steps=steps)
     note = (
@@ -123,7 +119,6 @@ def fig14(quick: bool) -> list[Row]:
         Row(
             experiment="rose-fig14",
             row=f"rollout speed-up with {count} borrowed GPUs",
-            published=published[count],
             ours=alone
             / _with_weights_s(
                 FROZENLAKE.but(rollout_gpus=8 + count, link="ethernet", relayed=True), steps=steps
@@ -146,7 +141,10 @@ def _beside_users(quick: bool) -> list[Row]:
     ]
     users = [one.serving for one in sharing if one.serving is not None]
     late = max(max(one.late_first, one.late_tokens) for one in users)
-    row = functools.partial(Row, experiment="rose-fig14", published=None)
+    row = functools.partial(
+        Row,
+        experiment="rose-fig14",
+    )
     note = (
         f"{mean_of(steps, 'rollout')}; users send {SERVING['rate']:g} requests/s of a 7B model to "
         f"{SERVING['engines']} engines, {SERVING['prefill']} of which compute prompts; weights are "
@@ -262,10 +260,6 @@ def fig10(quick: bool) -> list[Row]:
     """Reproduce ROSE §6.3: the seconds of a transfer between clusters, whole and
     sparse, over 200 Gb/s and over 1 Gb/s Ethernet.
     """
-    published = {
-        "8B": {"shard": (31.0, 109.0), "sparse": (7.0, 39.0), "gain": 4.4},
-        "32B": {"shard": (96.0, 584.0), "sparse": (21.0, 89.0), "gain": 4.6},
-    }
     machines = RECEIVER_GPUS // GPUS_PER_MACHINE
     note = (
         f"simulated run: {SENDER_GPUS} GPUs train, and relays on {machines} machines receive one "
@@ -276,21 +270,18 @@ def fig10(quick: bool) -> list[Row]:
     rows = []
     for size in ("8B",) if quick else tuple(SIZES):
         row = functools.partial(Row, experiment="rose-fig10")
-        known = published[size]
         for place, (speed, bits) in enumerate((("200 Gb/s", 200e9), ("1 Gb/s", 1e9))):
             whole = transfer_s(size, bits_per_s=bits, sparse=False)
             sparse = transfer_s(size, bits_per_s=bits, sparse=True)
             rows += [
                 row(
                     row=f"{size} shard-aware, {speed}",
-                    published=known["shard"][place],  # type: ignore[index]
                     ours=whole,
                     unit="s",
                     note=f"{note}; {theirs}",
                 ),
                 row(
                     row=f"{size} sparsity-aware, {speed}",
-                    published=known["sparse"][place],  # type: ignore[index]
                     ours=sparse,
                     unit="s",
                     note=f"{note}, of {changed}; finding the changes takes no time here",
@@ -300,7 +291,6 @@ def fig10(quick: bool) -> list[Row]:
                 rows.append(
                     row(
                         row=f"{size} shard-aware over sparsity-aware, {speed}",
-                        published=known["gain"],  # type: ignore[arg-type]
                         ours=whole / sparse,
                         note=f"{note}; {changed}",
                     )
@@ -310,12 +300,6 @@ def fig10(quick: bool) -> list[Row]:
 
 TURN_WISE = {"turn-wise": "least_load", "turn-wise with affinity": "affinity"}
 """Our placements that correspond to the rows of Table 3."""
-
-SPEED_UPS = {
-    "8B": {"turn-wise": 1.11, "turn-wise with affinity": 1.16},
-    "32B": {"turn-wise": 1.08, "turn-wise with affinity": 1.48},
-}
-"""Published speed-ups over pinned (Table 3)."""
 
 ROUTED = {"8B": FROZENLAKE, "32B": ALFWORLD}
 
@@ -353,7 +337,6 @@ def table3(quick: bool) -> list[Row]:
             rows += [
                 row(
                     row=f"{size} {way} over pinned, {where}",
-                    published=SPEED_UPS[size][way] if gpus > ROUTED[size].rollout_gpus else None,
                     ours=seconds["pinned"] / seconds[name],
                     note=note,
                 )
@@ -362,7 +345,6 @@ def table3(quick: bool) -> list[Row]:
             rows.append(
                 row(
                     row=f"{size} earliest finish over pinned, {where}",
-                    published=None,
                     ours=seconds["pinned"] / seconds["earliest"],
                     note=f"{note}; our rule (core/policy/elastic)",
                     own=True,

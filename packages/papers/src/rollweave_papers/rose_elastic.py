@@ -17,7 +17,7 @@ from rollweave.sim.ondemand import DOWN_S, START_S, UP_S
 from rollweave_papers.cluster import Setup, mean_of, pace, steps_of
 from rollweave_papers.rose import rollout_times
 from rollweave_papers.rose_serving import SIZES
-from rollweave_papers.rows import Experiment, Published, Row
+from rollweave_papers.rows import Experiment, Row
 
 ELASTIC_GPUS = {"8B": 16, "32B": 32}
 """Serverless GPUs, and spot GPUs at most (§6.1)."""
@@ -30,19 +30,16 @@ the first batches are those that finish early.
 ROLLOUTS = {"8B": 6, "32B": 3}
 """Steps of a run of Fig. 8: about half an hour; the paper's window has two hours."""
 
-RUNS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, float]]] = {
-    "ROLL-GRPO": ({"mode": "one_step"}, {"8B": 1.31, "32B": 1.46}),
-    "ROLL-DAPO": (
-        {
-            "mode": "one_step",
-            "rollout": {"dynamic_sampling": True, "spare_groups": "learned"},
-        },
-        {"8B": 1.42, "32B": 3.31},
-    ),
-    "AReaL": ({"mode": "partial", "alpha": 1}, {"8B": 1.44, "32B": 2.69}),
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    "ROLL-GRPO": {"mode": "one_step"},
+    "ROLL-DAPO": {
+        "mode": "one_step",
+        "rollout": {"dynamic_sampling": True, "spare_groups": "learned"},
+    },
+    "AReaL": {"mode": "partial", "alpha": 1},
 }
-"""Changes of the set-up for the baselines of Fig. 7, and ROSE's mean throughput over
-theirs. ROSE runs with the same change; `resource_fixed` has what else differs.
+"""Changes of the set-up for the baselines of Fig. 7. ROSE runs with the same change;
+`resource_fixed` has what else differs.
 """
 
 
@@ -72,7 +69,7 @@ def fig7(quick: bool) -> list[Row]:
     rows = []
     for size in ("8B",) if quick else tuple(SIZES):
         steps = 1 if quick else STEPS[size]
-        for name, (changes, published) in RUNS.items():
+        for name, changes in RUNS.items():
             setup = SIZES[size].but(**changes)
             if name == "ROLL-DAPO":  # the step before decides how many more than a batch run
                 setup = setup.but(environments=2 * setup.batch)
@@ -83,7 +80,6 @@ def fig7(quick: bool) -> list[Row]:
                 Row(
                     experiment="rose-fig7",
                     row=f"{size} ROSE over {name}, throughput",
-                    published=published[size],
                     ours=rose / fixed,
                     note=f"{mean_of(steps, 'step')}; the baseline keeps a trajectory on one "
                     f"engine, as its code does; {reasons[name]}",
@@ -166,10 +162,6 @@ def fig8(quick: bool) -> list[Row]:
     """Reproduce ROSE §6.1: rollouts with serverless GPUs and with spot instances, and
     the share of time that their coming and going costs.
     """
-    known: Mapping[str, Mapping[str, tuple[float, Published]]] = {
-        "8B": {"serverless": (1.31, 26.1), "spot": (1.41, (6.8, 7.3)), "rose": (1.41 * 1.20, 0.5)},
-        "32B": {"serverless": (1.23, 26.1), "spot": (1.48, (6.8, 7.3)), "rose": (1.48 * 1.26, 0.5)},
-    }
     names = {"serverless": "λRL", "spot": "RLBoost+", "rose": "ROSE"}
     what = {
         "serverless": f"serverless engines end every 15 minutes, start in {START_S:g} s, and their "
@@ -189,18 +181,15 @@ def fig8(quick: bool) -> list[Row]:
         row = functools.partial(Row, experiment="rose-fig8")
         runs = {kind: elastic(size, kind, steps=steps) for kind in ("none", *names)}
         for kind, name in names.items():
-            faster, share = known[size][kind]
             rows += [
                 row(
                     row=f"{size} {name} over ROLL, rollout",
-                    published=faster,
                     ours=runs["none"].rollout_s / runs[kind].rollout_s,
                     note=f"{mean_of(steps, 'rollout')} of a run; ROLL keeps a trajectory on one "
                     f"engine, as its code does; {what[kind]}",
                 ),
                 row(
                     row=f"{size} {name}, GPU time in which engines were not ready",
-                    published=share,
                     ours=100 * runs[kind].not_ready,
                     unit="%",
                     note=f"{bounds[kind]}; of the GPUs for rollouts; {runs[kind].loans} starts",
@@ -209,7 +198,6 @@ def fig8(quick: bool) -> list[Row]:
         rows.append(
             row(
                 row=f"{size} ROSE over RLBoost+, rollout",
-                published={"8B": 1.20, "32B": 1.26}[size],
                 ours=runs["spot"].rollout_s / runs["rose"].rollout_s,
                 note=f"{mean_of(steps, 'rollout')} of a run",
             )

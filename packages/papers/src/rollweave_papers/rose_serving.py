@@ -95,20 +95,6 @@ LIGHT = (
 
 def table1(quick: bool) -> list[Row]:
     """Reproduce ROSE §6.1: other ways to harvest serving GPUs."""
-    published = {
-        "8B": {
-            "cooperative": (496.3, 338.1),
-            "autoscaling": (651.7, 1166.1),
-            "multiplexing": (731.7, 973.2),
-            "alone": (None, 314.8),
-        },
-        "32B": {
-            "cooperative": (960.1, 837.5),
-            "autoscaling": (1161.8, 2426.2),
-            "multiplexing": (1301.2, 1625.4),
-            "alone": (None, 716.1),
-        },
-    }
     names = {
         "cooperative": "ROSE",
         "autoscaling": "autoscaling in both directions (ServerlessLLM)",
@@ -117,14 +103,13 @@ def table1(quick: bool) -> list[Row]:
     rows = []
     for size in _sizes(quick):
         steps = _steps(size, quick)
-        note, known = _note(size, steps), published[size]
+        note = _note(size, steps)
         row = functools.partial(Row, experiment="rose-table1")
         rose = seen(size, steps=steps)
         alone = seen(size, sharing="autoscaling", steps=steps, borrows=False)
         rows.append(
             row(
                 row=f"{size} users alone, first token P99",
-                published=known["alone"][1],
                 ours=alone.ttft_ms[1],
                 unit="ms",
                 note=f"{note}; published: ServerlessLLM without rollouts",
@@ -132,32 +117,26 @@ def table1(quick: bool) -> list[Row]:
         )
         for sharing, name in names.items():
             one = seen(size, sharing=sharing, steps=steps)
-            rollout, first = known[sharing]
             reasons = {"autoscaling": f"{note}; {LIGHT}", "multiplexing": f"{note}; {STEPS}"}
             why = reasons.get(sharing, note)
             rows += [
                 row(
                     row=f"{size} {name}, rollout",
-                    published=rollout,
                     ours=one.rollout_s,
                     unit="s",
                     note=f"{note}; {FASTER}",
                 ),
                 row(
                     row=f"{size} {name}, first token P99",
-                    published=first,
                     ours=one.ttft_ms[1],
                     unit="ms",
                     note=why,
                 ),
             ]
             if sharing != "cooperative":
-                assert rollout is not None
-                assert known["cooperative"][0] is not None
                 rows.append(
                     row(
                         row=f"{size} rollout, {name} over ROSE",
-                        published=rollout / known["cooperative"][0],
                         ours=one.rollout_s / rose.rollout_s,
                         note=f"{note}; published: ratio of the times",
                     )
@@ -167,18 +146,6 @@ def table1(quick: bool) -> list[Row]:
 
 def table2(quick: bool) -> list[Row]:
     """Reproduce ROSE §6.2: sharing memory, without admission."""
-    published = {
-        "8B": {
-            "partition": (776.7, 330.95, 1488.2),
-            "preemption": (591.7, 517.9, 162.8),
-            "spatial": (469.3, 333.6, 186.3),
-        },
-        "32B": {
-            "partition": (1310.5, 603.0, 7021.1),
-            "preemption": (959.7, 651.3, 503.8),
-            "spatial": (920.4, 640.6, 483.2),
-        },
-    }
     names = {
         "partition": "static partition",
         "preemption": "+ memory preemption",
@@ -195,25 +162,21 @@ def table2(quick: bool) -> list[Row]:
         row = functools.partial(Row, experiment="rose-table2")
         for sharing, name in names.items():
             one = seen(size, sharing=sharing, steps=steps)
-            rollout, first, token = published[size][sharing]
             rows += [
                 row(
                     row=f"{size} {name}, rollout",
-                    published=rollout,
                     ours=one.rollout_s,
                     unit="s",
                     note=f"{note}; {FASTER}",
                 ),
                 row(
                     row=f"{size} {name}, first token P99",
-                    published=first,
                     ours=one.ttft_ms[1],
                     unit="ms",
                     note=f"{note}; {STEPS}",
                 ),
                 row(
                     row=f"{size} {name}, time per token P99",
-                    published=token,
                     ours=one.tpot_ms[1],
                     unit="ms",
                     note=f"{note}; {memory if sharing == 'partition' else STEPS}",
@@ -224,66 +187,44 @@ def table2(quick: bool) -> list[Row]:
 
 def table4(quick: bool) -> list[Row]:
     """Reproduce ROSE App. C: the lease of the KV of finished turns."""
-    published = {
-        10: (496.3, 338.11, 136.13),
-        20: (497.1, 334.71, 135.28),
-        50: (492.2, 371.10, 140.70),
-        100: (502.1, 491.90, 148.10),
-    }
     rows = []
-    for lease_s in (10, 100) if quick else tuple(published):
+    for lease_s in (10, 100) if quick else (10, 20, 50, 100):
         steps = _steps("8B", quick)
         one = seen("8B", steps=steps, lease_s=float(lease_s))
-        rows += _three(
-            "rose-table4", f"lease of {lease_s} s", one, published[lease_s], _note("8B", steps)
-        )
+        rows += _three("rose-table4", f"lease of {lease_s} s", one, _note("8B", steps))
     return rows
 
 
 def table5(quick: bool) -> list[Row]:
     """Reproduce ROSE App. D: more requests of users."""
-    published = {
-        "8B": {1.0: (496.3, 338.1, 136.1), 1.5: (511.7, 380.2, 149.0), 2.0: (569.9, 459.1, 150.1)},
-        "32B": {
-            1.0: (960.1, 837.5, 398.1),
-            1.5: (977.7, 870.2, 421.3),
-            2.0: (989.9, 899.1, 441.2),
-        },
-    }
     rows = []
     for size in _sizes(quick):
         steps = _steps(size, quick)
-        for density in (1.0, 2.0) if quick else tuple(published[size]):
+        for density in (1.0, 2.0) if quick else (1.0, 1.5, 2.0):
             one = seen(size, steps=steps, density=density)
             name = f"{size} {density:g} times the requests"
-            rows += _three("rose-table5", name, one, published[size][density], _note(size, steps))
+            rows += _three("rose-table5", name, one, _note(size, steps))
     return rows
 
 
-def _three(
-    experiment: str, name: str, one: Seen, published: tuple[float, float, float], note: str
-) -> list[Row]:
+def _three(experiment: str, name: str, one: Seen, note: str) -> list[Row]:
     row = functools.partial(Row, experiment=experiment)
-    rollout, first, token = published
     limits = f"{note}; admission grants all that the limits leave, so our tails end close to them"
     return [
         row(
             row=f"{name}, rollout",
-            published=rollout,
             ours=one.rollout_s,
             unit="s",
             note=f"{note}; {FASTER}",
         ),
         row(
             row=f"{name}, first token P99",
-            published=first,
             ours=one.ttft_ms[1],
             unit="ms",
             note=limits,
         ),
         row(
             row=f"{name}, time per token P99",
-            published=token,
             ours=one.tpot_ms[1],
             unit="ms",
             note=limits,
@@ -303,21 +244,18 @@ def fig9(quick: bool) -> list[Row]:
     return [
         row(
             row="time per token P99, lower with both limits than with TPOT alone",
-            published=3.4,
             ours=100 * (1 - dual.tpot_ms[1] / tpot.tpot_ms[1]),
             unit="%",
             note=which,
         ),
         row(
             row="time per token P99, lower with both limits than with TTFT alone",
-            published=76.3,
             ours=100 * (1 - dual.tpot_ms[1] / ttft.tpot_ms[1]),
             unit="%",
             note=which,
         ),
         row(
             row="first token P99, lower with both limits than with TPOT alone",
-            published=3.7,
             ours=100 * (1 - dual.ttft_ms[1] / tpot.ttft_ms[1]),
             unit="%",
             note=f"{which}; the text does not say which reduction belongs to which baseline: in "
@@ -325,20 +263,17 @@ def fig9(quick: bool) -> list[Row]:
         ),
         row(
             row="first token P99, lower with both limits than with TTFT alone",
-            published=28.4,
             ours=100 * (1 - dual.ttft_ms[1] / ttft.ttft_ms[1]),
             unit="%",
             note=f"{which}; as above",
         ),
         row(
             row="rollout, TTFT alone over both",
-            published=None,
             ours=ttft.rollout_s / dual.rollout_s,
             note=f"{note}; published: similar",
         ),
         row(
             row="rollout, TPOT alone over both",
-            published=None,
             ours=tpot.rollout_s / dual.rollout_s,
             note=f"{note}; published: similar",
         ),

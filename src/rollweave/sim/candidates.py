@@ -12,7 +12,7 @@ Invariants: equal arguments give equal choices, in any order of the candidates; 
 candidate is chosen twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from msgspec import structs
@@ -274,11 +274,6 @@ def listed(predictions: Predictions, count: int) -> list[Candidate]:
 
 def fastest_first(predictions: Predictions) -> list[Candidate]:
     return sorted(predictions, key=lambda one: (predictions[one].step_s, one))
-
-
-def fastest(predictions: Predictions, rule: Callable[[Candidate], bool]) -> Candidate | None:
-    """Return the fastest candidate that fulfills `rule`, if any does."""
-    return next((one for one in fastest_first(predictions) if rule(one)), None)
 
 
 def limit(prediction: Prediction) -> str:

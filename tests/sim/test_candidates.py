@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.policy.ratio import (
+from rollweave.schema.config.rollout import ModeName
+from rollweave.sim.candidates import (
     DEGREES,
     MACHINE,
     MOST_SPLITS,
@@ -26,7 +27,6 @@ from rollweave.core.policy.ratio import (
     survivors,
     trainer_counts,
 )
-from rollweave.schema.config.rollout import ModeName
 from tests.support.properties import examples
 
 SYNC = Pacing(mode=ModeName.SYNC)
