@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants lint format figures site clean
+.PHONY: demo test test-slow test-cluster vllm test-vllm trl gpu coverage mutants budgets lint format figures site clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -55,22 +55,26 @@ MUTANTS ?= 400
 mutants: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/python -m tests.mutants --sample $(MUTANTS) --jobs $(CORES)
 
+# The size of the project, beside what tests/test_budgets.py allows and the aims.
+budgets: .venv/ready-test
+	$(BIN)/python -m tests.support.budgets
+
 lint: .venv/ready-test
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/codespell src docs benchmarks examples *.md
+	$(BIN)/ruff check src packages tests benchmarks examples conftest.py
+	$(BIN)/ruff format --check src packages tests benchmarks examples conftest.py
+	$(BIN)/codespell src packages/*/src docs benchmarks examples *.md
 	$(BIN)/mypy --num-workers 2 || $(BIN)/mypy # its workers may not start on a busy machine
 	$(BIN)/lint-imports
 
 format: .venv/ready-test
-	$(BIN)/ruff check --fix src tests benchmarks examples
-	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src packages tests benchmarks examples conftest.py
+	$(BIN)/ruff format src packages tests benchmarks examples conftest.py
 
 # The CPU build of torch where the index offers it (pinned in constraints.txt); the CUDA build elsewhere.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml $(wildcard packages/*/pyproject.toml) constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e packages/papers -e ".[all]"
 	touch $@
 
 .venv/ready-test: .venv/ready

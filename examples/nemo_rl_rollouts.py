@@ -39,11 +39,8 @@ def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
     """Return NeMo-RL's message log: one message per segment with exactly its tokens,
     and `generation_logprobs` for sampled ones.
 
-    Contents are empty: nothing is rendered to be tokenized again. Raises ValueError for
-    a sequence with images, whose placeholders would be computed as text.
+    Contents are empty: nothing is rendered to be tokenized again.
     """
-    if sequence.images:
-        raise ValueError(f"sequence must have no images, got {len(sequence.images)}")
     log = []
     for segment in sequence.segments:
         tokens = torch.tensor(sequence.tokens[segment.start : segment.end], dtype=torch.int64)

@@ -61,10 +61,9 @@ def fields_of(
     """Return the fields of verl's `AgentLoopOutput`, without `metrics`. Observations
     have mask 0 and log-prob 0.
 
-    Raises ValueError for a trajectory that is not one sequence with a reward, or has
-    images, whose placeholders would be computed as text, or whose prompt is too long:
-    verl would cut off its beginning, and would then train on a sequence that was not
-    sampled.
+    Raises ValueError for a trajectory that is not one sequence with a reward, or whose
+    prompt is too long: verl would cut off its beginning, and would then train on a
+    sequence that was not sampled.
     """
     if trajectory.reward is None or len(trajectory.sequences) != 1:
         raise ValueError(
@@ -75,8 +74,6 @@ def fields_of(
     row = row_of(sequence)
     if row is None:
         raise ValueError(f"trajectory must have sampled tokens, got none in {trajectory.id}")
-    if row.images:
-        raise ValueError(f"trajectory must have no images, got {len(row.images)}")
     if len(row.prompt) > prompt_length:
         raise ValueError(
             f"prompt must be at most rollout.prompt_length ({prompt_length}) tokens, "

@@ -16,7 +16,12 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+SOURCES = [
+    path
+    for folder in (ROOT / "src", *ROOT.glob("packages/*/src"))
+    for path in sorted(folder.rglob("*.py"))
+    if "swe_repos" not in path.parts
+]
 LONGEST_FUNCTION = 80
 """Maximum number of lines of a function."""
 FRAGMENT = re.compile(
@@ -161,12 +166,13 @@ def test_no_module_of_tests_is_a_library_of_another() -> None:
     """Helpers of several test modules are in `tests/support`, or in a module beside
     them.
     """
-    modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    folders = (ROOT / "tests", *ROOT.glob("packages/*/tests"), ROOT / "benchmarks")
+    modules = [path for folder in folders for path in folder.rglob("*.py")]
     imports = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules
         for name in contents(path).imported
-        if re.fullmatch(r"tests\..*\btest_\w+", name)
+        if re.fullmatch(r"(packages|tests)\..*\btest_\w+", name)
         and (ROOT / f"{name.replace('.', '/')}.py").exists()
     ]
     assert imports == []

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ QUOTED = [first.strip("`") for first, *_ in table_rows(PAGE)]
 
 @functools.cache
 def texts() -> tuple[str, ...]:
-    """Return all texts of the source, with "…" for each value that is filled in."""
-    found: list[str] = []
+    """Return all texts of the source, with "…" for each value that is filled in, and
+    the refusals of configurations.
+    """
+    refusals = tomllib.loads((ROOT / "tests/schema/config/refusals.toml").read_text())
+    found = [str(row["error"]) for row in refusals["refusal"]]
     for path in sorted((ROOT / "src/rollweave").rglob("*.py")):
         tree, inner = ast.parse(path.read_text()), set[int]()
         for node in ast.walk(tree):

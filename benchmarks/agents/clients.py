@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import pydantic
 
-from benchmarks.agents.features import PIXEL, TOOLS
+from benchmarks.agents.features import TOOLS
 from benchmarks.agents.scripted import Scripted
-from rollweave.schema.media import Image
 
 QUESTION: Final = "What is 2 + 3?"
 
@@ -52,16 +51,15 @@ Ask = Callable[[Scripted], Awaitable[Any]]
 @dataclass(frozen=True)
 class Program:
     """An agent program. `run` returns its last answer; `form` a `Sum` of an answer in
-    that form; `image` shows the agent an image; `two` asks for two answers at once.
-    `rewrites` holds whether it resends its history in other words when it is complete
-    (False) and when it is streamed (True).
+    that form; `two` asks for two answers at once. `rewrites` holds whether it resends
+    its history in other words when it is complete (False) and when it is streamed
+    (True).
     """
 
     name: str
     package: str
     run: Run
     form: Ask | None = None
-    image: Ask | None = None
     two: Ask | None = None
     rewrites: tuple[bool, ...] = ()
     says: tuple[str, ...] = ()
@@ -116,14 +114,6 @@ async def _openai_chat_form(gateway: Scripted) -> Any:
         return answer.choices[0].message.parsed
 
 
-async def _openai_chat_image(gateway: Scripted) -> Any:
-    content = [{"type": "image_url", "image_url": {"url": PIXEL}}]
-    async with _openai(gateway) as client:
-        return await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": content}]
-        )
-
-
 async def _openai_chat_two(gateway: Scripted) -> Any:
     history = [{"role": "user", "content": QUESTION}]
     async with _openai(gateway) as client:
@@ -154,14 +144,6 @@ async def _openai_responses_form(gateway: Scripted) -> Any:
     async with _openai(gateway) as client:
         answer = await client.responses.parse(model="any", input=QUESTION, text_format=Sum)
         return answer.output_parsed
-
-
-async def _openai_responses_image(gateway: Scripted) -> Any:
-    content = [{"type": "input_image", "image_url": PIXEL}]
-    async with _openai(gateway) as client:
-        return await client.responses.create(
-            model="any", input=[{"role": "user", "content": content}]
-        )
 
 
 async def _anthropic(gateway: Scripted, tool: Adder, streamed: bool) -> str:
@@ -233,17 +215,6 @@ def _sdk_form(api: str) -> Ask:
     return ask
 
 
-def _sdk_image(api: str) -> Ask:
-    async def ask(gateway: Scripted) -> Any:
-        import agents
-
-        content = [{"type": "input_image", "image_url": PIXEL, "detail": "auto"}]
-        items: list[Any] = [{"role": "user", "content": content}]
-        return await agents.Runner.run(_sdk(gateway, api), items)
-
-    return ask
-
-
 # LangChain and LangGraph.
 
 
@@ -279,11 +250,6 @@ async def _langchain(gateway: Scripted, tool: Adder, streamed: bool) -> str:
 async def _langchain_form(gateway: Scripted) -> Any:
     model = _chat_openai(gateway).with_structured_output(Sum, method="json_schema")
     return await model.ainvoke(QUESTION)
-
-
-async def _langchain_image(gateway: Scripted) -> Any:
-    content = [{"type": "image_url", "image_url": {"url": PIXEL}}]
-    return await _chat_openai(gateway).ainvoke([{"role": "user", "content": content}])
 
 
 async def _langchain_two(gateway: Scripted) -> Any:
@@ -345,17 +311,6 @@ def _pydantic_form(api: str) -> Ask:
 
         agent: Any = Agent(_pydantic_model(gateway, api), output_type=NativeOutput(Sum))
         return (await agent.run(QUESTION)).output
-
-    return ask
-
-
-def _pydantic_image(api: str) -> Ask:
-    async def ask(gateway: Scripted) -> Any:
-        from pydantic_ai import Agent, BinaryContent
-
-        agent: Any = Agent(_pydantic_model(gateway, api))
-        pixel = BinaryContent(data=Image.of_url(PIXEL).data, media_type="image/png")
-        return await agent.run([pixel])
 
     return ask
 
@@ -452,7 +407,6 @@ PROGRAMS: Final[tuple[Program, ...]] = (
         "openai",
         _openai_chat,
         _openai_chat_form,
-        _openai_chat_image,
         _openai_chat_two,
     ),
     Program(
@@ -460,11 +414,10 @@ PROGRAMS: Final[tuple[Program, ...]] = (
         "openai",
         _openai_responses,
         _openai_responses_form,
-        _openai_responses_image,
     ),
     Program("anthropic", "anthropic", _anthropic),
     *(
-        Program(f"openai-agents ({api})", "agents", _sdk_run(api), _sdk_form(api), _sdk_image(api))
+        Program(f"openai-agents ({api})", "agents", _sdk_run(api), _sdk_form(api))
         for api in ("responses", "chat")
     ),
     Program(
@@ -472,7 +425,6 @@ PROGRAMS: Final[tuple[Program, ...]] = (
         "langchain_openai",
         _langchain,
         _langchain_form,
-        _langchain_image,
         _langchain_two,
     ),
     Program("langgraph", "langgraph", _langgraph),
@@ -482,7 +434,6 @@ PROGRAMS: Final[tuple[Program, ...]] = (
             "pydantic_ai",
             _pydantic(api),
             None if api == "messages" else _pydantic_form(api),  # it does not offer it
-            _pydantic_image(api),
         )
         for api in ("chat", "responses", "messages")
     ),

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from benchmarks.agents.scripted import CALL, CALLS, IMAGE, Scripted, scripted
+from benchmarks.agents.scripted import CALL, CALLS, scripted
 from benchmarks.agents.wire import BODIES, USER, Answer, Json, post
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
@@ -52,7 +52,7 @@ Check = Callable[[Seen], bool]
 class Feature(Struct, frozen=True, kw_only=True):
     """A feature: the fields that ask for it in each API that has it, the check of what
     was answered, and what the agent says. The name of the field that a refusal must
-    have is the first one, unless it is in `named`. If `sees`, the agent takes images.
+    have is the first one, unless it is in `named`.
     """
 
     name: str
@@ -60,7 +60,6 @@ class Feature(Struct, frozen=True, kw_only=True):
     check: Check
     says: Sequence[str] = ("It is 5.",)
     named: str = ""
-    sees: bool = False
 
 
 def never(_: Seen) -> bool:
@@ -134,19 +133,6 @@ def _constrained(kind: str) -> Check:
 def _one_sequence(seen: Seen) -> bool:
     (sequence,) = seen.gateway.sequences()
     return len(sequence.turns) == 1 and "<tool_response>\n5\n</tool_response>" in seen.prompt
-
-
-def saw_pixel(gateway: Scripted) -> bool:
-    """Return whether the image reached the engine, and is recorded at its
-    placeholder.
-    """
-    (sequence,) = gateway.sequences()
-    (placed,) = gateway.script.images[-1]
-    return bool(
-        placed.image.url == PIXEL
-        and [each.key for each in sequence.images] == [placed.key]
-        and IMAGE in gateway.prompt()
-    )
 
 
 ADDED: Final = ("add", {"a": 2, "b": 3})
@@ -430,41 +416,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         check=lambda seen: '"summary_text"' in json.dumps(seen.answer.body),
         says=("<think>\nFive.\n</think>\n\n5",),
     ),
-    Feature(name="images to a model of text", asks=IMAGES, check=never),
-    Feature(name="images", asks=IMAGES, check=lambda seen: saw_pixel(seen.gateway), sees=True),
-    Feature(
-        name="images by URL",
-        asks={
-            "chat": {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": "https://a/b"}}],
-                    }
-                ]
-            },
-            "responses": {
-                "input": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "input_image", "image_url": "https://a/b"}],
-                    }
-                ]
-            },
-            "messages": {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "image", "source": {"type": "url", "url": "https://a/b"}}
-                        ],
-                    }
-                ]
-            },
-        },
-        check=never,
-        sees=True,
-    ),
+    Feature(name="images", asks=IMAGES, check=never),
     Feature(
         name="audio output",
         asks={"chat": {"modalities": ["text", "audio"], "audio": {"voice": "a", "format": "wav"}}},
@@ -547,7 +499,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
 async def try_feature(feature: Feature, api: str) -> Cell:
     """Request the feature through one API."""
     named = feature.named or _first_field(feature.asks[api])
-    async with scripted(*feature.says, sees=feature.sees) as gateway:
+    async with scripted(*feature.says) as gateway:
         answer = await post(gateway, api, {**BODIES[api], **feature.asks[api]})
         if answer.status == 200:
             seen = Seen(

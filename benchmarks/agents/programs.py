@@ -4,8 +4,8 @@ from collections.abc import Awaitable
 from typing import Any, Final
 
 from benchmarks.agents.clients import Adder, Program, Sum
-from benchmarks.agents.features import Cell, Outcome, saw_pixel
-from benchmarks.agents.scripted import CALL, CALLS, SESSION, Scripted, scripted
+from benchmarks.agents.features import Cell, Outcome
+from benchmarks.agents.scripted import CALL, CALLS, Scripted, scripted
 from rollweave.schema.work import SequenceCause
 
 ANSWER: Final = "It is 5."
@@ -26,11 +26,6 @@ async def try_program(program: Program) -> dict[str, Cell]:
             cells["JSON schema"] = await _asked(
                 program.form(gateway), lambda answer: _is_constrained(gateway, answer)
             )
-    if program.image is not None:
-        async with scripted(ANSWER) as gateway:
-            cells["images to a model of text"] = await _recorded(program.image(gateway), gateway)
-        async with scripted(ANSWER, sees=True) as gateway:
-            cells["images"] = await _asked(program.image(gateway), lambda _: saw_pixel(gateway))
     if program.two is not None:
         async with scripted(ANSWER) as gateway:
             cells["n of 2"] = await _asked(program.two(gateway), lambda _: False)
@@ -82,15 +77,6 @@ async def _asked(asking: Awaitable[Any], honored: Any) -> Cell:
     except Exception as error:
         return _refusal(error)
     return Cell(outcome=Outcome.WORKS if honored(answer) else Outcome.IGNORED)
-
-
-async def _recorded(asking: Awaitable[Any], gateway: Scripted) -> Cell:
-    """Return the cell of a request that the model cannot read."""
-    cell = await _asked(asking, lambda _: False)
-    ignored = gateway.gateway.session(SESSION).ignored.entries()
-    if cell.outcome is not Outcome.IGNORED or not ignored:
-        return cell
-    return Cell(outcome=Outcome.RECORDED, detail=str(ignored[0]))
 
 
 def _refusal(error: BaseException) -> Cell:

@@ -13,8 +13,6 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
-from rollweave.rollout.gateway.sessions import NO_IMAGES
-from rollweave.schema.media import PlacedImage
 from rollweave.schema.serving import (
     FinishReason,
     GenerateResult,
@@ -60,38 +58,21 @@ TEMPLATE: Final = """
 """A template with tools, in the manner of Qwen 3: it reads `enable_thinking`."""
 
 
-IMAGE: Final = "<|image|>"
-SEEING: Final = TEMPLATE.replace(
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}",
-    """{{- '<|im_start|>' + message.role + '\\n' }}
-        {%- if message.content is string %}{{- message.content }}
-        {%- else %}{%- for part in message.content %}
-            {{- '<|image|>' if part.type == 'image' else part.text }}
-        {%- endfor %}{%- endif %}
-        {{- '<|im_end|>\\n' }}""",
-)
-"""The same template with a place for images in the messages of users."""
-
-
 @functools.cache
-def chat_codec(*, sees: bool = False) -> ChatCodec:
-    """Return the codec of the scripted model: its tokens are bytes. With `sees`, its
-    chat template has a place for images.
-    """
+def chat_codec() -> ChatCodec:
+    """Return the codec of the scripted model: its tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = ("<|im_start|>", "<|im_end|>", IMAGE)
+    specials = ("<|im_start|>", "<|im_end|>")
     tokenizer.add_special_tokens(
         [AddedToken(each, special=True, normalized=False) for each in specials]
     )
     special = {"eos_token": "<|im_end|>"}
-    template = ChatTemplate(SEEING if sees else TEMPLATE, special=special, name="scripted")
+    template = ChatTemplate(TEMPLATE, special=special, name="scripted")
     vocabulary = tokenizer.get_vocab()
-    return ChatCodec(
-        tokenizer, template, eos=[vocabulary["<|im_end|>"]], images=[vocabulary[IMAGE]]
-    )
+    return ChatCodec(tokenizer, template, eos=[vocabulary["<|im_end|>"]])
 
 
 @dataclass
@@ -103,7 +84,6 @@ class Script:
     texts: Sequence[str]
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)
-    images: list[tuple[PlacedImage, ...]] = field(default_factory=list)
 
     async def __call__(
         self,
@@ -111,12 +91,10 @@ class Script:
         tokens: tuple[int, ...],
         sampling: Sampling,
         on_tokens: OnTokens | None,
-        images: tuple[PlacedImage, ...] = (),
     ) -> GenerateResult:
         text = self.texts[min(len(self.prompts), len(self.texts) - 1)]
         self.prompts.append(tokens)
         self.samplings.append(sampling)
-        self.images.append(images)
         ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
         codec = chat_codec()
         turn = codec.encode_literal(text[: min(ends)]) if ends else codec.encode_turn(text)
@@ -167,12 +145,10 @@ class Scripted:
 
 
 @contextlib.asynccontextmanager
-async def scripted(*texts: str, sees: bool = False) -> AsyncIterator[Scripted]:
-    """Serve a gateway whose agent says the texts in turn. With `sees`, its engine and
-    its chat template take images.
-    """
+async def scripted(*texts: str) -> AsyncIterator[Scripted]:
+    """Serve a gateway whose agent says the texts in turn."""
     script = Script(texts)
-    gateway = Gateway(chat_codec(sees=sees), script, model="scripted")
-    access = gateway.open(SESSION, no_images="" if sees else NO_IMAGES)
+    gateway = Gateway(chat_codec(), script, model="scripted")
+    access = gateway.open(SESSION)
     async with serve_gateway(gateway) as url:
         yield Scripted(script, gateway, url, access)

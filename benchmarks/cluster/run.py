@@ -16,6 +16,7 @@ from benchmarks.cluster.hosts import CONTROLLERS, Hosts
 from benchmarks.soak.bench import unaccounted
 from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
+from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.core.state import EngineStatus, State
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
@@ -220,7 +221,9 @@ class ClusterRun(RunUnderTest):
                     case MigrationDone(number=number, moved_tokens=moved):
                         counts["kv"] += moved > 0 and moves[number]
                     case WeightsFetched(relay_id=relay_id, nbytes=nbytes) if state.hosts.ranks:
-                        beside = state.relays[relay_id].host == state.hosts.ranks[0].host
+                        part = part_of(state)
+                        assert part is not None, "a relay has fetched"
+                        beside = part.relays[relay_id].host == state.hosts.ranks[0].host
                         counts["parts"] += beside and nbytes > 0
         return counts
 

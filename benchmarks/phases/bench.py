@@ -35,8 +35,8 @@ from rollweave.schema.config.model import VLLM_HEAD_DIM, ScratchModel
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.hosts import Programs
-from rollweave.sim.papers.rollart_parts import NODES, SIZES, phases_s
 from rollweave.train.scratch import build_checkpoint
+from rollweave_papers.rollart_parts import NODES, SIZES, phases_s
 
 GROUPS, MEMBERS = 4, 4
 

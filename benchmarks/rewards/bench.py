@@ -204,8 +204,8 @@ def _overhead_ms(measured: MeasuredRun, plan: RewardsPlan) -> float:
 
 def _config(directory: Path, kind: str, plan: RewardsPlan, url: str) -> RunConfig:
     where: dict[str, dict[str, Any]] = {
-        "inline": {"function": "benchmarks.rewards.functions:slow", "run": "inline"},
-        "workers": {"function": "benchmarks.rewards.functions:slow", "run": "workers"},
+        "inline": {"function": "benchmarks.rewards.functions:slow"},
+        "workers": {"function": "benchmarks.rewards.functions:slow"},
         "url": {"url": url, "run": "serverless"},
         "serverless": {"function": "benchmarks.rewards.functions:slow", "run": "serverless"},
     }

@@ -180,7 +180,7 @@ def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0)
             "tasks": [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits}],
             "rollout": {"max_running": slots},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
-            "faults": {"latency_s": step_s, "latency_sigma": SIGMA},
+            "faults": {"latency_s": step_s, "latency_sigma": SIGMA} if step_s else {},
         }
     )
 
@@ -353,7 +353,5 @@ async def _run_concurrently(running: _Running, count: int) -> tuple[int, float]:
     return maximum, time.perf_counter() - began
 
 
-def _no_backend(
-    request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
-) -> NoReturn:
+def _no_backend(request: EngineRequest, name: str, failed: OnRetry) -> NoReturn:
     raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")

@@ -12,10 +12,11 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example, interleaved
-from rollweave.core.policy.ratio import Candidate
 from rollweave.runtime.preflight.machine import cores
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.rerun import Recording, candidates, itself, predict, read_recording
+from rollweave.sim.candidates import Candidate, Prediction
+from rollweave.sim.rerun import LENGTH, Reruns
+from rollweave.sim.trial import run_trial
 
 CONFIG = "frozenlake_fixed.toml"
 OVERRIDES = (
@@ -61,10 +62,13 @@ def bench_advice(*, seeds: int | None, quick: bool, progress: Callable[[str], No
     predicted: dict[str, list[float]] = {name: [] for name in CASES}
     cases = {name: tuple(sorted({*changes})) for name, changes in CASES.items()}
     for name, seed, run, _ in interleaved(path, overrides, cases, range(count)):
-        recording = read_recording(run.path, cores=cores())
+        recording = Reruns(run.path, cores=cores())
         if name == "itself":
             for case, chosen in chosen_of(recording).items():
-                predicted[case].append(predict(recording, chosen).step_s)
+                result = run_trial(recording.trial(chosen, LENGTH), recording.work)
+                if not isinstance(result, Prediction):
+                    raise ConfigError(f"{case} cannot be simulated: {result}")
+                predicted[case].append(result.step_s)
         assert recording.step_s is not None, "the run has steps after its beginning"
         live[name].append(recording.step_s)
         progress(
@@ -86,9 +90,9 @@ def bench_advice(*, seeds: int | None, quick: bool, progress: Callable[[str], No
     return Result(bench="advice", figures=figures, conditions=conditions)
 
 
-def chosen_of(recording: Recording) -> dict[str, Candidate]:
+def chosen_of(recording: Reruns) -> dict[str, Candidate]:
     """Return the candidate of each case."""
-    own, known = itself(recording), candidates(recording)
+    own, known = recording.itself, recording.everything
 
     def find(mode: str, engines: int) -> Candidate:
         return next(

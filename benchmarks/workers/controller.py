@@ -150,9 +150,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def _no_backend(
-    request: EngineRequest, name: str, failed: OnRetry, noted: Callable[[str], None]
-) -> NoReturn:
+def _no_backend(request: EngineRequest, name: str, failed: OnRetry) -> NoReturn:
     raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")
 
 

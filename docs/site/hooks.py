@@ -30,7 +30,6 @@ SUBJECTS = {
     "Training": ("train", "RunConfig", "Summary", "ConfigError", "RollweaveError"),
     "Environments": (
         "Env",
-        "Image",
         "Observation",
         "Step",
         "Episode",

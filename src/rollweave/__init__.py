@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from rollweave.schema.chat import Message
     from rollweave.schema.config.root import RunConfig
     from rollweave.schema.errors import ConfigError, RollweaveError
-    from rollweave.schema.media import Image
     from rollweave.schema.roles import WorkerError, WorkerLostError
     from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
     from rollweave.schema.serving import (
@@ -88,7 +87,6 @@ __all__ = [
     "GenerateRequest",
     "GenerateResult",
     "IPython",
-    "Image",
     "Job",
     "MemberStatus",
     "Message",
@@ -165,7 +163,6 @@ _NAMES_OF = {
     "schema.chat": ("Message",),
     "schema.config.root": ("RunConfig",),
     "schema.errors": ("ConfigError", "RollweaveError"),
-    "schema.media": ("Image",),
     "schema.roles": ("WorkerError", "WorkerLostError"),
     "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
     "schema.serving": (

@@ -61,7 +61,7 @@ async def test_a_program_runs_unchanged_and_token_exact(
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     cells = await try_program(program)
     outcomes = {name: cell.outcome for name, cell in cells.items()}
-    other = {"images to a model of text": Outcome.RECORDED, "n of 2": Outcome.REFUSED}
+    other = {"images": Outcome.RECORDED, "n of 2": Outcome.REFUSED}
     assert outcomes == {name: other.get(name, Outcome.WORKS) for name in cells}, cells
 
 

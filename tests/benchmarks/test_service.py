@@ -317,7 +317,7 @@ def test_ratios_are_medians_of_rounds_and_a_missing_one_has_a_reason() -> None:
 def test_a_process_of_each_workload_can_load_its_configuration(prefix: str) -> None:
     workload = service_scaling.WORKLOADS[prefix]
     config = service_scaling.config_of(Path("services"), Path("model"), workload)
-    assert loads(dumps(config)).injected.latency_s == workload.step_s
+    assert loads(dumps(config)).faults.latency_s == workload.step_s
 
 
 def test_throughput_is_by_workload_and_number_of_processes() -> None:

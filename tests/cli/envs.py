@@ -156,17 +156,3 @@ class Handler:
 
 async def _nothing(_: object) -> str:
     return ""
-
-
-class Pictures(Fine):
-    """Says that its observations have images."""
-
-    shows_images = True
-
-
-class Unsure(Fine):
-    """Fails when it is asked whether its observations have images."""
-
-    @classmethod
-    def shows_images(cls, options: Options) -> bool:
-        raise KeyError("images")

@@ -37,10 +37,12 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_every_setting_is_described_once() -> None:
     listed = [setting.key for part in parts() for setting in part.settings]
-    keys = [key for key in settings_of(RunConfig) if key != "faults"]
-    assert sorted(key for key in listed if not key.startswith("faults.")) == sorted(keys)
+    assert sorted(listed) == sorted(settings_of(RunConfig))
     assert [
-        setting.key for part in parts() for setting in part.settings if not setting.description
+        setting.key
+        for part in parts()
+        for setting in part.settings
+        if not setting.description.endswith(".")
     ] == []
     assert [part.key for part in parts() if not part.description] == []
 
@@ -72,16 +74,10 @@ def test_defaults_are_what_a_file_may_say() -> None:
         assert loads(MINIMAL, overrides) == plain, part.key
 
 
-def test_modes_are_those_in_which_a_setting_is_accepted() -> None:
+def test_a_setting_says_when_it_must_be_left_out() -> None:
     alpha = part_or_setting("rollout.alpha")
     assert isinstance(alpha, Setting)
-    for mode in ("sync", "one_step", "stream", "partial", "bounded", "decoupled"):
-        overrides = [f"rollout.mode={mode}", "rollout.alpha=3"]
-        if mode in alpha.modes:
-            assert loads(MINIMAL, overrides).rollout.alpha == 3
-        else:
-            with pytest.raises(ConfigError, match=r"rollout\.alpha"):
-                loads(MINIMAL, overrides)
+    assert alpha.conflicts == ("Leave it out unless rollout.mode is partial or bounded.",)
 
 
 def whole(config: dict[str, Any]) -> bool:

@@ -27,11 +27,11 @@ from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
-from rollweave.runtime.preflight.service import examine_service, leave_out_overlong
+from rollweave.runtime.preflight.service import leave_out_overlong
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
@@ -810,22 +810,3 @@ def test_an_evaluation_that_repeats_its_records_is_named(tmp_path: Path, episode
     rule = f"eval.episodes 40 exceeds the {records} distinct tasks of the validation split of fine"
     found = [check.detail.partition(":")[0] for check in checks if check.status is Status.WARN]
     assert found == ([rule] if episodes == 40 else [])
-
-
-def test_an_environment_with_images_is_not_trained_on(tmp_path: Path) -> None:
-    text = CONFIG.replace("envs:Fine", "envs:Pictures")
-    config = loads(text.replace('name = "dry"', f'name = "dry"\ndir = "{tmp_path}"'))
-    (failed,) = failures(dryrun.examine(config, deep=False))
-    assert failed.detail.startswith("tasks.0.env must show no images: the trainer computes text")
-    assert "rollweave serve" in failed.detail
-    assert "\n" not in failed.detail
-    planned = dryrun.plan(config, deep=False, trains=False)
-    (failed,) = failures(planned.checks)
-    assert "all engines must be of kind vllm, which takes images, got embedded" in failed.detail
-    with pytest.raises(
-        ConfigError, match="all engines must be of kind vllm, which takes images, got embedded"
-    ):
-        examine_service(config)
-    unsure = loads(text.replace("envs:Pictures", "envs:Unsure"))
-    with pytest.raises(RollweaveError, match="shows_images must return: KeyError: 'images'"):
-        examine_service(unsure)

@@ -3,7 +3,6 @@ versions.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -15,10 +14,8 @@ from rollweave.cli.trace import parse_reward
 from rollweave.record.store import Ended, TrajectoryStore
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.media import Image, PlacedImage
-from rollweave.schema.work import Ignored, Origin, Purpose, SequenceCause
+from rollweave.schema.work import Ignored, Origin, SequenceCause
 from tests.support.synthetic_run import write_run
-from tests.support.vision_models import picture
 
 
 @pytest.fixture(scope="module")
@@ -235,52 +232,3 @@ def rescored(path: Path, *, result: str, reward: float = 1.0) -> None:
         score = store.score_of(TrajectoryId("g0.0"))
         assert score is not None
         store.rescore([msgspec.structs.replace(score, result=result, reward=reward)])
-
-
-def test_images_are_shown_with_their_files_and_a_missing_one_in_one_line(
-    run: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "seen"
-    shutil.copytree(run, copy)
-    there, gone = (Image.of(picture(*color)) for color in ((255,), (0, 255)))
-    with TrajectoryStore(copy / "trajectories") as store:
-        (trajectory,) = store.get([TrajectoryId("g1.0")])
-        (sequence,) = trajectory.sequences
-        images = tuple(
-            PlacedImage(at=at, image=image.reference()) for at, image in enumerate((there, gone))
-        )
-        store.images.add(there)
-        store.append(
-            Ended(
-                at=9.0,
-                purpose=Purpose.TRAIN,
-                member=0,
-                trajectory=msgspec.structs.replace(
-                    trajectory,
-                    attempt=5,
-                    reward=None,
-                    sequences=(msgspec.structs.replace(sequence, images=images),),
-                ),
-            )
-        )
-    code, text, _ = invoke(str(copy), "g1.0/5")
-    assert code == 0
-    lines = [line for line in text.splitlines() if "image at token" in line]
-    assert [line.split(":")[0].strip() for line in lines] == [
-        "image at token 0",
-        "image at token 1",
-    ]
-    assert f"{there.name}" in lines[0]
-    assert "cannot be read" in lines[1]
-    shown = json.loads(invoke(str(copy), "g1.0/5", "--json")[1])
-    assert shown["images"] == [
-        [
-            {
-                "at": at,
-                "digest": image.digest,
-                "media_type": "image/png",
-                "file": f"trajectories/images/{image.name}",
-            }
-            for at, image in enumerate((there, gone))
-        ]
-    ]

@@ -636,7 +636,9 @@ def test_expired_work_is_cancelled_at_once() -> None:
 
 
 def test_mode_partial_lets_expired_work_finish_and_trains_none_of_it() -> None:
-    world = World(config("partial", steps=6, rollout={"spare_groups": 3}), seed=17)
+    plain = config("partial", steps=6)
+    spare = plain.rollout.model_copy(update={"spare_groups": 3})  # so that some expire
+    world = World(plain.model_copy(update={"rollout": spare}), seed=17)
     world.run()
     assert world.core.account().dropped.get("stale", 0) > 0
     cancels = [

@@ -128,7 +128,7 @@ def test_what_no_open_step_accepts_ends_with_the_last_group_of_a_batch(
     assert list(run.state.buffer) == ["g0", "g1", "g2"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "bounded", "partial"])
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
 def test_no_spare_group_is_launched_that_no_step_accepts(mode: str) -> None:
     run = rolling_out(mode=mode, spare_groups=2)
     assert run.mode.window is not None
@@ -156,11 +156,6 @@ def test_spare_groups_follow_from_what_the_last_step_filtered() -> None:
     groups.learn_spare_groups(run)
     run.state.buffer.clear()
     assert run.pacing.room(run) == BATCH
-
-
-def test_spare_groups_are_learned_from_filtered_ones_only() -> None:
-    with pytest.raises(ValueError, match=r"spare_groups must be a number without rollout.dynamic"):
-        rolling_out(spare_groups="learned")
 
 
 def test_a_group_of_too_few_is_dropped_with_its_scored_member() -> None:

@@ -18,7 +18,6 @@ from rollweave.core.weight_updates import MAX_LOAD_FAILURES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
-from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
 from tests.support.hand import E0, E1, Hand, decoupled_config, misassigned
 from tests.support.random_world import World
@@ -462,66 +461,6 @@ def test_inherent_staleness_is_counted_at_the_end_of_a_rollout() -> None:
         one.stage in (Stage.SCORED, Stage.EVAL_QUEUED, Stage.EVAL)
         for one in state.trajectories.values()
     )
-
-
-def test_contradictory_settings_are_refused() -> None:
-    for sections, text in (
-        (
-            {"ablation": {"policies": ["affinity"]}},
-            "ablation.policies must have the placement pinned in mode decoupled, got affinity",
-        ),
-        (
-            {"rollout": {"scheduling": "trajectory"}, "ablation": {"policies": ["gain"]}},
-            "ablation.policies must have the migration never in mode decoupled, got gain",
-        ),
-        (
-            {"buffer": {"groups": 1}, "rollout": {"groups_per_step": 2}},
-            "buffer.groups must be at least rollout.groups_per_step",
-        ),
-    ):
-        with pytest.raises(ValueError, match=text):
-            RunConfig.model_validate(
-                {
-                    "run": {"name": "t"},
-                    "model": {"scratch": {}},
-                    "tasks": [{"env": "a"}],
-                    **sections,
-                    "rollout": {"mode": "decoupled", **sections.get("rollout", {})},
-                }
-            )
-    for rollout, sections, text in (
-        (
-            {},
-            {"buffer": {"sample": "newest"}},
-            "buffer must be left out unless rollout.mode is decoupled, got mode sync",
-        ),
-        (
-            {},
-            {"ablation": {"without": ["repack"]}},
-            "ablation.without must not have repack unless rollout.mode is decoupled, got mode sync",
-        ),
-        (
-            {},
-            {"ablation": {"without": ["early_updates"]}},
-            "ablation.without must not have early_updates unless rollout.mode is bounded, got mode "
-            "sync",
-        ),
-        (
-            {"engine_batch": 2},
-            {},
-            "rollout.engine_batch must be left out unless rollout.mode is decoupled, got 2",
-        ),
-    ):
-        with pytest.raises(ValueError, match=text):
-            RunConfig.model_validate(
-                {
-                    "run": {"name": "t"},
-                    "model": {"scratch": {}},
-                    "tasks": [{"env": "a"}],
-                    "rollout": {"mode": "sync", **rollout},
-                    **sections,
-                }
-            )
 
 
 def test_an_engine_that_loads_other_weights_serves_none() -> None:

@@ -1,4 +1,4 @@
-"""The contract of an environment, checked on every built-in environment."""
+"""The contract of an environment, checked on every environment of this repository."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.envs.base import Observation, Step
-from rollweave.envs.registry import BUILT_IN, resolve
+from rollweave.envs.registry import BUILT_IN, DISTRIBUTED, is_handler, resolve
 from rollweave.schema.chat import Message
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.work import Purpose, Task
@@ -48,7 +48,7 @@ CASES = {
     "nim": Case("nim", actions=("<take-1>", "<take-2>", "<take-3>"), splits=False),
     "gem": Case(
         "gem",
-        {"id": "game:GuessTheNumber", "maker": f"{__package__}.gem_like:make"},
+        {"id": "game:GuessTheNumber", "maker": "packages.envs.tests.gem_like:make"},
         ("3", "17", "none"),
         closed=False,
         splits=False,
@@ -128,14 +128,11 @@ def play(case: Case, task: Task, actions: list[str]) -> list[Any]:
     return replies
 
 
-def test_every_built_in_environment_is_here() -> None:
-    here = {
-        name
-        for name, reference in BUILT_IN.items()
-        if not reference.startswith("rollweave.envs.handlers.")
-    }
+def test_every_environment_is_here() -> None:
     # these need a server, and an extra: test_openenv.py, test_textworld.py
-    assert {case.env for case in CASES.values()} >= here - {"openenv", "textworld"}
+    of_this_repository = {*BUILT_IN, *DISTRIBUTED} - {"openenv", "textworld"}
+    here = {name for name in of_this_repository if not is_handler(name)}
+    assert {case.env for case in CASES.values()} >= here
 
 
 def test_tasks_are_deterministic_and_differ(case: Case, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task
-from rollweave.envs.images import images_of, shows_images
+from rollweave.envs.images import images_of
 from rollweave.envs.jsonl import Jsonl
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.schema.chat import Message
@@ -75,11 +75,6 @@ class Vandal:
         return False
 
     @classmethod
-    def shows_images(cls, options: Options) -> bool:
-        spoil(options)
-        return False
-
-    @classmethod
     def score(cls, episode: Episode, options: Options) -> float:
         spoil(options)
         return 1.0
@@ -134,7 +129,6 @@ def test_no_hook_can_change_the_options(tmp_path: Path) -> None:
         lambda: next(transcripts),
         lambda: asyncio.run(lived()),
         lambda: examine_domain(run, 0, deep=True),
-        lambda: shows_images(run.tasks[0].env, run.tasks[0].options),
     ):
         checked(run, call)
         assert SEEN

@@ -1,19 +1,13 @@
-"""Datasets of questions: reasoning-gym's and JSONL files; and gymnasium's environments
-in words.
-"""
+"""Datasets of questions in JSONL files."""
 
 import asyncio
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import gymnasium
-import numpy
 import pytest
 
-from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
-from rollweave.envs.gym import Gym
+from rollweave.envs.base import Episode, Score, Split, Step, new_task, split_of
 from rollweave.envs.jsonl import Jsonl
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.tools import openai_message
@@ -21,10 +15,9 @@ from rollweave.rollout.gateway.requests import parse_chat
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RewardError
-from rollweave.schema.media import Image
 from rollweave.schema.work import Purpose, Task
 
-from .worlds import GUESS, draw, episode, source
+from .worlds import draw, episode, source
 
 REWARD = f"{__name__}:reward"
 
@@ -306,170 +299,7 @@ def test_refuses_invalid_jsonl_options(tmp_path: Path) -> None:
         draw(of, "data", 0, Purpose.EVAL)
 
 
-def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
-    return source(
-        tmp_path,
-        {"env": "gym", "tag": "r", "options": {"id": f"reasoning_gym/{dataset}", **options}},
-    )
-
-
-def test_reasoning_prompts_and_scores(tmp_path: Path) -> None:
-    from rollweave.envs.reasoning import INSTRUCTION  # reasoning-gym takes a second
-
-    options: Any = {"make": {"min_terms": 2, "max_terms": 2}, "prompt": "Sums. "}
-    of = reasoning(tmp_path, "chain_sum", **options)
-    task = draw(of, "r")
-    env = Gym(id="reasoning_gym/chain_sum", **options)
-    question = cast(Observation, env.reset(task)).messages[0].content
-    assert question.startswith("Sums. ")
-    assert question.endswith("between <answer> and </answer>.")
-    terms = question.removesuffix(INSTRUCTION).split(": ")[1].split(" =")[0].split()
-    answer = sum(
-        int(sign + term) for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True)
-    )
-    assert env.step("anything") == Step(done=True)
-    assert score(
-        of, task, f"I think <answer>0</answer>, no: <answer> {answer} </answer>."
-    ) == Score(reward=1.0, success=True)
-    assert score(of, task, str(answer)) == Score(reward=1.0, success=True)
-    assert score(of, task, "<answer>no</answer>").success is False
-    assert score(of, task).success is False
-
-
-def test_an_unreadable_answer_is_wrong_not_an_error(tmp_path: Path) -> None:
-    of = reasoning(tmp_path, "prime_factorization")
-    assert score(of, draw(of, "r"), "<answer>nonsense ×</answer>") == Score(
-        reward=0.0, success=False
-    )
-
-
-def test_refuses_invalid_reasoning_options() -> None:
-    with pytest.raises(ConfigError, match="must be a dataset of reasoning-gym, got 'nothing'"):
-        Gym(id="reasoning_gym/nothing")
-    with pytest.raises(ConfigError, match=r"got 'chain_sum' with \{\"min_terms\": -1\}"):
-        Gym(id="reasoning_gym/chain_sum", make={"min_terms": -1})
-    with pytest.raises(
-        ConfigError,
-        match=r"no actions and no observe for a dataset, got 'reasoning_gym/.* with \('a',\)",
-    ):
-        Gym(id="reasoning_gym/chain_sum", actions=("a",))
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("", ""),
-        (" 3\n", "3"),
-        ("<answer>1</answer> <answer>\n2 </answer>", "2"),
-        ("<answer>1", "<answer>1"),
-        ("a <answer></answer>", ""),
-    ],
-)
-def test_the_answer_in_a_text(text: str, answer: str) -> None:
-    from rollweave.envs.reasoning import answer_in  # reasoning-gym takes a second
-
-    assert answer_in(text) == answer
-
-
-def guess(**options: Any) -> Any:
-    return Gym(id=GUESS, **options)
-
-
-def test_gymnasium_in_words() -> None:
-    seen = Counter()
-    for seed in range(12):
-        env = guess(actions=["<a>", "<b>", "<c>"], prompt="Guess:")
-        assert env.reset(new_task(seed=seed)).messages[0].content == "Guess: guess"
-        assert env.step("b") == Step.of(" invalid", reward=-0.1)
-        right = next(name for name in ("<a>", "<b>", "<c>") if env.step(f" {name} ").done)
-        seen[right] += 1
-    assert len(seen) == 3
-    assert guess(actions=["<a>", "<b>", "<c>"]).words({"id": GUESS, "actions": ["<a>"]}) == [
-        "<a>",
-        " invalid",
-    ]
-
-
-def test_gymnasium_with_numbers_and_texts() -> None:
-    env = guess()
-    env.reset(new_task(seed=1))
-    assert [env.step(text).reward for text in ("0", "4", "x", "²", "99999999999")] == [-0.1] * 5
-    # this environment does not say
-    assert [env.step(str(number)).success for number in (1, 2, 3)] == [None] * 3
-    env = guess(make={"text": True})
-    env.reset(new_task(seed=1))
-    assert env.step("ab").reward == env.step("z").reward == -0.1
-    assert sum(env.step(f" {letter}\n").reward > 0 for letter in "abc") == 1
-    env.close()
-
-
-def test_refuses_invalid_gymnasium_options() -> None:
-    with pytest.raises(ConfigError, match="must be an environment of gymnasium, got 'Nothing-v0'"):
-        Gym(id="Nothing-v0")
-    with pytest.raises(
-        ConfigError, match="must have Discrete or Text actions, Pendulum-v1 has Box"
-    ):
-        Gym(id="Pendulum-v1")
-    with pytest.raises(ConfigError, match="must name every action"):
-        guess(actions=["<a>"])
-    with pytest.raises(ConfigError, match="must be value or render"):
-        guess(observe="smell")
-
-
-def test_gymnasiums_reward_is_the_sum_of_its_steps(tmp_path: Path) -> None:
-    of = source(tmp_path, {"env": "gym", "tag": "g", "options": {"id": GUESS}})
-    ended = episode(draw(of, "g"), "1", "2", rewards=(0.25, 1.0), success=True)
-    assert asyncio.run(of.provider("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
-
-
 def test_an_episode_has_the_agents_messages() -> None:
     of = episode(new_task(), "a", "b")
     assert isinstance(of, Episode)
     assert of.actions() == ("a", "b")
-
-
-class Pixels(gymnasium.Env[Any, Any]):
-    """Renders pixels that say how many steps were taken."""
-
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (gymnasium's declaration)
-    action_space = gymnasium.spaces.Discrete(2)
-    observation_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode, self._steps = render_mode, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return 0, {}
-
-    def step(self, action: Any) -> Any:
-        self._steps += 1
-        return 0, 1.0, self._steps == 2, False, {}
-
-    def render(self) -> Any:
-        return numpy.full((2, 3, 3), self._steps, dtype=numpy.uint8)
-
-
-def test_what_an_environment_renders_as_pixels_is_shown_as_an_image() -> None:
-    name = "Pixels-v0"
-    if name not in gymnasium.registry:
-        gymnasium.register(name, entry_point=Pixels)
-    options: dict[str, Any] = {
-        "id": name,
-        "make": {"render_mode": "rgb_array"},
-        "observe": "render",
-        "prompt": "Play.",
-    }
-    assert Gym.shows_images(options)
-    assert not Gym.shows_images({**options, "observe": "value"})
-    assert not Gym.shows_images({"id": "reasoning_gym/chain_sum"})
-    env = Gym(**options)
-    first = env.reset(new_task(seed=1))
-    assert isinstance(first, Observation)
-    (message,) = first.messages
-    assert message.content == "Play."
-    assert message.images == (Image.of_pixels(bytes(18), width=3),)
-    step = env.step("1")
-    assert isinstance(step, Step)
-    assert step.messages[0].images == (Image.of_pixels(bytes([1]) * 18, width=3),)
-    assert step.state_key != first.state_key
-    env.close()

@@ -10,9 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from rollweave.envs.handlers.answers import boxed_reward, equivalent, within_tolerance
-from rollweave.envs.handlers.changes import patch
 from rollweave.envs.handlers.tools import fenced_blocks
-from rollweave.envs.reasoning import answer_in
 from rollweave.rollout.chat.tools import Hermes
 from rollweave.rollout.gateway.requests import _has_too_many_tokens
 from rollweave.rollout.pairwise import VERDICT
@@ -20,6 +18,8 @@ from rollweave.rollout.reward_sources import GRADE
 from rollweave.sandbox.tools import plain
 from rollweave.schema.failures import failure_kind
 from rollweave.schema.text import decimal, shortened
+from rollweave_envs.changes import patch
+from rollweave_envs.reasoning import answer_in
 
 SIZE = 128 << 10
 MOST_S = 1.0

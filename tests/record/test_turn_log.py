@@ -570,17 +570,16 @@ CONTEXTS = st.tuples(
         stop_token_ids=st.sampled_from([(), (1,)]),
         allowed=st.sampled_from([(), (1,)]),
     ),
-    st.sampled_from([(), ((0, "a"),), ((1, "a"),), ((0, "b"),)]),
 )
 
 
 @settings(max_examples=examples(300))
-@given(one=CONTEXTS, part=st.integers(0, 2), other=CONTEXTS, seed=st.integers(0, 9))
+@given(one=CONTEXTS, part=st.integers(0, 1), other=CONTEXTS, seed=st.integers(0, 9))
 def test_a_context_is_recognized_by_all_that_its_tokens_depend_on(
     one: tuple[Any, ...], part: int, other: tuple[Any, ...], seed: int
 ) -> None:
     """`other` differs in one part, or not at all."""
     other = (*one[:part], other[part], *one[part + 1 :])
     elsewhere = msgspec.structs.replace(other[1], seed=seed, max_tokens=1 + seed)
-    same = context_digest(*one) == context_digest(other[0], elsewhere, other[2])
+    same = context_digest(*one) == context_digest(other[0], elsewhere)
     assert same == (one == other)

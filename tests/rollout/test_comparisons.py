@@ -333,31 +333,3 @@ async def test_a_group_that_a_lost_controller_compared_is_not_asked_about_again(
 
 
 # The configuration.
-
-
-@pytest.mark.parametrize(
-    ("change", "rollout", "text"),
-    [
-        ({"scale": [0, 2]}, {}, r"judge\.scale must be left out with pairwise"),
-        (
-            {},
-            {"group_size": 1},
-            r"rewards\.0\.judge\.pairwise needs groups of at least 2 members .* group_size 1 of",
-        ),
-    ],
-)
-def test_a_pairwise_judge_that_cannot_compare_is_refused(
-    change: dict[str, Any], rollout: dict[str, Any], text: str
-) -> None:
-    judge = {"url": "http://h:1/v1", "model": "m", "rubric": "x", "pairwise": True, **change}
-    with pytest.raises(ValueError, match=text):
-        RunConfig.model_validate(
-            {
-                "run": {"name": "r"},
-                "model": {"scratch": {}},
-                "tasks": [{"env": "frozenlake"}],
-                "rewards": [{"name": "duel", "judge": judge}],
-                "rollout": rollout,
-                "algorithm": {"advantage": "reinforce_pp"} if rollout else {},
-            }
-        )

@@ -161,7 +161,6 @@ def test_an_inconsistent_delta_discards_the_partial_turn(changes: dict[str, Any]
         (result(7, logprobs=(-1.0, *logprobs_of(TRUTH[1:7]))), 0),
         (result(7, logprobs=()), 0),
         (result(7, versions=()), 0),
-        (result(7, text_only=True), 0),
         (result(7, finish=FinishReason.ERROR), 0),
         (result(0), 0),
     ],

@@ -308,7 +308,6 @@ async def test_a_failed_turn_is_reported_and_dispatched_again(store: TrajectoryS
             ),
             GenerateResult(id="r", tokens=(1,), logprobs=(), versions=(), finish=FinishReason.STOP),
             engine_result("hi", version=-1),
-            msgspec.structs.replace(engine_result("hi"), text_only=True),
         ],
         1,
     ):
@@ -318,21 +317,8 @@ async def test_a_failed_turn_is_reported_and_dispatched_again(store: TrajectoryS
         assert (await harness.until(TurnFailed, after=seen)).dispatch == number
     seen = len(harness.events)
     harness.engine.answer = "hi"
-    harness.turn(0, 5)
-    assert (await harness.until(TurnDone, after=seen)).dispatch == 5
-    harness.pipeline.cancel(cancel())
-    await harness.idle()
-
-
-async def test_text_only_results_may_be_evaluated(store: TrajectoryStore) -> None:
-    harness = Harness(store)
-    harness.init(purpose=Purpose.EVAL)
-    await harness.until(EnvReady)
-    harness.run()
-    await harness.until(TurnRequested)
-    harness.engine.answer = msgspec.structs.replace(engine_result("hi"), text_only=True)
-    harness.turn(0, 0)
-    await harness.until(TurnDone)
+    harness.turn(0, 4)
+    assert (await harness.until(TurnDone, after=seen)).dispatch == 4
     harness.pipeline.cancel(cancel())
     await harness.idle()
 
@@ -719,7 +705,6 @@ class Broken:
         self.stage, self.stop_reason = stage, StopReason.FINISHED
         self.eval_s = self.reward = 0.0
         self.result, self.budget_s, self.turns, self.prompt_tokens, self.plan = "", 1.0, 0, 1, ()
-        self.images = ()
 
     def _at(self, stage: str) -> None:
         if self.stage == stage:

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 import rollweave
+import rollweave_envs
 from rollweave.sandbox import host, rootfs
 from rollweave.sandbox.base import Backend, SandboxSpec
 from tests.support.sandboxes import ISOLATING, SPEC, needs, opened
@@ -155,11 +156,13 @@ def _dependencies() -> str:
 
 
 def _install(packages: Path) -> None:
-    """Install Rollweave as its wheel does: package, answers and metadata."""
-    source = Path(rollweave.__file__).parent
+    """Install Rollweave and its tasks as their wheels do: packages, answers and
+    metadata.
+    """
     packages.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(source, packages / "rollweave")
-    shutil.copytree(source.parents[1] / "assets", packages / "rollweave" / "assets")
+    for package in (rollweave, rollweave_envs):
+        source = Path(str(package.__file__)).parent
+        shutil.copytree(source, packages / source.name)
     info = packages / "rollweave-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rollweave\nVersion: 0.1.0\n")
@@ -246,9 +249,9 @@ def test_supervisors_import_the_standard_library_alone() -> None:
 def test_a_wheel_that_is_built_here_shows_the_named_packages_alone(tmp_path: Path) -> None:
     needs("bubblewrap")
     os.chmod(tmp_path, 0o755)
-    checkout = Path(rollweave.__file__).parents[2]
+    checkout, pip = Path(rollweave.__file__).parents[2], [sys.executable, "-m", "pip"]
     built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, checkout],
+        [*pip, "wheel", "--no-deps", "-w", tmp_path, checkout, checkout / "packages" / "envs"],
         capture_output=True,
         check=False,
     )
@@ -256,8 +259,8 @@ def test_a_wheel_that_is_built_here_shows_the_named_packages_alone(tmp_path: Pat
         pytest.skip(f"a wheel cannot be built here: {built.stderr.decode()[-300:]}")
     python, packages = _environment(tmp_path / "env")
     target = ["--no-deps", "--no-index", "--target", packages, *tmp_path.glob("*.whl")]
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *target], check=True)
-    assert (packages / "rollweave" / "assets" / "swe_repos").is_dir()
+    subprocess.run([*pip, "install", "-q", *target], check=True)
+    assert (packages / "rollweave_envs" / "swe_repos").is_dir()
     (packages / "others.pth").write_text(_dependencies())
     seen = _run([python, "-c", INSIDE, *ISOLATING], caches=tmp_path / "caches")
     assert str(seen.pop("installed")).startswith(str(packages))

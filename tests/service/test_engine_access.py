@@ -160,7 +160,7 @@ async def test_checks_a_numeric_address_on_connection() -> None:
     "entry", ["10.0.0.0/99", "http://gpu", "a b", "", "10.0.0.1/8", "::1%eth0"]
 )
 def test_refuses_invalid_engine_hosts(entry: str) -> None:
-    with pytest.raises(ValueError, match=r"serve\.engine_hosts must be"):
+    with pytest.raises(ValueError, match="engine_hosts must be"):
         ServeConfig(engine_hosts=(entry,))
 
 

@@ -1,6 +1,4 @@
-"""A service with registered engines: their loss and replacement, engines that return
-tokens and engines that return only text.
-"""
+"""A service with registered engines: their loss and replacement."""
 
 import asyncio
 import contextlib
@@ -10,71 +8,13 @@ from typing import Any
 
 import pytest
 
-from rollweave.engine.loop import EngineLoop
-from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, RolloutRequest
-from rollweave.schema.serving import EngineSpec
-from rollweave.service.backends import backend_factory, rescore, vocab_size
+from rollweave.service.backends import backend_factory, vocab_size
 from rollweave.service.client import NoServiceError, RolloutClient
 from tests.service.api import call, game, wait_until
-from tests.support.engines import tiny_checkpoint
 from tests.support.rollout_service import Program, serving
 from tests.support.services import elsewhere, registered
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "exact"),
-    [("float32", True), ("bfloat16", False)],
-)
-async def test_warns_of_an_engine_that_rounds_a_float32_checkpoint(
-    tmp_path: Path, dtype: str, exact: bool
-) -> None:
-    """vLLM rounds without --dtype float32, which its requests and answers do not
-    show.
-    """
-    config = registered(tmp_path)
-    directory = Path(config.model.path or "")
-    tiny_checkpoint(directory)
-    spec = EngineSpec(
-        id=EngineId("e0"), model=str(directory), max_slots=4, kv_tokens=1024, dtype=dtype, version=0
-    )
-    async with elsewhere(spec, EngineLoop) as (_, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
-            await call(
-                service.address,
-                "POST",
-                "/v1/engines",
-                {"address": address, "dialect": "completions"},
-            )
-            await wait_until(
-                service.address,
-                "/v1/engines",
-                lambda answer: answer["engines"][0]["status"] == "serving",
-            )
-            warnings = [
-                warning.message
-                for warning in service.observer.warnings
-                if "log-probs" in warning.message
-            ]
-    assert len(warnings) == (0 if exact else 1), service.observer.warnings
-    assert exact or "unless it is started with --dtype float32" in warnings[0]
-
-
-@pytest.mark.slow
-async def test_rescores_only_supported_checkpoints(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path)
-    rescored = await rescore(tmp_path, (3, 1, 4), (1, 5))
-    assert rescored is not None
-    assert len(rescored) == 2
-    assert all(-20 < value < 0 for value in rescored)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["Mamba"], "vocab_size": 128})
-    )
-    assert await rescore(tmp_path, (3,), (1,)) is None
-    (tmp_path / "model.safetensors").unlink()
-    assert await rescore(tmp_path, (3,), (1,)) is None
 
 
 async def done(service: str, id: str) -> Any:
@@ -124,23 +64,6 @@ async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
                 await done(service.address, f"r{number}")
                 number += 1
             assert state.mechanisms["costs"].measured.keys() == {"x0", "x1"}
-
-
-async def test_a_text_only_engine_gives_no_output_to_train_on(tmp_path: Path) -> None:
-    config = registered(tmp_path)
-    async with elsewhere() as (_, address):
-        with serving(config, make_backend=backend_factory(config)) as service:
-            body = {"address": address, "dialect": "completions", "text_only": True}
-            assert (await call(service.address, "POST", "/v1/engines", body))[0] == 202
-            await call(service.address, "POST", "/v1/rollouts", game(id="text"))
-            (member,) = (await done(service.address, "text"))["members"]
-            assert member["stop_reason"] == "finished"
-            (sequence,) = member["result"]["sequences"]
-            assert {segment["kind"] for segment in sequence["segments"]} == {
-                "prompt",
-                "observation",
-            }
-            assert sequence["turns"]
 
 
 async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:
@@ -239,10 +162,6 @@ async def test_refuses_invalid_registrations(tmp_path: Path) -> None:
         for body, reason in (
             ({"address": "http://x", "dialect": "latin"}, "dialect"),
             ({"address": "x", "dialect": "vllm"}, "http://"),
-            (
-                {"address": "http://x", "dialect": "vllm", "text_only": True},
-                "text_only must be off",
-            ),
         ):
             status, answer, _ = await call(service.address, "POST", "/v1/engines", body)
             assert status == 400

@@ -504,7 +504,7 @@ def test_a_full_disk_never_loses_an_accepted_rollout(tmp_path: Path, spare: int)
 # Engines.
 
 
-def refuse(request: EngineRequest, name: str, failed: OnRetry, noted: Any) -> EngineBackend:
+def refuse(request: EngineRequest, name: str, failed: OnRetry) -> EngineBackend:
     raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
 
 
@@ -535,7 +535,7 @@ async def test_an_unusable_engine_harms_nothing(tmp_path: Path) -> None:
 class Waiting:
     """An engine that never becomes ready."""
 
-    def __init__(self, request: EngineRequest, name: str, failed: OnRetry, noted: Any) -> None:
+    def __init__(self, request: EngineRequest, name: str, failed: OnRetry) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def ready(self) -> NoReturn:

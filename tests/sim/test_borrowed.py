@@ -180,8 +180,6 @@ def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rate": None}, "sim.serving must have a rate or a trace, got rate None and trace None"),
-        ({"prefill": 4}, "sim.serving.prefill must be less than the 4 engines, got 4"),
         ({"model": "gpt-9"}, "sim.serving.model must be one of"),
         ({"model": "qwen2.5-72b"}, "sim.serving.model must leave memory for one trajectory"),
     ],
@@ -190,17 +188,6 @@ def test_bad_serving_is_one_line(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ValueError)) as raised:
         simulate(config(serving=change))
     assert message in str(raised.value)
-
-
-def test_nothing_is_borrowed_without_lenders_or_an_engine_of_its_own() -> None:
-    plain = config().model_dump(exclude_unset=True)
-    del plain["sim"]["serving"]
-    with pytest.raises(ValueError, match=r"engines.1.borrowed must be false without"):
-        RunConfig.model_validate(plain)
-    plain = config().model_dump(exclude_unset=True)
-    plain["engines"] = plain["engines"][1:]
-    with pytest.raises(ValueError, match="must be false for at least one group"):
-        RunConfig.model_validate(plain)
 
 
 def test_the_same_seed_gives_the_same_users() -> None:

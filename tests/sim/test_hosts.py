@@ -162,13 +162,6 @@ def test_sites_are_joined_by_the_link_of_the_weights(tmp_path: Path) -> None:
     assert hosts.slowdown(0, 2) == hosts.slowdown(2, 0) == 16.0
 
 
-def test_simulated_hosts_are_of_pools_that_exist(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sim.pools.compte must be .* \(did you mean compute\?\)"):
-        pooled(tmp_path, sim={"model": "qwen3-8b", "pools": {"compte": {}}})
-    with pytest.raises(ValueError, match=r"weights.relays must be left out with"):
-        pooled(tmp_path, weights={"relays": 1})
-
-
 @pytest.mark.extended
 def test_task_domains_run_on_the_engines_of_their_pools(tmp_path: Path) -> None:
     run_config = pooled(tmp_path)

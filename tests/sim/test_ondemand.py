@@ -109,21 +109,6 @@ def test_a_run_with_spot_instances_is_faster_than_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharing", "change", "message"),
-    [
-        ("spot", {"rate": 2.0}, "sim.serving.rate must be left out with ablation.sharing spot"),
-        ("serverless", {"trace": "spot.csv"}, "sim.serving.trace must be left out with"),
-        ("serverless", {"model": "qwen2.5-7b"}, "whose engines have no users, got qwen2.5-7b"),
-        ("spot", {"prefill": 1}, "sim.serving.prefill must be left out with"),
-        ("cooperative", {"rate": 1.0}, "sim.serving.model must be given unless ablation.sharing"),
-    ],
-)
-def test_engines_have_users_or_not(sharing: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        on_demand(sharing, **change)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         (HEADER + "5,-1\n", ":2: Engines must be a number of at least 0, got '-1'"),

@@ -1,26 +1,15 @@
 """What a run measured predicts it in other modes and with other numbers of engines."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from rollweave.core.policy.ratio import Candidate
 from rollweave.record.rundir import RunDir
 from rollweave.schema.errors import ConfigError
+from rollweave.sim.candidates import Candidate, Prediction
 from rollweave.sim.measured import MeasuredEngine, read_timings
-from rollweave.sim.rerun import (
-    LENGTH,
-    Recording,
-    Shares,
-    candidates,
-    change,
-    itself,
-    predict,
-    read_recording,
-    rearranged,
-)
-from rollweave.sim.trial import try_out
+from rollweave.sim.rerun import LENGTH, Reruns
+from rollweave.sim.trial import Crowd, run_trial, try_out
 from tests.support.recorded_runs import COSTS, recorded_run, recorded_settings
 from tests.support.simulation import Linear
 
@@ -40,13 +29,19 @@ def test_an_engine_is_measured_by_its_turns(path: Path) -> None:
         assert engine.decode_s(**amounts) == pytest.approx(real.decode_s(**amounts), rel=0.2)
 
 
-def choice(recording: Recording, mode: str, count: int) -> Candidate:
+def choice(table: Reruns, mode: str, count: int) -> Candidate:
     return next(
         one
-        for one in candidates(recording)
+        for one in table.everything
         if (one.pacing.mode.value, one.split.engines[0].count) == (mode, count)
         and one.pacing.alpha <= 1
     )
+
+
+def predict(table: Reruns, one: Candidate) -> Prediction:
+    prediction = run_trial(table.trial(one, LENGTH), table.work)
+    assert isinstance(prediction, Prediction), prediction
+    return prediction
 
 
 @pytest.mark.variants
@@ -55,38 +50,39 @@ def test_predictions_hold_against_the_costs_that_the_run_had(
     path: Path, mode: str, count: int
 ) -> None:
     """The reference: the candidate with the costs of the recorded run themselves."""
-    recording = read_recording(path, cores=4)
-    chosen = choice(recording, mode, count)
-    truth, _ = try_out(rearranged(recording, chosen), LENGTH, work=recording.work, costs=COSTS)
-    alone = dataclasses.replace(recording, cores=None)
-    assert predict(alone, chosen).step_s == pytest.approx(truth.step_s, rel=0.25)
+    table = Reruns(path, cores=4)
+    chosen = choice(table, mode, count)
+    truth, _ = try_out(table.rearranged(chosen), LENGTH, work=table.work, costs=COSTS)
+    table.cores = None  # each process has its own
+    assert predict(table, chosen).step_s == pytest.approx(truth.step_s, rel=0.25)
 
 
 @pytest.mark.extended
 def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
-    recording = read_recording(path, cores=2)
-    own = itself(recording)
-    assert own in candidates(recording)
-    assert recording.step_s is not None
-    assert predict(recording, own).step_s == pytest.approx(recording.step_s, rel=0.25)
+    table = Reruns(path, cores=2)
+    assert table.itself in table.everything
+    assert table.step_s is not None
+    assert predict(table, table.itself).step_s == pytest.approx(table.step_s, rel=0.25)
 
 
 @pytest.mark.slow
 def test_engines_on_one_core_gain_nothing_from_another_one(path: Path) -> None:
     def gain(cores: int) -> float:
-        recording = dataclasses.replace(read_recording(path, cores=16), cores=cores)
-        one, two = (choice(read_recording(path, cores=16), "bounded", count) for count in (1, 2))
-        return predict(recording, one).step_s / predict(recording, two).step_s
+        table = Reruns(path, cores=16)
+        one, two = (choice(table, "bounded", count) for count in (1, 2))
+        table.cores = cores
+        return predict(table, one).step_s / predict(table, two).step_s
 
     assert gain(16) > gain(1)
     assert gain(1) < 1.1
 
 
 def test_a_change_of_the_fleet_changes_what_processes_lose() -> None:
-    busy = Shares(engine=1.0, trainer=1.0)
-    same = change(busy, 2, busy, 2, cores=2)
+    busy = {"cores": 2, "engine": 1.0, "trainer": 1.0}
+    same = Crowd(**busy, engines_before=2, engines=2).factors(1.0, 1.0)
     assert (same.engines, same.trainer, same.environment) == pytest.approx((1.0, 1.0, 1.0))
-    more = change(busy, 1, busy, 3, cores=2)  # from 2 and 3 processes to 4 and 5
+    # from 2 and 3 processes to 4 and 5
+    more = Crowd(**busy, engines_before=1, engines=3).factors(1.0, 1.0)
     assert (more.engines, more.trainer, more.environment) == pytest.approx((2.0, 2.0, 5 / 3))
 
 
@@ -96,4 +92,4 @@ def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(
     text = RunDir(path).config.read_text().replace("colocated = false", "colocated = true")
     RunDir(tmp_path).config.write_text(text.replace('mode = "bounded"', 'mode = "sync"'))
     with pytest.raises(ConfigError, match=r"must have trainer\.colocated false"):
-        read_recording(tmp_path, cores=2)
+        Reruns(tmp_path, cores=2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.sim.sharing import slowdown
+from rollweave.sim.trial import slowdown
 from tests.support.properties import examples
 
 SHARES = st.lists(st.floats(0, 1), max_size=6)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.core.policy.ratio import Prediction
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.root import RunConfig
+from rollweave.sim.candidates import Prediction
 from rollweave.sim.trial import Length, ahead, try_out
 from tests.support.variants import mostly_slow
 

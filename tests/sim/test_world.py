@@ -201,8 +201,6 @@ def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
         config(Path("unused"), mode="sync", sim={"trainer_gpus": 3}, trainer=SHARED)
     )
     assert outcome.gpus == 3
-    with pytest.raises(ValueError, match=r"colocated must be false unless rollout\.mode is sync"):
-        config(Path("unused"), mode="bounded", trainer=SHARED)
 
 
 @pytest.mark.extended

@@ -37,10 +37,6 @@ SPLIT = [{"phase": "prefill", "count": 1}, {"phase": "decode"}]
 """Groups of engines, for `config`: one computes prompts for the others."""
 
 
-FIXED = ("spare_groups", "without")
-"""Settings in which mode decoupled leaves no choice."""
-
-
 def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConfig:
     rollout: dict[str, Any] = {
         "mode": mode,
@@ -49,8 +45,12 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
         "max_running": 8,
         **sections.pop("rollout", {}),
     }
+    if mode not in ("partial", "bounded"):
+        rollout.pop("alpha", None)
+    if mode not in ("sync", "one_step", "bounded"):
+        rollout.pop("spare_groups", None)
     if mode == "decoupled":
-        rollout = {key: value for key, value in rollout.items() if key not in FIXED}
+        rollout.pop("without", None)
         orders = [one for one in rollout.pop("policies", ()) if one in PRIORITIES]
         by_length = rollout.pop("scheduling", "turn") == "trajectory"
         rollout["policies"] = orders or (["longest_first"] if by_length else [])

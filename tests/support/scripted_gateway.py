@@ -140,4 +140,4 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 
 def refusing(chat: ChatRequest, of: ChatCodec = CODEC) -> ChatRequest:
     """Return what a session makes of a request that refuses what it cannot read."""
-    return readable(chat, of, no_images="", unreadable="refuse")[0]
+    return readable(chat, of, unreadable="refuse")[0]

@@ -18,7 +18,6 @@ from rollweave.schema.training import Restore, Restored, Save, Saved, TrainOn
 from rollweave.train.loading import implementation_of, load_trained_model
 from rollweave.train.model import Reference
 from rollweave.train.packing import Example, pack
-from rollweave.train.rescoring import rescore
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_loading import examine, load_transformers_model
 from rollweave.train.transformers_model import TransformersModel
@@ -293,14 +292,6 @@ def test_both_implementations_compute_the_same(tmp_path: Path) -> None:
         for name in ("native", "transformers")
     )
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_an_engine_is_compared_with_any_model(tmp_path: Path) -> None:
-    path, tokens = build("gemma3", tmp_path / "m"), torch.arange(5, 20)
-    expected, _, _ = oracle(path, [Example(tokens=tokens, targets=torch.arange(6, 15))], 1.0)
-    logprobs = rescore(path, tokens[:6].tolist(), tokens[6:].tolist())
-    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_single_sequence_needs_no_padding(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""`rollweave advise`: which split of GPUs, engines and mode, by simulation."""
+"""`rollweave advise`: which split of GPUs, engines and mode, by simulation; of a run,
+which mode and how many engines, from what it measured.
+"""
 
 import json
 import sys
@@ -11,13 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import err, out
-from rollweave.core.policy.ratio import (
-    Candidate,
-    EngineGroup,
-    Prediction,
-    fastest_first,
-    limit,
-)
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.memory import rank_parts
@@ -25,21 +22,14 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.advise import (
-    FASTER,
-    SEEDS,
-    Advice,
-    Pool,
-    Question,
-    cost_per_step,
-    fresher,
-)
-from rollweave.sim.advise import advise as search
+from rollweave.sim.advise import Advice, Pool, Splits, search
+from rollweave.sim.candidates import Candidate, EngineGroup, Prediction, fastest_first, limit
 from rollweave.sim.families import FAMILIES
 from rollweave.sim.hardware import gpu
 from rollweave.sim.hosts import NO_POOL, gpu_of
 from rollweave.sim.models import model
-from rollweave.sim.trials import trials_in
+from rollweave.sim.rerun import Reruns
+from rollweave.sim.trial import trials_in
 from rollweave.sim.world import PROFILE, section, workloads_of
 from rollweave.weights.checkpoint import ModelShape
 
@@ -91,14 +81,11 @@ model = "qwen3-8b"
 §3.1 has for software engineering, and room for the trajectories of three steps.
 """
 
-QUIET_S = 10.0
-"""Seconds without a line of progress, from which the next trial prints one."""
-
-FEWER = 0.9
-"""Share of the most tokens a step below which an answer is said to train on fewer."""
-
 LONGEST_TURN = 16_384
 """Maximum tokens of a turn in such a question."""
+
+FRESHER = 0.05
+"""Steps of staleness by which an alternative must be fresher to be named."""
 
 
 class Asked(Struct, frozen=True, kw_only=True):
@@ -112,42 +99,71 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 
 def advise(target: str | None, overrides: Sequence[str], asked: Asked, *, as_json: bool) -> None:
-    """Answer the question, and print the answer. Raises ConfigError."""
+    """Advise on the run whose directory `target` is, or else on a configuration, and
+    print the answer. Raises ConfigError.
+    """
     began = time.monotonic()
-    base = base_of(target, overrides, asked)
-    question = Question(
-        base=base,
-        pools=pools_of(base, asked),
-        work=workloads_of(base),
-        rank_bytes=rank_bytes,
-    )
-    with trials_in(cores(), question.work) as run:
-        advice = search(question, run, SearchProgress(time.monotonic))
-    show(question, advice)
+    if target is not None and RunDir(Path(target)).journal.exists():
+        if overrides or asked != Asked():
+            raise ConfigError(
+                "--json must be the only option beside RUN, which has its own settings"
+            )
+        answer = _advise_run(Path(target))
+    else:
+        answer = _advise_gpus(target, overrides, asked)
     err.print(f"[dim]answered in {human_seconds(time.monotonic() - began)}[/]")
     if as_json:
-        sys.stdout.write(json.dumps(figures(question, advice)) + "\n")
+        sys.stdout.write(json.dumps(answer) + "\n")
 
 
-class SearchProgress:
-    """Prints each round of a search, and between rounds from time to time the share
-    that is done and about how long the rest takes.
-    """
+def _progress(text: str) -> None:
+    err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._began = self._printed = clock()
 
-    def __call__(self, share: float, text: str) -> None:
-        now = self._clock()
-        if not text and now - self._printed < QUIET_S:
-            return
-        self._printed = now
-        parts = [text] if text else []
-        if 0 < share < 1:
-            left_s = (now - self._began) * (1 - share) / share
-            parts.append(f"{share:.0%} done, about {human_seconds(left_s)} left")
-        err.print(f"[dim]{'; '.join(parts)}[/]", soft_wrap=True)
+def _advise_gpus(target: str | None, overrides: Sequence[str], asked: Asked) -> dict[str, Any]:
+    base = base_of(target, overrides, asked)
+    table = Splits(base, pools_of(base, asked), workloads_of(base), rank_bytes=rank_bytes)
+    with trials_in(cores(), table.work) as run:
+        advice = search(table, run, _progress)
+    columns = dict(COLUMNS)
+    if all(pool.price is not None for pool in table.pools.values()):
+        last, limited = columns.popitem()
+        columns["cost"] = lambda one, it: f"{table.cost_per_step(one, it.step_s):.2f}"
+        columns[last] = limited
+    rows = {str(number): one for number, one in enumerate(advice.best, start=1)}
+    _print_table(rows, advice.predictions, columns)
+    _print_text([*explanation(table, advice), "", *lines(table, advice.best[0])])
+    return figures(table, advice)
+
+
+def _advise_run(path: Path) -> dict[str, Any]:
+    run = RunDir(path)
+    run.must_fit()
+    device = run.configuration().model.device
+    on_gpus = device == "cuda" or (device == "auto" and gpus())
+    table = Reruns(path, cores=None if on_gpus else cores())
+    with trials_in(cores(), table.work) as trials:
+        advice = search(table, trials, _progress)
+    own = table.itself
+    shown = advice.best if own in advice.best or own not in advice.known else [*advice.best, own]
+    rows = {
+        "this run" if one == own else str(number): one for number, one in enumerate(shown, start=1)
+    }
+    _print_table(rows, advice.known, COLUMNS)
+    _print_text(_explanation_of_run(table, advice))
+    return {
+        "measured_step_s": table.step_s,
+        "cores": table.cores,
+        "best": [
+            {
+                **_figures(one, advice.known[one]),
+                "engines": one.split.engines[0].count,
+                "this_run": one == own,
+            }
+            for one in shown
+        ],
+        "simulated": len(advice.known),
+    }
 
 
 # The question.
@@ -295,105 +311,41 @@ def rank_bytes(config: RunConfig) -> int:
 # The answer.
 
 
-def figures(question: Question, advice: Advice) -> dict[str, Any]:
-    """Return the answer as numbers; seconds are simulated ones."""
-    return {
-        "gpus": {
-            name or pool.gpu: {"gpu": pool.gpu, "gpus": pool.gpus, "price": pool.price}
-            for name, pool in question.pools.items()
-        },
-        "best": [_row(question, advice, one) for one in advice.best],
-        "saved_if_halved": advice.gains,
-        "apart": [
-            {"engines": _engines(one), "step_s": prediction.step_s}
-            for one, prediction in advice.apart.items()
-        ],
-        "considered": advice.considered,
-        "simulated": advice.simulated,
-        "left_out": advice.left_out,
-        "failed": sorted(set(advice.failed.values())),
-        "config": lines(question, advice.best[0]),
-    }
-
-
-def _row(question: Question, advice: Advice, one: Candidate) -> dict[str, Any]:
-    prediction = advice.predictions[one]
-    return {
-        "mode": one.pacing.mode.value,
-        "alpha": one.pacing.alpha or None,
-        "colocated": one.split.colocated,
-        "trainer_gpus": one.split.trainer,
-        "trainer_pool": one.split.pool or None,
-        "engines": _engines(one),
-        "step_s": prediction.step_s,
-        "step_s_range": [prediction.fastest_s, prediction.slowest_s],
-        "step_tokens": prediction.step_tokens,
-        "tokens_per_s": prediction.tokens_per_s,
-        "cost": cost_per_step(question, one, prediction.step_s),
-        "staleness": {"mean": prediction.staleness, "max": prediction.stalest},
-        "dropped": prediction.dropped,
-        "kv_used": prediction.kv_used,
-        "engines_time": prediction.engines,
-        "trainer_time": prediction.trainer,
-        "limit": limit(prediction),
-    }
-
-
-def _engines(one: Candidate) -> list[dict[str, Any]]:
-    return [
-        {
-            "pool": group.pool or None,
-            "count": group.count,
-            "degree": group.degree,
-            "phase": group.phase,
-        }
-        for group in one.split.engines
-    ]
-
-
-def show(question: Question, advice: Advice) -> None:
-    """Print the table of the best, the explanation, and the settings of the first."""
-    priced = all(pool.price is not None for pool in question.pools.values())
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    heads = (
-        "",
-        "mode",
-        "engines\nx GPUs",
-        "trains",
-        "s/step",
-        "tokens\n/step",
-        "tokens/s",
-        "thrown\naway",
-        "staleness",
-        "idle\nengines",
-        "idle\ntrainer",
-    )
-    for head in (*heads, *(["cost"] if priced else []), "limited by"):
-        table.add_column(head, no_wrap=head != "limited by", overflow="fold")
-    for number, one in enumerate(advice.best, start=1):
-        prediction = advice.predictions[one]
-        cost = cost_per_step(question, one, prediction.step_s)
-        table.add_row(
-            str(number),
-            mode_text(one),
-            " + ".join(map(_engines_text, one.split.engines)),
-            f"{one.split.trainer} {one.split.pool}".strip(),
-            f"{prediction.step_s:,.0f}" if prediction.step_s >= 10 else f"{prediction.step_s:.2f}",
-            f"{prediction.step_tokens:,.0f}",
-            f"{prediction.tokens_per_s:,.0f}",
-            f"{prediction.dropped:.0%}",
-            f"{prediction.staleness:.2f} (max {prediction.stalest})",
-            f"{1 - prediction.engines.get('busy', 0.0):.0%}",
-            f"{1 - prediction.trainer.get('busy', 0.0):.0%}",
-            *([f"{cost:.2f}"] if priced else []),
-            limit_text(prediction),
-        )
-    out.print(table)
+def _print_text(text: Sequence[str]) -> None:
     out.print()
-    for line in explanation(question, advice):
+    for line in text:
         out.print(escape(line), soft_wrap=True)
-    out.print()
-    out.print(escape("\n".join(lines(question, advice.best[0]))), soft_wrap=True)
+
+
+Column = Callable[[Candidate, Prediction], str]
+
+COLUMNS: dict[str, Column] = {
+    "mode": lambda one, _: mode_text(one),
+    "engines\nx GPUs": lambda one, _: " + ".join(map(_engines_text, one.split.engines)),
+    "trains": lambda one, _: f"{one.split.trainer} {one.split.pool}".strip(),
+    "s/step": lambda _, it: f"{it.step_s:,.0f}" if it.step_s >= 10 else f"{it.step_s:.2f}",
+    "tokens\n/step": lambda _, it: f"{it.step_tokens:,.0f}",
+    "tokens/s": lambda _, it: f"{it.tokens_per_s:,.0f}",
+    "thrown\naway": lambda _, it: f"{it.dropped:.0%}",
+    "staleness": lambda _, it: f"{it.staleness:.2f} (max {it.stalest})",
+    "idle\nengines": lambda _, it: f"{1 - it.engines.get('busy', 0.0):.0%}",
+    "idle\ntrainer": lambda _, it: f"{1 - it.trainer.get('busy', 0.0):.0%}",
+    "limited by": lambda _, it: limit_text(it),
+}
+"""The columns of the table of the best, by their heads."""
+
+
+def _print_table(
+    rows: Mapping[str, Candidate],
+    predictions: Mapping[Candidate, Prediction],
+    columns: Mapping[str, Column],
+) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("", *columns):
+        table.add_column(head, no_wrap=head != "limited by", overflow="fold")
+    for name, one in rows.items():
+        table.add_row(name, *(cell(one, predictions[one]) for cell in columns.values()))
+    out.print(table)
 
 
 def mode_text(one: Candidate) -> str:
@@ -430,143 +382,136 @@ def limit_text(prediction: Prediction) -> str:
     )
 
 
-def explanation(question: Question, advice: Advice) -> list[str]:
+def explanation(table: Splits, advice: Advice) -> list[str]:
     """Return the answer in about ten lines."""
-    best = advice.best[0]
-    top, rollout = advice.predictions[best], question.base.rollout
-    gpus = " and ".join(f"{pool.gpus} {pool.gpu}" for pool in question.pools.values())
-    tasks = ", ".join(task.name for task in question.base.tasks)
+    best, predictions = advice.best[0], advice.predictions
+    top, rollout = predictions[best], table.base.rollout
+    gpus = " and ".join(f"{pool.gpus} {pool.gpu}" for pool in table.pools.values())
+    tasks = ", ".join(task.name for task in table.base.tasks)
+    parts = sorted(advice.gains, key=lambda part: -advice.gains[part])
+    gains = ", ".join(f"{PARTS[part]} {max(0.0, advice.gains[part]):.0%}" for part in parts)
     text = [
-        f"Question: {gpus}, {section(question.base).model}, {tasks}, {rollout.groups_per_step} "
+        f"Question: {gpus}, {section(table.base).model}, {tasks}, {rollout.groups_per_step} "
         f"groups of {rollout.group_size} trajectories a step.",
         f"Fastest: mode {mode_text(best)}; {layout_text(best)}. A step takes "
-        f"{human_seconds(top.step_s)} ({_range(top)} with {SEEDS} seeds).",
+        f"{human_seconds(top.step_s)} ({human_seconds(top.fastest_s)} to "
+        f"{human_seconds(top.slowest_s)} with {table.seeds} seeds).",
         f"It is limited by {limit_text(top)}.",
-        *_gains(advice),
+        f"If one part were twice as fast, a step would be shorter by: {gains}.",
         f"It trains on trajectories that are {top.staleness:.2f} steps old on average (at most "
         f"{top.stalest}); {top.dropped:.0%} of those started are not trained on.",
-        *_fewer_tokens(advice),
-        *_alternatives(advice),
-        *_apart(advice),
-        _certainty(advice),
-        *(f"Left out: {line}." for line in advice.left_out),
-        "Learning is not simulated: a step on older data may teach less, so modes must also be "
-        "compared by staleness.",
+    ]
+    age = top.staleness
+    for one in advice.best[1:]:
+        if predictions[one].staleness < age - FRESHER:
+            age = predictions[one].staleness
+            text.append(
+                f"With {age:.2f} steps of staleness (mode {mode_text(one)}; {layout_text(one)}) a "
+                f"step takes {predictions[one].step_s / top.step_s:.2f} times as long."
+            )
+    near = [
+        str(number)
+        for number, one in enumerate(advice.best[1:], start=2)
+        if predictions[one].fastest_s <= top.slowest_s
+    ]
+    text += [
+        "How sure: "
+        + (
+            f"by the spread of seeds, number {' and number '.join(near)} may be as fast as "
+            "number 1."
+            if near
+            else "it is faster than the others by more than the spread of seeds."
+        )
+        + f" Of {advice.considered} candidates, {advice.simulated} were simulated; a closed form "
+        "estimated the others to be slower.",
+        *(f"Left out: {line}." for line in table.left_out),
+        "Learning is not simulated: a step on older data may teach less, and one that throws long "
+        "trajectories away trains on fewer tokens. Compare modes by staleness and tokens/s, too.",
     ]
     if any(one.split.colocated for one in advice.best):
         text.append("Moving the trainer's state for engines in turn takes no simulated time.")
     return text
 
 
-def _range(prediction: Prediction) -> str:
-    return f"{human_seconds(prediction.fastest_s)} to {human_seconds(prediction.slowest_s)}"
+def _explanation_of_run(table: Reruns, advice: Advice) -> list[str]:
+    best, own = fastest_first(advice.known)[0], advice.known.get(table.itself)
+    text = [
+        f"Fastest: mode {mode_text(best)} with {best.split.engines[0].count} engines, "
+        f"{human_seconds(advice.known[best].step_s)} a step."
+    ]
+    if own is not None:
+        measured = (
+            f", {human_seconds(table.step_s)} were measured." if table.step_s is not None else "."
+        )
+        text.append(
+            f"This run as it was: {human_seconds(own.step_s)} a step are predicted{measured}"
+        )
+    if table.cores is not None:
+        text.append(f"Engines, trainer and controller share {table.cores} cores of this machine.")
+    text += [
+        f"Left out: mode {mode_text(one)} with {one.split.engines[0].count} engines: {why}."
+        for one, why in advice.failed.items()
+    ]
+    return [*text, "Learning is not simulated: compare modes by staleness, too."]
 
 
-def _gains(advice: Advice) -> list[str]:
-    order = sorted(advice.gains, key=lambda part: -advice.gains[part])
-    text = ", ".join(f"{PARTS[part]} {max(0.0, advice.gains[part]):.0%}" for part in order)
-    times = "twice" if FASTER == 0.5 else f"{1 / FASTER:g} times"
-    return [f"If one part were {times} as fast, a step would be shorter by: {text}."]
-
-
-def _fewer_tokens(advice: Advice) -> list[str]:
-    """Say which of the best train on clearly fewer tokens a step than another one,
-    since they throw trajectories away.
-    """
-    most = max(advice.predictions[one].step_tokens for one in advice.best)
-    shares = {
-        number: advice.predictions[one].step_tokens / most
-        for number, one in enumerate(advice.best, start=1)
-        if advice.predictions[one].step_tokens < FEWER * most
-        and advice.predictions[one].dropped >= 1 - FEWER
+def _figures(one: Candidate, prediction: Prediction) -> dict[str, Any]:
+    return {
+        "mode": one.pacing.mode.value,
+        "alpha": one.pacing.alpha or None,
+        "step_s": prediction.step_s,
+        "step_tokens": prediction.step_tokens,
+        "tokens_per_s": prediction.tokens_per_s,
+        "dropped": prediction.dropped,
+        "staleness": prediction.staleness,
+        "limit": limit(prediction),
     }
-    if not shares:
-        return []
-    low, high = min(shares.values()), max(shares.values())
-    share = f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
-    several = len(shares) > 1
-    return [
-        f"A step of {numbers(list(shares))} trains {share} of the most tokens in the table: "
-        f"trajectories that exceed {'their bounds' if several else 'its bound'} are thrown away, "
-        "mostly long ones, and shorter ones take their places. Compare by tokens/s, too, which "
-        "counts trained tokens."
-    ]
 
 
-def numbers(rows: Sequence[int]) -> str:
-    """Return ascending numbers of rows in words, such as `numbers 2 to 4 and 6`."""
-    runs: list[list[int]] = []
-    for row in rows:
-        if runs and row == runs[-1][-1] + 1:
-            runs[-1].append(row)
-        else:
-            runs.append([row])
-    parts = [
-        part
-        for run in runs
-        for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
-    ]
-    text = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    return f"number{'s' * (len(rows) > 1)} {text}"
+def figures(table: Splits, advice: Advice) -> dict[str, Any]:
+    """Return the answer as numbers; seconds are simulated ones."""
+    return {
+        "gpus": {
+            name or pool.gpu: {"gpu": pool.gpu, "gpus": pool.gpus, "price": pool.price}
+            for name, pool in table.pools.items()
+        },
+        "best": [_row(table, one, advice.predictions[one]) for one in advice.best],
+        "saved_if_halved": advice.gains,
+        "considered": advice.considered,
+        "simulated": advice.simulated,
+        "left_out": table.left_out,
+        "failed": sorted(set(advice.failed.values())),
+        "config": lines(table, advice.best[0]),
+    }
 
 
-def _alternatives(advice: Advice) -> list[str]:
-    """Compare with the fastest of the best that train on fresher data, and with another
-    split in the same mode.
-    """
-    best, known = advice.best[0], {**advice.others, **advice.predictions}
-    top, text = known[best].step_s, []
-    other = fresher(advice, best)
-    while other is not None:
-        text.append(
-            f"With {known[other].staleness:.2f} steps of staleness (mode {mode_text(other)}; "
-            f"{layout_text(other)}) a step takes {known[other].step_s / top:.2f} times as long."
-        )
-        other = fresher(advice, other)
-    same = [one for one in fastest_first(known) if one.pacing == best.pacing and one != best]
-    if same:
-        text.append(
-            f"The next split in the fastest mode ({layout_text(same[0])}) takes "
-            f"{known[same[0]].step_s / top:.2f} times as long."
-        )
-    return text
+def _row(table: Splits, one: Candidate, prediction: Prediction) -> dict[str, Any]:
+    return {
+        **_figures(one, prediction),
+        "colocated": one.split.colocated,
+        "trainer_gpus": one.split.trainer,
+        "trainer_pool": one.split.pool or None,
+        "engines": [
+            {
+                "pool": group.pool or None,
+                "count": group.count,
+                "degree": group.degree,
+                "phase": group.phase,
+            }
+            for group in one.split.engines
+        ],
+        "step_s_range": [prediction.fastest_s, prediction.slowest_s],
+        "cost": table.cost_per_step(one, prediction.step_s),
+        "staleness": {"mean": prediction.staleness, "max": prediction.stalest},
+        "kv_used": prediction.kv_used,
+        "engines_time": prediction.engines,
+        "trainer_time": prediction.trainer,
+    }
 
 
-def _apart(advice: Advice) -> list[str]:
-    """Compare the fastest with its own engines divided between prefill and decode."""
-    if not advice.apart or advice.whole is None:
-        return []
-    one = fastest_first(advice.apart)[0]
-    prompts = sum(each.count for each in one.split.engines if each.phase == "prefill")
-    engines = sum(each.count for each in one.split.engines)
-    ratio = advice.apart[one].step_s / advice.others[advice.whole].step_s
-    return [
-        f"With prefill and decode apart, the best of {len(advice.apart)} ratios ({prompts} of "
-        f"{engines} engines compute prompts for the others) takes {ratio:.2f} times as long."
-    ]
-
-
-def _certainty(advice: Advice) -> str:
-    top = advice.predictions[advice.best[0]]
-    near = [
-        number
-        for number, one in enumerate(advice.best[1:], start=2)
-        if advice.predictions[one].fastest_s <= top.slowest_s
-    ]
-    sure = (
-        f"by the spread of seeds, {numbers(near)} may be as fast as number 1"
-        if near
-        else "it is faster than the others by more than the spread of seeds"
-    )
-    return (
-        f"How sure: {sure}. Of {advice.considered} candidates, {advice.simulated} were simulated; "
-        "a closed form estimated the others to be slower."
-    )
-
-
-def lines(question: Question, one: Candidate) -> list[str]:
+def lines(table: Splits, one: Candidate) -> list[str]:
     """Return the settings of a candidate, as TOML."""
-    split, pools = one.split, question.pools
+    split, pools = one.split, table.pools
     text = ["[rollout]", f'mode = "{one.pacing.mode.value}"']
     text += [f"alpha = {one.pacing.alpha}"] if one.pacing.alpha else []
     for group in split.engines:
@@ -579,7 +524,7 @@ def lines(question: Question, one: Candidate) -> list[str]:
     text += [f'pool = "{split.pool}"'] if split.pool else []
     for name, pool in pools.items() if len(pools) > 1 else ():
         text += ["", f"[pools.{name}]", f'resource = "{pool.gpu.upper()}"']
-    sim = section(question.base)
+    sim = section(table.base)
     text += ["", "[sim]  # for `rollweave simulate`", f'model = "{sim.model}"']
     text += [f'gpu = "{pools[split.pool].gpu}"'] if len(pools) == 1 else []
     return [*text, f"trainer_gpus = {split.trainer}"]

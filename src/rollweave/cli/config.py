@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import out
+from rollweave.schema.config.conflicts import CONFLICTS
 from rollweave.schema.config.reference import Part, Setting, json_schema, part_or_setting, parts
 
 INTRODUCTION = """\
@@ -25,8 +26,8 @@ Editors that know JSON schemas check a file and complete its keys: write the sch
 with `rollweave config --json-schema > rollweave.schema.json`, and begin the file with
 `#:schema rollweave.schema.json` (Taplo, Even Better TOML).
 
-A setting that has no effect beside the others is refused; the column of meanings says
-where it has none.
+A setting that cannot be beside others, or has no effect beside them, is refused unless
+it has its default; [the last table](#settings-that-exclude-each-other) says when.
 """
 
 
@@ -62,10 +63,19 @@ def page() -> Iterator[str]:
                 f"`{setting.key.rpartition('.')[2]}`",
                 _cell(setting.type),
                 "**must be set**" if setting.required else _code(setting.default),
-                _cell(" ".join([setting.description, *_limits(setting)])),
+                _cell(" ".join([setting.description, *setting.conflicts])),
             )
             yield f"| {' | '.join(cells)} |"
         yield ""
+    yield "## Settings that exclude each other\n"
+    yield "| settings | must be left out | because |"
+    yield "|---|---|---|"
+    for conflict in CONFLICTS:
+        named = ", ".join(
+            f"`{key}`" + (f" ({', '.join(values)})" if values else "")
+            for key, values in conflict.choices().items()
+        )
+        yield f"| {named} | {conflict.clause.text} | {conflict.why} |"
 
 
 def _code(value: str | None) -> str:
@@ -74,16 +84,6 @@ def _code(value: str | None) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _limits(setting: Setting) -> list[str]:
-    """Say where the setting has no effect."""
-    limits = []
-    if setting.modes:
-        limits.append(f"Only in mode {' and '.join(setting.modes)}.")
-    if setting.condition:
-        limits.append(f"No effect {setting.condition}.")
-    return limits
 
 
 def _show_sections() -> None:
@@ -112,7 +112,7 @@ def _show_parts(shown: Sequence[Part]) -> None:
                 setting.key.rpartition(".")[2],
                 escape(setting.type),
                 escape(setting.shown_default),
-                escape(" ".join([setting.description, *_limits(setting)])),
+                escape(" ".join([setting.description, *setting.conflicts])),
             )
         out.print(table)
 
@@ -121,7 +121,7 @@ def _show_setting(setting: Setting) -> None:
     (part,) = (part for part in parts() if setting in part.settings)
     name = setting.key.rpartition(".")[2]
     out.print(f"[bold]{escape(setting.key)}[/]  {escape(setting.description)}")
-    for line in _limits(setting):
+    for line in setting.conflicts:
         out.print(escape(line))
     out.print(f"type     {escape(setting.type)}")
     out.print(f"default  {escape(setting.shown_default)}")

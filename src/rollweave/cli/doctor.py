@@ -16,7 +16,13 @@ import typer
 
 from rollweave.cli.console import FAILED, out
 from rollweave.io.cpu import describe_computation
-from rollweave.io.extras import EXTRAS, how_to_install, missing_from
+from rollweave.io.extras import (
+    DISTRIBUTIONS,
+    EXTRAS,
+    how_to_install,
+    how_to_install_distribution,
+    missing_from,
+)
 from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, show, warn
 from rollweave.runtime.preflight.machine import cores, gpu_memory, memory_bytes
 from rollweave.runtime.sinks import PACKAGES
@@ -60,6 +66,12 @@ def _software() -> Iterator[Check]:
             else "installed"
         )
         yield ok(f"extra {extra}", text)
+    for name in DISTRIBUTIONS:
+        try:
+            yield ok(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            advice = how_to_install_distribution(name)
+            yield ok(name, f"not installed (optional: {advice})")
     for extra in PACKAGES:
         installed = importlib.util.find_spec(extra) is not None
         yield ok(

@@ -364,7 +364,7 @@ def advise(
     """
     with errors_reported():
         from rollweave.cli.advise import Asked
-        from rollweave.cli.advise_run import answer as work
+        from rollweave.cli.advise import advise as work
 
         asked = Asked(
             gpus=gpus or (),

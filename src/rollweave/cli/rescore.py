@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
 import typer
 from rich.markup import escape
 
@@ -16,7 +15,6 @@ from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.runs import find_run
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.identity import run_id
-from rollweave.record.images import ImageError, with_images
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import (
     Scored,
@@ -78,8 +76,7 @@ async def _rescore_all(
         async def one(entry: StoredAttempt, trajectory: Trajectory) -> None:
             async with slots:
                 try:
-                    images = store.images.directory
-                    store.rescore([await _rescored(rewards, entry, trajectory, images)])
+                    store.rescore([await _rescored(rewards, entry, trajectory)])
                 except EpisodeStopError as error:
                     errors[str(error)] += 1
 
@@ -93,9 +90,7 @@ async def _rescore_all(
     return errors
 
 
-async def _rescored(
-    rewards: Rewards, entry: StoredAttempt, trajectory: Trajectory, images: Path
-) -> Scored:
+async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajectory) -> Scored:
     """Return the new score of an attempt. Raises EpisodeStopError."""
     score = entry.score
     assert score is not None, "only attempts that were evaluated lack rewards"
@@ -110,11 +105,6 @@ async def _rescored(
             missing=unscored.missing,
         )
     began = time.monotonic()
-    try:
-        conversation = with_images(images, unscored.conversation)
-    except ImageError as error:
-        raise EpisodeStopError(StopReason.REWARD_ERROR, str(error)) from error
-    unscored = msgspec.structs.replace(unscored, conversation=conversation)
     finished = finished_attempt(trajectory.id, trajectory.attempt, trajectory.task, unscored)
     shares = await repeat_comparisons(domain, finished, unscored.comparisons)
     computed = await domain.compute(

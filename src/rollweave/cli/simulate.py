@@ -73,7 +73,7 @@ def simulate(
         raise ConfigError("CONFIG must be given unless --faults is, got none")
     config = load(path, overrides)
     without_effect = show_ignored(config)
-    if config.injected != Faults():
+    if config.faults != Faults():
         err.print(
             "[yellow]\\[faults] is ignored:[/] it applies to real environments; `--faults "
             "SEED` injects faults into a simulation"

@@ -17,7 +17,8 @@ from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, must_pass
 from rollweave.schema.config.loading import load
-from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import SIMULATED_MODEL
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 

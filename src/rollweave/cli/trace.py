@@ -4,7 +4,6 @@ import json
 import operator
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -14,7 +13,6 @@ from rich.text import Text
 
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
-from rollweave.record.images import ImageError, images_of, read_image
 from rollweave.record.store import StoredAttempt, TrajectoryReader
 from rollweave.record.transcript import (
     Span,
@@ -27,7 +25,7 @@ from rollweave.record.transcript import (
     transcript,
     versions,
 )
-from rollweave.runtime.preflight.checks import human_bytes, human_seconds
+from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.packing import as_json
 from rollweave.schema.work import (
@@ -77,8 +75,7 @@ def trace(
             shown = transcript(entry, reader.load(entry), decoder)
             _print_json({**shown, "template_arguments": arguments})
         else:
-            images = images_of(run.trajectories).directory
-            _show(entry, reader.load(entry), decoder, arguments, images)
+            _show(entry, reader.load(entry), decoder, arguments)
         return
     matches = _filter(task=task, stop=stop, reward=reward, step=step)
     newest: list[tuple[StoredAttempt, Trajectory]] = []
@@ -202,7 +199,6 @@ def _show(
     trajectory: Trajectory,
     decoder: TokenDecoder,
     arguments: dict[str, Any],
-    images: Path,
 ) -> None:
     _show_summary(trajectory, entry, arguments)
     for number, sequence in enumerate(trajectory.sequences, 1):
@@ -211,7 +207,6 @@ def _show(
             out.print(Rule(f"[bold]{escape(title)}[/]", align="left", style="bold"))
         for span in spans(sequence):
             _show_span(sequence, span, decoder)
-            _show_images(sequence, span, images)
     out.print(Rule(style="dim"))
     for ignored in trajectory.ignored:
         out.print(f"[yellow]not read:[/] {escape(str(ignored))}", soft_wrap=True)
@@ -268,22 +263,6 @@ def _show_summary(trajectory: Trajectory, entry: StoredAttempt, arguments: dict[
     ]
     table.add_row("time", ", ".join(parts) + f"; ended {entry.at:.1f} s into the run")
     out.print(table)
-
-
-def _show_images(sequence: TokenSequence, span: Span, directory: Path) -> None:
-    """Print a line about each image of a span: where it is, and its file, or why it
-    cannot be read.
-    """
-    for placed in sequence.images:
-        if not span.start <= placed.at < span.end:
-            continue
-        try:
-            size = human_bytes(len(read_image(directory, placed.image).data))
-            text = f"[dim]{size}, {escape(str(directory / placed.image.name))}[/]"
-        except ImageError as error:
-            text = f"[red]{escape(str(error))}[/]"
-        kind = placed.image.media_type
-        out.print(f"  image at token {placed.at}: {kind} {text}", soft_wrap=True)
 
 
 def _show_span(sequence: TokenSequence, span: Span, decoder: TokenDecoder) -> None:

@@ -30,10 +30,6 @@ which receives the options of the `[[tasks]]` entry:
   episode, computed in the EVAL stage, after the environment is closed. Without it the
   reward is the sum of the steps' rewards.
 
-A class whose observations have images sets `shows_images = True`, or has a class method
-`shows_images(options) -> bool`, so that a run that cannot show them is refused before
-it starts.
-
 An instance may also have `close()`, which releases what `reset` acquired.
 """
 
@@ -44,7 +40,6 @@ from typing import Any, Protocol, Self
 
 from rollweave.schema.base import Struct, TaskId, mix
 from rollweave.schema.chat import Message, Role
-from rollweave.schema.media import Image
 from rollweave.schema.work import StopReason, Task
 
 Options = Mapping[str, Any]
@@ -81,11 +76,9 @@ class Observation(Struct, frozen=True, kw_only=True):
         *,
         role: Role = "user",
         state_key: str = "",
-        images: tuple[Image, ...] = (),
     ) -> Self:
-        """Return an observation of one message, with images before its text."""
-        message = Message(role=role, content=content, images=images)
-        return cls(messages=(message,), state_key=state_key)
+        """Return an observation of one message."""
+        return cls(messages=(Message(role=role, content=content),), state_key=state_key)
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -113,10 +106,9 @@ class Step(Struct, frozen=True, kw_only=True):
         success: bool | None = None,
         role: Role = "user",
         state_key: str = "",
-        images: tuple[Image, ...] = (),
     ) -> Self:
-        """Return a step with an answer of one message, with images before its text."""
-        message = Message(role=role, content=content, images=images)
+        """Return a step with an answer of one message."""
+        message = Message(role=role, content=content)
         return cls(
             messages=(message,), reward=reward, done=done, success=success, state_key=state_key
         )

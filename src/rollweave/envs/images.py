@@ -1,5 +1,5 @@
-"""The images that the tasks of a domain name for their sandboxes, and whether they show
-the agent images, as far as that is known before the run.
+"""The images that the tasks of a domain name for their sandboxes, as far as they are
+known before the run.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,3 @@ def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(image for image in method(copied(options)) if image != HOST)
     image = options.get("image")
     return (image,) if isinstance(image, str) and is_reference(image) else ()
-
-
-def shows_images(env: str, options: Mapping[str, Any]) -> bool:
-    """Return whether an environment says that its observations have images."""
-    said = getattr(resolve(env), "shows_images", False)
-    return bool(said(copied(options)) if callable(said) else said)

@@ -16,7 +16,7 @@ import msgspec
 
 from rollweave.envs.base import Options
 from rollweave.io import user_code
-from rollweave.io.extras import MissingExtraError
+from rollweave.io.extras import MissingExtraError, how_to_install_distribution
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
 
@@ -30,21 +30,28 @@ NAMES_SHOWN = 8
 
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
-    "code": "rollweave.envs.handlers.code:Code",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
-    "gem": "rollweave.envs.gem:Gem",
-    "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
-    "math_tool": "rollweave.envs.handlers.math_tool:MathTool",
     "nim": "rollweave.envs.nim:Nim",
-    "openenv": "rollweave.envs.openenv:OpenEnv",
     "program": "rollweave.envs.handlers.program:Program",
-    "stem": "rollweave.envs.handlers.stem:Stem",
-    "swe": "rollweave.envs.handlers.swe:Swe",
-    "swe_bench": "rollweave.envs.handlers.swe_bench:SweBench",
-    "textworld": "rollweave.envs.textworld:TextWorld",
-    "verifiers": "rollweave.envs.handlers.verifiers:Verifiers",
 }
+
+DISTRIBUTION = "rollweave-envs"
+"""The distribution in this repository that announces `DISTRIBUTED`."""
+
+DISTRIBUTED = (
+    "code",
+    "gem",
+    "gym",
+    "math_tool",
+    "openenv",
+    "stem",
+    "swe",
+    "swe_bench",
+    "textworld",
+    "verifiers",
+)
+"""The names that an error explains where their distribution is not installed."""
 
 
 @functools.lru_cache(64)
@@ -136,7 +143,7 @@ def load(reference: str, *, what: str) -> Any:
             else ""
         )
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
-    if not user_code.is_allowed() and reference not in BUILT_IN.values():
+    if not (user_code.is_allowed() or _is_ours(reference)):
         raise ConfigError(f"{what} {user_code.RULE}, got {reference!r}")
     try:
         target: Any = importlib.import_module(module)
@@ -166,6 +173,11 @@ def reference_of(name: str) -> str:
     if name in BUILT_IN or ":" in name:
         return BUILT_IN.get(name, name)
     announced = _announced()
+    if name in DISTRIBUTED and name not in announced:
+        raise ConfigError(
+            f"environment {name!r} needs the package {DISTRIBUTION}, which is not installed "
+            f"({how_to_install_distribution(DISTRIBUTION)})"
+        )
     if name not in announced:
         known = names()
         raise ConfigError(
@@ -179,6 +191,15 @@ def _announced() -> dict[str, str]:
     return {
         entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)
     }
+
+
+def _is_ours(reference: str) -> bool:
+    """Return whether this repository's distributions announce the reference."""
+    return reference in BUILT_IN.values() or any(
+        entry.value == reference and entry.dist is not None and entry.dist.name == DISTRIBUTION
+        for group in ENTRY_POINTS
+        for entry in entry_points(group=group)
+    )
 
 
 def _contents(target: Any) -> str:

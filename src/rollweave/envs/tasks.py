@@ -187,7 +187,7 @@ class TaskSource:
         )
         self.threads = EnvThreads()
         self._providers = {
-            task.name: DomainEnvProvider(task, config.injected, self.processes, self.threads)
+            task.name: DomainEnvProvider(task, config.faults, self.processes, self.threads)
             for task in config.tasks
         }
 

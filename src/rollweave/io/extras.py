@@ -11,14 +11,12 @@ from urllib.parse import unquote, urlparse
 from rollweave.schema.errors import ConfigError
 
 EXTRAS = {
-    "envs": ("gymnasium", "reasoning_gym"),
+    "envs": ("gymnasium",),
     "math": ("math_verify",),
     "parquet": ("pyarrow",),
     "predict": ("sklearn", "threadpoolctl", "transformers"),
     "ray": ("ray",),
-    "search": ("bm25s",),
     "serverless": ("ray", "starlette"),
-    "textworld": ("textworld",),
     "tools": ("jsonschema", "IPython"),
     "transformers": ("transformers",),
 }
@@ -26,6 +24,9 @@ EXTRAS = {
 
 Sinks and transports have extras of their names.
 """
+
+DISTRIBUTIONS = {"rollweave-envs": "packages/envs", "rollweave-papers": "packages/papers"}
+"""The folder of each further distribution of this repository."""
 
 
 class MissingExtraError(ConfigError):
@@ -64,6 +65,16 @@ def how_to_install(extra: str) -> str:
         if checkout is None
         else f"pip install -e '{checkout}[{extra}]'"
     )
+
+
+def how_to_install_distribution(name: str) -> str:
+    """Return the pip command for a further distribution of this repository: by path for
+    a checkout, else by name from an index.
+    """
+    checkout = _checkout()
+    if checkout is None:
+        return f"pip install {name}"
+    return f"pip install -e '{checkout / DISTRIBUTIONS[name]}'"
 
 
 def _checkout() -> Path | None:

@@ -142,7 +142,7 @@ def missing_tokenizer(directory: Path) -> str:
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """Return the files of a checkpoint, relative to it, from which its tokenizer, its
-    chat template, its end tokens and what it needs of images are read.
+    chat template and its end tokens are read.
     """
     found = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
     return [path.relative_to(directory) for path in found if path.is_file()]

@@ -23,7 +23,6 @@ from rollweave.record.transcript import (
     TokenDecoder,
     arguments_of,
     attempt_line,
-    image_object,
     spans,
     template_arguments,
     tokenizer_of,
@@ -116,9 +115,8 @@ def row(
 
     `payload` and `result` are JSON, or text that is none. Each of `sequences` has lists
     of one entry per token: its id, its log-prob (0 if it was not sampled), whether it
-    was sampled (the loss mask), and the version that sampled it, or -1; the arguments
-    of its chat template, as JSON; and its images, whose files are named relative to the
-    run's directory.
+    was sampled (the loss mask), and the version that sampled it, or -1; and the
+    arguments of its chat template, as JSON.
     """
     line = attempt_line(entry, trajectory)
     task, timing = line.pop("task"), line.pop("timing")
@@ -152,7 +150,6 @@ def _columns(
         "sampled": sequence.output_mask(),
         "versions": versions,
         "template_arguments": json.dumps(arguments_of(sequence, arguments), sort_keys=True),
-        "images": [image_object(placed) for placed in sequence.images],
     }
 
 
@@ -164,7 +161,6 @@ def _schema(pyarrow: Any) -> Any:
         pyarrow.int64(),
         pyarrow.bool_(),
     )
-    image = pyarrow.struct([("at", whole), ("digest", text), ("media_type", text), ("file", text)])
     sequence = pyarrow.struct(
         [
             ("text", text),
@@ -173,7 +169,6 @@ def _schema(pyarrow: Any) -> Any:
             ("sampled", pyarrow.list_(flag)),
             ("versions", pyarrow.list_(pyarrow.int32())),
             ("template_arguments", text),
-            ("images", pyarrow.list_(image)),
         ]
     )
     reward = pyarrow.struct([("name", text), ("value", real)])

@@ -12,7 +12,7 @@ reads only the segments from there on.
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -22,13 +22,11 @@ import xxhash
 
 from rollweave.io.disk import AppendFile, replace_file, writing
 from rollweave.io.reading import named, opened, whole
-from rollweave.record.images import images_of
 from rollweave.record.record_file import HEAD, HEADER, RecordFormat
 from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
-from rollweave.schema.media import PlacedImage
 from rollweave.schema.packing import packed
-from rollweave.schema.work import Blame, Purpose, StopReason, TokenSequence, Trajectory, Unscored
+from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory, Unscored
 
 RECORD = 1
 SEGMENT = RecordFormat(
@@ -97,20 +95,9 @@ class Rescored(TaggedStruct, frozen=True, kw_only=True):
     scores: tuple[Scored, ...]
 
 
-class _EndedSequence(msgspec.Struct):
-    images: tuple[PlacedImage, ...] = ()
-
-
-def _digests(sequences: Sequence[TokenSequence | _EndedSequence]) -> Iterator[str]:
-    """Yield the digests of the images of these sequences."""
-    for sequence in sequences:
-        yield from (placed.image.digest for placed in sequence.images)
-
-
 class _EndedTrajectory(msgspec.Struct):
     id: TrajectoryId
     attempt: int
-    sequences: tuple[_EndedSequence, ...] = ()
 
 
 class _EndedKey(msgspec.Struct, tag="Ended"):
@@ -177,15 +164,9 @@ def segments(directory: Path) -> list[int]:
     return sorted(number for number in numbers if segment_path(directory, number) in paths)
 
 
-def _scan(
-    directory: Path,
-    number: int,
-    keys: list[StoredAttempt | Scored],
-    *,
-    images: set[str],
-) -> int:
-    """Add the keys of a segment's complete records to `keys`, and the digests of their
-    images to `images`; return the length of that part (0 without a header).
+def _scan(directory: Path, number: int, keys: list[StoredAttempt | Scored]) -> int:
+    """Add the keys of a segment's complete records to `keys`; return the length of that
+    part (0 without a header).
 
     Raises CorruptJournalError for damage; `keys` then has the records before it.
     """
@@ -214,7 +195,6 @@ def _scan(
                 nbytes=len(record.payload),
             )
             keys.append(entry)
-            images.update(_digests(key.trajectory.sequences))
         end = record.end
     return end
 
@@ -295,10 +275,6 @@ class TrajectoryStore:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self.images = images_of(directory)
-        """The images to which trajectories refer."""
-        self._images: dict[int, set[str]] = {}
-        """Digests of the images to which the records of each segment refer."""
         self._segment_bytes = segment_bytes
         self._index: dict[TrajectoryId, StoredAttempt] = {}
         self._floor = directory / "floor"
@@ -316,7 +292,7 @@ class TrajectoryStore:
         """Names of the missing segments from the floor on."""
         for number in [number for number in numbers if number >= floor or number == self._segment]:
             keys: list[StoredAttempt | Scored] = []
-            end = _scan(directory, number, keys, images=self._images.setdefault(number, set()))
+            end = _scan(directory, number, keys)
             self._enter(keys)
             path = segment_path(directory, number)
             if number == self._segment:
@@ -332,8 +308,6 @@ class TrajectoryStore:
         trajectory = record.trajectory
         payload = packed(record)
         offset = self._write(payload)
-        used = self._images.setdefault(self._segment, set())
-        used.update(_digests(trajectory.sequences))
         self._index[trajectory.id] = StoredAttempt(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
@@ -419,8 +393,6 @@ class TrajectoryStore:
             path = segment_path(self._directory, number)
             with writing(path):
                 path.unlink(missing_ok=True)
-            if self._images.pop(number, None):
-                self.images.remove_unused(set().union(*self._images.values()))
 
     def _oldest(self) -> int:
         """Return the oldest segment that the index refers to."""
@@ -442,8 +414,7 @@ class TrajectoryStore:
         return trajectory_id in self._index
 
     def sync(self) -> None:
-        """Force all written images and records to the disk. Raises `DiskError`."""
-        self.images.sync()
+        """Force all written records to the disk. Raises `DiskError`."""
         self._file.sync()
 
     def close(self) -> None:
@@ -495,7 +466,7 @@ class TrajectoryReader:
         for number in numbers:
             keys: list[StoredAttempt | Scored] = []
             try:
-                end = _scan(directory, number, keys, images=set())
+                end = _scan(directory, number, keys)
                 if number != numbers[-1]:  # a running controller may still append to the newest
                     _must_be_complete(segment_path(directory, number), end)
             except CorruptJournalError as error:

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from rollweave.io.tokenizer import read_tokenizer
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import StoredAttempt
-from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, Trajectory
 
 
@@ -175,8 +174,8 @@ def transcript(
     entry: StoredAttempt, trajectory: Trajectory, decoder: TokenDecoder
 ) -> dict[str, Any]:
     """Return `attempt_line` with `sequences`, the spans of each sequence with their
-    text, tokens and, of turns, log-probs and weight versions; with `origins`, why each
-    of these sequences began, or null; and with `images`, those of each sequence.
+    text, tokens and, of turns, log-probs and weight versions; and with `origins`, why
+    each of these sequences began, or null.
     """
     return {
         **attempt_line(entry, trajectory),
@@ -185,21 +184,6 @@ def transcript(
             [_span_object(sequence, span, decoder) for span in spans(sequence)]
             for sequence in trajectory.sequences
         ],
-        "images": [
-            [image_object(placed) for placed in sequence.images]
-            for sequence in trajectory.sequences
-        ],
-    }
-
-
-def image_object(placed: PlacedImage) -> dict[str, Any]:
-    """Return an image of a sequence: `at` is the token that is its placeholder."""
-    image = placed.image
-    return {
-        "at": placed.at,
-        "digest": image.digest,
-        "media_type": image.media_type,
-        "file": f"trajectories/images/{image.name}",
     }
 
 

@@ -95,17 +95,13 @@ _decoder = msgspec.msgpack.Decoder(TurnRecord)
 _owner = msgspec.msgpack.Decoder(_Owner)
 
 
-def context_digest(
-    tokens: Iterable[int], sampling: Sampling, images: tuple[tuple[int, str], ...] = ()
-) -> bytes:
-    """Return the digest by which a turn's context is recognized, with its images
-    (`media.keys_of`), and how the turn is sampled: a resumed run may have other
-    settings. The seed and `max_tokens` do not count, since they do not change the
-    distribution of a token.
+def context_digest(tokens: Iterable[int], sampling: Sampling) -> bytes:
+    """Return the digest by which a turn's context is recognized, and how the turn is
+    sampled: a resumed run may have other settings. The seed and `max_tokens` do not
+    count, since they do not change the distribution of a token.
     """
     how = msgspec.structs.replace(sampling, seed=0, max_tokens=1)
-    context = (tuple(tokens), how, images) if images else (tuple(tokens), how)
-    return xxhash.xxh3_128_digest(packed(context))
+    return xxhash.xxh3_128_digest(packed((tuple(tokens), how)))
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,7 +10,6 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import BLAME_OF, StopReason, Trajectory
 
@@ -36,10 +35,9 @@ class TurnPort(Protocol):
         tokens: tuple[int, ...],
         sampling: Sampling,
         on_tokens: OnTokens | None = None,
-        images: tuple[PlacedImage, ...] = (),
     ) -> TurnResult:
-        """Continue `tokens`, among which are the placeholders of `images`; wait for a
-        slot and through retries. `on_tokens` is called with the deltas of `StreamTurn`.
+        """Continue `tokens`; wait for a slot and through retries. `on_tokens` is called
+        with the deltas of `StreamTurn`.
         """
 
     def record_span(self, name: str, start: float, end: float) -> None:
@@ -51,13 +49,11 @@ class TurnPort(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
     """The agent's configuration in one task domain: the codec between messages and
-    tokens, and the sampling parameters without seed and length. `no_images` is why it
-    cannot be shown images, "" if it can.
+    tokens, and the sampling parameters without seed and length.
     """
 
     codec: ChatCodec
     sampling: Sampling
-    no_images: str = ""
 
 
 class Driver(Protocol):
@@ -87,10 +83,6 @@ class Driver(Protocol):
     @property
     def conversation(self) -> tuple[Message, ...]:
         """The messages so far; for a handler, those of its last answered request."""
-
-    @property
-    def images(self) -> tuple[Image, ...]:
-        """The images of the trajectory, with their data."""
 
     @property
     def turns(self) -> int:

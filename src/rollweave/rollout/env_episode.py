@@ -8,7 +8,7 @@ the engine sampled. The episode owns its environment until `close` or `kill`.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -21,7 +21,6 @@ from rollweave.rollout.driver import AgentConfig, TurnPort, record_of
 from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.media import Image, prompt_error
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import FinishReason, Sampling, openai_finish_reason
 from rollweave.schema.work import (
@@ -85,7 +84,7 @@ class EnvEpisode:
         self.on_delay: Callable[[], None] = lambda: None
         self._provider, self._clock = provider, clock
         self._codec = agent.codec
-        self._sampling, self._no_images = agent.sampling, agent.no_images
+        self._sampling = agent.sampling
         self._seed = mix(seed, command.trajectory_id, command.attempt)
         self._env: LiveEnv | None = None
         self._conversation: Conversation | None = None
@@ -99,12 +98,6 @@ class EnvEpisode:
     def conversation(self) -> tuple[Message, ...]:
         """Return the messages so far."""
         return self._conversation.messages if self._conversation is not None else ()
-
-    @property
-    def images(self) -> tuple[Image, ...]:
-        """Return the images so far."""
-        images = () if self._conversation is None else self._conversation.images
-        return tuple(placed.image for placed in images)
 
     @property
     def turns(self) -> int:
@@ -155,7 +148,6 @@ class EnvEpisode:
                 StopReason.ENV_ERROR, f"reset must return an Observation, got {observation!r:.200}"
             )
         try:
-            self._check_images(observation.messages)
             self._conversation = Conversation(
                 self._codec, observation.messages, state_key=observation.state_key
             )
@@ -178,8 +170,8 @@ class EnvEpisode:
         while True:
             if conversation.turns >= self._limits.max_turns:
                 return StopReason.MAX_TURNS
-            room = self._limits.max_tokens - conversation.context_tokens
-            if room <= 0 or conversation.has_stray_placeholder:
+            room = self._limits.max_tokens - len(conversation)
+            if room <= 0:
                 return StopReason.MAX_TOKENS
             text, cut = await self._agent_turn(port, conversation, room)
             if cut:
@@ -189,7 +181,6 @@ class EnvEpisode:
                 self._success = step.success
                 return StopReason.FINISHED
             try:
-                self._check_images(step.messages)
                 conversation.observe(step.messages, state_key=step.state_key)
             except (ChatError, ValueError, TypeError) as error:
                 raise EpisodeStopError(
@@ -271,14 +262,7 @@ class EnvEpisode:
             max_tokens=min(room, self._limits.max_turn_tokens),
             seed=mix(self._seed, number),
         )
-        try:
-            answer = await port.turn(
-                number, conversation.tokens, sampling, images=conversation.images
-            )
-        except EpisodeStopError as stop:
-            if stop.reason is StopReason.MAX_TOKENS and not number:
-                raise EpisodeStopError(StopReason.ENV_ERROR, f"the prompt: {stop}") from stop
-            raise
+        answer = await port.turn(number, conversation.tokens, sampling)
         result = answer.result
         self._engine = answer.engine_id
         self._budget.charge_turn(requested_at, result.generate_s)
@@ -286,10 +270,8 @@ class EnvEpisode:
             result.tokens,
             result.logprobs,
             result.versions,
-            exact=not result.text_only,
             finish_reason=openai_finish_reason(result.finish),
             routes=result.routes,
-            prompt_tokens=result.prompt_tokens,
         )
         return text, result.finish is FinishReason.LENGTH and room <= self._limits.max_turn_tokens
 
@@ -312,14 +294,6 @@ class EnvEpisode:
         self._rewards.append(float(step.reward))
         conversation.reward(float(step.reward))
         return step
-
-    def _check_images(self, messages: Sequence[Message]) -> None:
-        """Raise ChatError if the agent cannot be shown the images of these messages."""
-        new = [image for message in messages for image in message.images]
-        if new and self._no_images:
-            raise ChatError(self._no_images)
-        if new and (error := prompt_error((*self.images, *new))):
-            raise ChatError(f"a prompt {error}")
 
     def _limited(self, call: Awaitable[T], what: str) -> Awaitable[T]:
         return self._budget.run_limited(
@@ -365,5 +339,4 @@ def _within(sequence: TokenSequence, max_tokens: int) -> TokenSequence:
         logprobs=sequence.logprobs[:end],
         turns=sequence.turns,
         routes=sequence.routes,
-        images=tuple(placed for placed in sequence.images if placed.at < end),
     )

@@ -35,7 +35,6 @@ from rollweave.schema.base import mix
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
-from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import FinishReason, GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
@@ -105,7 +104,6 @@ class HandlerEpisode:
         self._score: Score | None = None  # may be set by `run_exception`
         self._sequences: tuple[TokenSequence, ...] = ()
         self._ignored: tuple[Ignored, ...] = ()
-        self.images: tuple[Image, ...] = ()
         self._engine = ""
         self.turns = self.prompt_tokens = 0
         self.plan: tuple[int, ...] = ()
@@ -168,7 +166,6 @@ class HandlerEpisode:
             limits=limits,
             sampling=sampling,
             pinned=True,
-            no_images=self._agent_config.no_images,
         )
         session = gateway.session(session_id)
         self._agent = _Agent(session, self._listener, max_turns=limits.calls)
@@ -395,7 +392,6 @@ class HandlerEpisode:
         tokens: tuple[int, ...],
         sampling: Sampling,
         on_tokens: OnTokens | None,
-        images: tuple[PlacedImage, ...] = (),
     ) -> GenerateResult:
         """Take a turn through the pipeline, which permits one per attempt at a time."""
         async with self._turn_lock:
@@ -408,10 +404,8 @@ class HandlerEpisode:
             if self._deadline is not None:
                 self._deadline.reschedule(None)
             try:
-                answer = await self._port.turn(number, tokens, sampling, on_tokens, images)
+                answer = await self._port.turn(number, tokens, sampling, on_tokens)
             except EpisodeStopError as stop:
-                if stop.reason is StopReason.MAX_TOKENS:  # the agent may go on with less
-                    return GenerateResult.empty(session, FinishReason.CONTEXT, str(stop))
                 self._stop = stop
                 if self._stage_task is not None:
                     self._stage_task.cancel()
@@ -431,8 +425,6 @@ class HandlerEpisode:
     def _accept(
         self, result: GenerateResult, engine: str, requested_at: float, context: int
     ) -> GenerateResult:
-        if result.text_only:
-            raise EngineError("the engine returns text only: a handler's turns need tokens")
         self._engine = engine
         self._budget.charge_turn(requested_at, result.generate_s)
         if not self.turns:

@@ -87,10 +87,8 @@ class PartialTurn:
         It must extend the tokens that the engine has reported.
         """
         known = len(self._tokens)
-        complete = (
-            result.finish is not FinishReason.ERROR
-            and len(result.tokens) == len(result.logprobs)
-            and not result.text_only
+        complete = result.finish is not FinishReason.ERROR and len(result.tokens) == len(
+            result.logprobs
         )
         same = result.tokens[:known] == tuple(self._tokens) and result.logprobs[:known] == tuple(
             self._logprobs

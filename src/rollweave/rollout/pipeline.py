@@ -152,7 +152,6 @@ class Pipeline:
             answer=worker.send,
             progress=self._progress,
             log=self._log,
-            store_image=self._store.images.add,
             recorded=self._continue(command),
         )
         attempt = _Attempt(command=command, worker=worker, turns=turns)
@@ -306,8 +305,6 @@ class Pipeline:
     def _ended(self, attempt: _Attempt, report: AttemptEnded) -> None:
         """Store the record, then post the event."""
         command, trajectory = attempt.command, report.trajectory
-        for image in report.images:
-            self._store.images.add(image)
         stored = trajectory
         reason = attempt.cancelled_error or (
             attempt.turns.last_failure

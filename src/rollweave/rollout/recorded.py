@@ -80,18 +80,16 @@ class RecordedTurns:
         number: int,
         context: tuple[int, ...],
         sampling: Sampling,
-        images: tuple[tuple[int, str], ...] = (),
     ) -> RecordedTurn | None:
         """Return the recorded turn with this number, if it was sampled for this context
-        with these images (`media.keys_of`) in this way, and has at most
-        `sampling.max_tokens` tokens.
+        in this way, and has at most `sampling.max_tokens` tokens.
 
         An answer that a lower limit cut is unfinished.
         """
         turn = self._turns.pop(number, None)
         if (
             turn is None
-            or turn.context != context_digest(context, sampling, images)
+            or turn.context != context_digest(context, sampling)
             or len(turn) > sampling.max_tokens
         ):
             self._turns.clear()

@@ -29,7 +29,7 @@ from rollweave.rollout.http_service import TRAJECTORIES, HttpService, ServiceErr
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.rewards import JudgeConfig, RewardConfig
-from rollweave.schema.errors import ConfigError, EnvError, RewardError
+from rollweave.schema.errors import ConfigError, EnvError, FieldError, RewardError
 from rollweave.schema.packing import as_json
 from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES, ServiceWait
 from rollweave.schema.work import StopReason, Task, Unscored
@@ -288,12 +288,11 @@ def service_of(
     """Return the service of a URL or judge, which starts within `start_s`. Raises
     ConfigError for a token that is missing.
     """
-    has_token = config.token_env is not None or config.token_file is not None
     return HttpService(
         f"reward {config.name}",
         url,
         answer="reward",
-        token=server_token(config.token_env, config.token_file) if has_token else "",
+        token=server_token(config.token_env) if config.token_env is not None else "",
         timeout_s=config.timeout_s,
         start_s=start_s,
         clock=clock,
@@ -398,15 +397,15 @@ def reward_function(name: str) -> Callable[..., Any]:
 
 
 def rubric_of(judge: JudgeConfig) -> str:
-    """Return the text of a rubric. Raises ConfigError."""
+    """Return the text of a rubric. Raises FieldError."""
     if not judge.has_file:
         return judge.rubric
     try:
         text = Path(judge.rubric).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"judge.rubric must be a readable file: {error}") from error
+        raise FieldError("judge.rubric", f"be a readable file: {error}") from error
     if not text:
-        raise ConfigError(f"judge.rubric must have text, got the empty {judge.rubric}")
+        raise FieldError("judge.rubric", "have text", f"the empty {judge.rubric}")
     return text
 
 

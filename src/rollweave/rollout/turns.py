@@ -47,7 +47,6 @@ from rollweave.schema.events import (
     TurnReturned,
     TurnWithdrawn,
 )
-from rollweave.schema.media import Image, PlacedImage, keys_of
 from rollweave.schema.rollouts import AnswerTurn, StreamTurn, TurnAsked
 from rollweave.schema.serving import (
     PROGRESS_S,
@@ -98,7 +97,6 @@ class _OpenTurn:
     tokens: tuple[int, ...]
     sampling: Sampling
     budget_s: float
-    images: tuple[PlacedImage, ...] = ()
     routes_from: int = 0
     streamed: bool = False
     sent: int = 0
@@ -149,7 +147,6 @@ class Turns:
     answer: Callable[[AnswerTurn | StreamTurn], None]
     progress: ProgressReporter | None = None
     log: TurnLog | None = None
-    store_image: Callable[[Image], None] = lambda image: None
     recorded: RecordedTurns = dataclasses.field(default_factory=RecordedTurns)
     abort_s: float = ABORT_S
     reward: float = 0.0
@@ -159,11 +156,9 @@ class Turns:
     last_failure: str = ""
     """Why the last turn failed that an engine did not answer."""
     _closed: bool = False
-    _contexts: dict[int, tuple[tuple[int, ...], tuple[PlacedImage, ...]]] = dataclasses.field(
-        default_factory=dict
-    )
-    """Context and answer of each turn by number, and its images: of the last one, and
-    of earlier ones as long as the worker may refer to them.
+    _contexts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Context and answer of each turn by number: of the last one, and of earlier ones
+    as long as the worker may refer to them.
     """
     _open: _OpenTurn | None = None
     _done: TurnDone | None = None  # the last one
@@ -176,18 +171,14 @@ class Turns:
 
     @property
     def known_context(self) -> tuple[int, ...] | None:
-        """The tokens of the attempt that engines are known to have processed.
-
-        None before the first turn begins, and with images, whose KV is that of more
-        tokens than these.
+        """The tokens of the attempt that engines are known to have processed; None
+        before the first turn begins.
         """
         turn = self._open
         if turn is not None and turn.request_id:
             partial = turn.partial_turn.partial
-            known = turn.tokens + (partial.tokens if partial is not None else ())
-            return None if turn.images else known
-        tokens, images = self._contexts[max(self._contexts)] if self._contexts else (None, ())
-        return None if images else tokens
+            return turn.tokens + (partial.tokens if partial is not None else ())
+        return self._contexts[max(self._contexts)] if self._contexts else None
 
     # Called for the reports of the attempt's worker.
 
@@ -197,10 +188,7 @@ class Turns:
             return
         for number in [number for number in self._contexts if number < asked.base]:
             del self._contexts[number]
-        for placed in asked.images:
-            self.store_image(placed.image)
-        context, images = self._contexts[asked.base] if asked.kept else ((), ())
-        context = context[: asked.kept]
+        context = self._contexts[asked.base][: asked.kept] if asked.kept else ()
         turn = self._open = _OpenTurn(
             number=asked.turn,
             tokens=context + asked.tokens,
@@ -209,13 +197,11 @@ class Turns:
             # no engine has processed the last token of the former answer
             routes_from=max(0, len(context) - 1),
             streamed=asked.streamed,
-            images=(*(placed for placed in images if placed.at < asked.kept), *asked.images),
         )
         self.reward = asked.reward
-        keys = keys_of(turn.images)
         if self.log is not None:
-            turn.context = context_digest(turn.tokens, turn.sampling, keys)
-        recorded = self.recorded.take(turn.number, turn.tokens, turn.sampling, keys)
+            turn.context = context_digest(turn.tokens, turn.sampling)
+        recorded = self.recorded.take(turn.number, turn.tokens, turn.sampling)
         if recorded is not None:
             turn.answer, turn.recorded = recorded.answer, recorded.partial
             turn.partial_turn = PartialTurn(turn.recorded)
@@ -321,7 +307,6 @@ class Turns:
             budget_s=max(LEAST_BUDGET_S, turn.budget_s),
             resumed=resumed,
             routes_from=turn.routes_from,
-            images=tuple(placed.image for placed in turn.images),
         )
         started, progress = self.clock(), self.progress
         if resumed is not None:
@@ -371,7 +356,6 @@ class Turns:
             tokens=turn.tokens + (resumed.tokens if resumed is not None else ()),
             sampling=Sampling(max_tokens=1),
             rank=command.rank,
-            images=tuple(placed.image for placed in turn.images),
         )
         started = self.clock()
 
@@ -535,10 +519,6 @@ class Turns:
             self._leave(turn)
             self._answer(command, stop=StopReason.TIME_BUDGET, error=text)
             return
-        if result.finish is FinishReason.CONTEXT:
-            self.withdraw(turn.number)
-            self._answer(command, stop=StopReason.MAX_TOKENS, error=result.error)
-            return
         if result.finish is FinishReason.REFUSED:
             self.withdraw(turn.number)
             self._answer(command, result=result)
@@ -554,7 +534,7 @@ class Turns:
                 )
             )
             return
-        flaw = _result_error(result, self.command.purpose, resumed)
+        flaw = _result_error(result, resumed)
         if flaw:
             if result.finish is FinishReason.ABORTED:
                 turn.partial_turn.finish(result)
@@ -576,7 +556,7 @@ class Turns:
     ) -> None:
         """Answer the turn. With `replay`, the answer is a recorded one."""
         self._leave(turn)
-        self._contexts[turn.number] = (turn.tokens + result.tokens, turn.images)
+        self._contexts[turn.number] = turn.tokens + result.tokens
         self.plan = self.plan or result.tokens[:PLAN_TOKENS]
         limit = self.command.task.limits.max_turn_tokens
         self._done = TurnDone(
@@ -637,15 +617,10 @@ def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
     )
 
 
-def _result_error(result: GenerateResult, purpose: Purpose, resumed: PartialOutput | None) -> str:
+def _result_error(result: GenerateResult, resumed: PartialOutput | None) -> str:
     """Return what is wrong with an engine's answer, "" if nothing is."""
     if result.finish is FinishReason.ABORTED:
         return "the engine aborted the turn"
-    if result.text_only and purpose is Purpose.TRAIN:
-        return (
-            "the engine returns text only, without tokens and log-probs: it can serve evaluation, "
-            "never training"
-        )
     if not result.tokens or len(result.tokens) != len(result.logprobs):
         return (
             f"the engine returned {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"

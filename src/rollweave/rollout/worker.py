@@ -26,7 +26,6 @@ from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import AttemptDelayed, EnvReady
-from rollweave.schema.media import PlacedImage, keys_of
 from rollweave.schema.rollouts import (
     AnswerTurn,
     AttemptEnded,
@@ -75,10 +74,6 @@ class RemoteTurns:
         self._base = -1
         self._known: tuple[int, ...] = ()
         """The context of turn `_base`, and its answer."""
-        self._known_images: tuple[tuple[int, str], ...] = ()
-        """Keys of the images in `_known`."""
-        self.sent = set[str]()
-        """Digests of the images that the controller has."""
 
     async def turn(
         self,
@@ -86,15 +81,13 @@ class RemoteTurns:
         tokens: tuple[int, ...],
         sampling: Sampling,
         on_tokens: OnTokens | None = None,
-        images: tuple[PlacedImage, ...] = (),
     ) -> TurnResult:
         answer: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
         self._open, self._on_tokens = (number, answer), on_tokens
         trajectory_id, attempt = self._key
-        kept, keys = len(self._known), keys_of(images)
-        if tokens[:kept] != self._known or keys[: len(self._known_images)] != self._known_images:
+        kept = len(self._known)
+        if tokens[:kept] != self._known:
             kept = 0
-        self.sent.update(placed.image.digest for placed in images)
         episode = self._episode()
         self._report(
             TurnAsked(
@@ -108,7 +101,6 @@ class RemoteTurns:
                 budget_s=episode.budget_s,
                 reward=episode.reward,
                 streamed=on_tokens is not None,
-                images=tuple(placed for placed in images if placed.at >= kept),
             )
         )
         try:
@@ -123,7 +115,6 @@ class RemoteTurns:
         if result.result.finish is FinishReason.REFUSED:
             return result  # the controller has forgotten this turn
         self._base, self._known = number, tokens + result.result.tokens
-        self._known_images = keys
         return result
 
     def record_span(self, name: str, start: float, end: float) -> None:
@@ -375,12 +366,7 @@ class RolloutWorker:
             trajectory = attempt.episode.trajectory(reason, error)
             if attempt.taught is not None:
                 trajectory = msgspec.structs.replace(trajectory, sequences=attempt.taught)
-            unsent = [
-                image
-                for image in attempt.episode.images
-                if image.data and image.digest not in attempt.turns.sent
-            ]
-            self._report(AttemptEnded(trajectory=trajectory, turns=turns, images=tuple(unsent)))
+            self._report(AttemptEnded(trajectory=trajectory, turns=turns))
         except DiskError:
             raise
         except Exception as bug:  # the result cannot be stored, but the failure can
@@ -482,7 +468,7 @@ def _unscored(finished: Finished, missing: tuple[str, ...]) -> Unscored:
     """Return what the missing rewards are computed from."""
     return Unscored(
         missing=missing,
-        conversation=tuple(message.without_data() for message in finished.conversation),
+        conversation=tuple(finished.conversation),
         reward=finished.reward,
         success=finished.success,
         stop_reason=finished.stop_reason,

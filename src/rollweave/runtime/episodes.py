@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from rollweave.engine.servers.kinds import engines_refuse_images, kind_of
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.tasks import TaskSource
@@ -30,7 +30,6 @@ from rollweave.schema.base import copied
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.images import ImageWait
-from rollweave.schema.media import TRAINS_TEXT
 from rollweave.schema.rollouts import ServiceWait
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import Decoding, Purpose
@@ -157,18 +156,7 @@ class Episodes:
             stop=codec.stop,
             allowed=(*codec.single_token_ids(words), *codec.stop_token_ids) if words else (),
         )
-        no_images = _no_images(self._config, purpose) or codec.no_images
-        return AgentConfig(codec=codec, sampling=sampling, no_images=no_images)
-
-
-def _no_images(config: RunConfig, purpose: Purpose) -> str:
-    """Return why an attempt cannot show the agent images, "" if nothing is known that
-    forbids it.
-    """
-    if purpose is Purpose.TRAIN:
-        return TRAINS_TEXT
-    own = config.serve.engines == "local" or purpose is not Purpose.SERVE
-    return engines_refuse_images(config) if own else ""
+        return AgentConfig(codec=codec, sampling=sampling)
 
 
 def _with_decoding(agent: AgentConfig, decoding: Decoding) -> AgentConfig:

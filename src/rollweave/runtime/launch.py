@@ -317,10 +317,7 @@ class _Start:
         config = self._config
         slots, relays = engines_to_start(config, beginning.core.state), config.weights.relays
         hosts = cluster.slots or machine_of(config, relays=relays, inproc=self._inproc)
-        try:
-            config.check_on_gpus(groups_on_gpus(config, hosts))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        config.check_on_gpus(groups_on_gpus(config, hosts))
         slots, ranks, unbound = bind_all(config, slots, hosts)
         workers, more = bind_workers(config, hosts, slots, ranks)
         if unbound or more:

@@ -15,16 +15,16 @@ def server_spec(
     """Return the server of an engine of this group and degree; None if the engine is
     embedded. `directory` is the run's.
 
-    Raises ConfigError, whose text is the field and the broken rule, if the token of a
-    server that already runs cannot be read.
+    Raises FieldError if the token of a server that already runs cannot be read.
     """
     if group.server is None:
         return None
     attached: dict[str, Any] = {}
     if group.address:
+        assert group.token_env is not None, "the configuration has one with an address"
         attached = {
             "addresses": group.address,
-            "token": server_token(group.token_env, group.token_file),
+            "token": server_token(group.token_env),
             "holder": holder_name(directory),
             "context": config.max_tokens,
         }

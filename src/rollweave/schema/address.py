@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from rollweave.schema.base import Struct
+from rollweave.schema.errors import FieldError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -46,10 +47,9 @@ def parse_address(text: str, *, field: str = "address") -> str:
     """Return the normal form of an address: `http://host:port`, in lower case, without
     a default port or a trailing slash.
 
-    Raises ValueError if it is invalid, or has user info, a path, a query or a fragment.
+    Raises FieldError if it is invalid, or has user info, a path, a query or a fragment.
     """
-    rule = f"{field} must be http://host:port or https://host:port"
-    shown = _shown(text)
+    rule, shown = "be http://host:port or https://host:port", _shown(text)
     try:
         if not text.isascii() or not text.isprintable() or " " in text or "%" in text:
             raise ValueError("it has other characters")
@@ -57,14 +57,14 @@ def parse_address(text: str, *, field: str = "address") -> str:
         host, port = (parts.hostname or "").lower(), parts.port
         address = ip_address(host)
     except ValueError:
-        raise ValueError(f"{rule}, got {shown}") from None
+        raise FieldError(field, rule, shown) from None
     if (
         parts.scheme not in DEFAULT_PORTS
         or port == 0
         or not (address or NAME.fullmatch(host))
         or len(host) > 253
     ):
-        raise ValueError(f"{rule}, got {shown}")
+        raise FieldError(field, rule, shown)
     more = {
         "user info": "@" in parts.netloc,
         "a path": parts.path not in ("", "/"),
@@ -72,7 +72,7 @@ def parse_address(text: str, *, field: str = "address") -> str:
         "a fragment": "#" in text,
     }
     if wrong := [name for name, there in more.items() if there]:
-        raise ValueError(f"{rule}, without {' and '.join(wrong)}, got one of {shown}")
+        raise FieldError(field, f"{rule}, without {' and '.join(wrong)}", f"one of {shown}")
     name = f"[{address}]" if isinstance(address, ipaddress.IPv6Address) else str(address or host)
     return f"{parts.scheme}://{name}" + (
         f":{port}" if port not in (None, DEFAULT_PORTS[parts.scheme]) else ""
@@ -83,19 +83,17 @@ def parse_url(text: str, *, field: str = "url") -> str:
     """Return a URL with its scheme, host and port in normal form; path and query stay
     as they are.
 
-    Raises ValueError if it is invalid, or has user info or a fragment.
+    Raises FieldError if it is invalid, or has user info or a fragment.
     """
     try:
         parts = urllib.parse.urlsplit(text)
     except ValueError:
-        raise ValueError(f"{field} must be an http or https URL, got {_shown(text)}") from None
+        raise FieldError(field, "be an http or https URL", _shown(text)) from None
     address = parse_address(f"{parts.scheme}://{parts.netloc}", field=field)
     rest = f"{parts.path}?{parts.query}" if parts.query else parts.path
     if "#" in text or not (rest.isascii() and rest.isprintable()) or " " in rest:
-        raise ValueError(
-            f"{field} must be an http or https URL in printable ASCII, without a fragment, got "
-            f"one of {_shown(text)}"
-        )
+        rule = "be an http or https URL in printable ASCII, without a fragment"
+        raise FieldError(field, rule, f"one of {_shown(text)}")
     return address + rest
 
 
@@ -131,7 +129,7 @@ def split_host(text: str) -> tuple[str, int | None]:
 
 
 def check_names(entries: Iterable[str], *, field: str) -> None:
-    """Raise ValueError unless each entry is a host's name or an IP address, perhaps
+    """Raise FieldError unless each entry is a host's name or an IP address, perhaps
     with a port ("gpu-7:8000").
     """
     for entry in entries:
@@ -146,10 +144,8 @@ def check_names(entries: Iterable[str], *, field: str) -> None:
         except ValueError:
             right = False
         if not right:
-            raise ValueError(
-                f"{field} must be names of hosts and addresses, each alone or with a "
-                f"port, got {entry!a:.100}"
-            )
+            rule = "be names of hosts and addresses, each alone or with a port"
+            raise FieldError(field, rule, f"{entry!a:.100}")
 
 
 def _shown(text: str) -> str:
@@ -171,7 +167,7 @@ class Hosts(Struct, frozen=True):
     def parse(cls, entries: Iterable[str], *, field: str) -> Self:
         """Parse entries, each a host's name, an IP address or a network (10.0.0.0/8).
 
-        Raises ValueError.
+        Raises FieldError.
         """
         names, networks = set(), []
         for entry in entries:
@@ -181,8 +177,8 @@ class Hosts(Struct, frozen=True):
                 networks.append(ipaddress.ip_network(entry))
             except ValueError as error:
                 if "/" in entry or ip_address(entry) or not NAME.fullmatch(entry.lower()):
-                    rule = f"{field} must be names of hosts, addresses, and networks as 10.0.0.0/8"
-                    raise ValueError(f"{rule}, got {entry!a:.100}") from error
+                    rule = "be names of hosts, addresses, and networks as 10.0.0.0/8"
+                    raise FieldError(field, rule, f"{entry!a:.100}") from error
                 names.add(entry.lower())
         return cls(frozenset(names), tuple(networks))
 

@@ -4,6 +4,8 @@ A failure is attributed once, where it happens. From there on it is data (`StopR
 `Blame`).
 """
 
+from collections.abc import Sequence
+
 
 class RollweaveError(Exception):
     """The base of all exceptions of this package."""
@@ -20,6 +22,43 @@ class ConfigError(RollweaveError, ValueError):
 
     The message names field, rule and value; the CLI exits with code 2.
     """
+
+
+class FieldError(ConfigError):
+    """A field of the user's input must keep a rule, and does not.
+
+    `rule` follows the word "must". `got` is the value, "" if the rule says what is
+    there.
+    """
+
+    def __init__(self, field: str, rule: str, got: object = "") -> None:
+        super().__init__(field, rule, got)
+        self.field, self.rule, self.got = field, rule, got
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.problem}"
+
+    @property
+    def problem(self) -> str:
+        """The rule and the value, without the field."""
+        return f"must {self.rule}" + ("" if self.got == "" else f", got {self.got}")
+
+    def of(self, field: str) -> "FieldError":
+        """Return the error as one of another field, which took its value from the
+        user.
+        """
+        return FieldError(field, self.rule, self.got)
+
+
+class FieldErrors(ConfigError):
+    """Several fields of the user's input break rules, one line each."""
+
+    def __init__(self, errors: Sequence[FieldError]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.errors))
 
 
 class EnvError(RollweaveError):

@@ -18,7 +18,6 @@ from rollweave.schema.commands import (
 )
 from rollweave.schema.events import AttemptDelayed, DrawFailed, EnvReady, GroupSubmitted
 from rollweave.schema.images import GrantImage, ImageReport, ImageWait
-from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.serving import GenerateResult, Sampling, TokenDelta
 from rollweave.schema.work import StopReason, Trajectory, Unscored
 
@@ -145,8 +144,7 @@ class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
     """The episode needs the agent's next message. Answered by `AnswerTurn`.
 
     The context is the first `kept` tokens of the context and answer of turn `base`, and
-    then `tokens`. `images` are those of the placeholders among these, at their places
-    in the context. `budget_s` are the active seconds that remain, and `reward` is the
+    then `tokens`. `budget_s` are the active seconds that remain, and `reward` is the
     reward so far. If `streamed`, `StreamTurn` brings the tokens while they are sampled.
     """
 
@@ -160,7 +158,6 @@ class TurnAsked(TaggedStruct, frozen=True, kw_only=True):
     budget_s: float
     reward: float
     streamed: bool = False
-    images: tuple[PlacedImage, ...] = ()
 
 
 class TurnGivenUp(TaggedStruct, frozen=True, kw_only=True):
@@ -172,13 +169,10 @@ class TurnGivenUp(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AttemptEnded(TaggedStruct, frozen=True, kw_only=True):
-    """INIT and RUN are over, and the environment is closed. `images` are those of the
-    trajectory that no turn has had.
-    """
+    """INIT and RUN are over, and the environment is closed."""
 
     trajectory: Trajectory
     turns: int
-    images: tuple[Image, ...] = ()
 
 
 class AttemptScored(TaggedStruct, frozen=True, kw_only=True):

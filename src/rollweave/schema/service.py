@@ -122,15 +122,13 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     serves `slots` turns at once.
 
     `token` is its bearer token, if it requires one; no response of the service contains
-    it. `text_only` admits an engine that returns no token ids; its text is never
-    trained on.
+    it.
     """
 
     address: str
     dialect: DialectName
     slots: int = 64
     kv_tokens: int = 1 << 20
-    text_only: bool = False
     token: str = ""
 
     def __post_init__(self) -> None:
@@ -142,10 +140,6 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         ):
             raise ValueError(
                 f"token must be at most {TOKEN_LENGTH} printable ASCII characters without spaces"
-            )
-        if self.text_only and self.dialect != "completions":
-            raise ValueError(
-                f"text_only must be off unless the dialect is completions, got {self.dialect}"
             )
         for name in ("slots", "kv_tokens"):
             if not 1 <= getattr(self, name) <= 2**31:

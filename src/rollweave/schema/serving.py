@@ -11,7 +11,6 @@ from typing import Final, Literal, Self
 
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
 from rollweave.schema.events import StepTime
-from rollweave.schema.media import Image
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Routes
 
@@ -121,7 +120,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     TIME = "time"  # `budget_s` was used up
     ABORTED = "aborted"
-    CONTEXT = "context"  # the prompt, with the tokens of its images, exceeds the engine's context
     RETURNED = "returned"  # an engine that is lent needs its time or memory for its own users
     REFUSED = "refused"  # no engine can meet the constraint: the client is to blame
     ERROR = "error"
@@ -205,8 +203,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     number of likeliest tokens that are reported for each token of the answer, and for
     each of the prompt's whose log-prob is; the embedded engine reports them, and for
     the answer also the tokens `logprob_ids`. An engine that records
-    routes returns those of the tokens from `routes_from` on. `images` are those of the
-    placeholders among the tokens, of which there is one for each, in their order.
+    routes returns those of the tokens from `routes_from` on.
     """
 
     id: str
@@ -219,7 +216,6 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     logprob_ids: tuple[int, ...] = ()
     routes_from: int = 0
-    images: tuple[Image, ...] = ()
 
 
 class GenerateResult(Struct, frozen=True, kw_only=True):
@@ -230,15 +226,12 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     `generate_s` is the time in a slot while the engine was not suspended.
     `first_token_s` is the time from the request's arrival to its first token, 0 if the
     engine does not say. `resumed_tokens` of the tokens were in the request; it is 0 if
-    an engine that cannot resume started the turn over. With `text_only` the engine
-    returned text alone: the tokens are encoded from it, the log-probs are 0, and it is
-    never trained on. `prompt_logprobs` are those of the prompt's tokens from the second
-    on, at temperature 1, if they were requested. `top_logprobs` and
-    `prompt_top_logprobs` have the reported tokens for each of the same. `routes` are
-    those of prompt and answer from an engine that records them: not of the last token,
-    which the model has not processed. `prompt_tokens` is the engine's own count of the
-    prompt, in which an image has more tokens than its placeholder; 0 if it does not
-    say.
+    an engine that cannot resume started the turn over. `prompt_logprobs` are those of
+    the prompt's tokens from the second on, at temperature 1, if they were requested.
+    `top_logprobs` and `prompt_top_logprobs` have the reported tokens for each of the
+    same. `routes` are those of prompt and answer from an engine that records them: not
+    of the last token, which the model has not processed. `prompt_tokens` is the
+    engine's own count of the prompt, 0 if it does not say.
     """
 
     id: str
@@ -253,7 +246,6 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     first_token_s: float = 0.0
     preemptions: int = 0
     resumed_tokens: int = 0
-    text_only: bool = False
     prompt_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TokenChances, ...] = ()
     prompt_top_logprobs: tuple[TokenChances, ...] = ()
@@ -529,8 +521,7 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     `EngineSpec.profile` is set. `stages` is true if the engine has room for a second
     copy of the weights, and so can receive them while it generates; `moves_kv`, if it
     can export and import KV; `preempts`, if a request takes the slot of one of lower
-    rank; `lent`, if a serving engine lends it; `takes_images`, if requests may have
-    images.
+    rank; `lent`, if a serving engine lends it.
     """
 
     version: int
@@ -542,7 +533,6 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
     moves_kv: bool = True
     preempts: bool = True
     lent: bool = False
-    takes_images: bool = False
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):

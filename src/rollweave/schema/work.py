@@ -3,7 +3,6 @@ of training (`Batch`).
 """
 
 import enum
-import itertools
 import math
 from typing import Literal
 
@@ -11,7 +10,6 @@ import msgspec
 
 from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
-from rollweave.schema.media import PlacedImage
 
 
 class StopReason(enum.StrEnum):
@@ -305,8 +303,7 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
     sampled, and 0.0 outside output segments. `teacher` has those of a teacher, or is
     empty without one. `routes` are known of some tokens, or of none. `origin` says why
-    an agent program's sequence began; a sequence of an environment has none. `images`
-    are those whose placeholders are among the tokens, in their order.
+    an agent program's sequence began; a sequence of an environment has none.
 
     Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
     len(tokens)`; output segments carry a version of at least 0; routes are ascending
@@ -320,7 +317,6 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
     teacher: tuple[float, ...] = ()
     routes: tuple[Routes, ...] = ()
     origin: Origin | None = None
-    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         ends = [0, *(part.end for part in self.routes)]
@@ -330,11 +326,6 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"routes must be ascending and disjoint in {len(self.tokens)} tokens, got "
                 f"{[(part.start, part.end) for part in self.routes]}"
-            )
-        places = [-1, *(placed.at for placed in self.images), len(self.tokens)]
-        if any(one >= other for one, other in itertools.pairwise(places)):
-            raise ValueError(
-                f"images must be ascending in {len(self.tokens)} tokens, got {places[1:-1]}"
             )
         if self.teacher and len(self.teacher) != len(self.tokens):
             raise ValueError(

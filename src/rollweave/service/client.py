@@ -280,14 +280,6 @@ class RolloutClient:
             status = msgspec.json.decode(answer, type=RolloutStatus)
         return status
 
-    async def image(self, id: str, digest: str) -> bytes:
-        """Return the bytes of an image that a result of rollout `id` names, in
-        `sequences[].images`. Raises as `get`, and ServiceError (404) if it is not
-        there.
-        """
-        server, _ = await self._find(id)
-        return await self._send_with_retries(server, "GET", f"/v1/images/{digest}")
-
     async def cancel(self, id: str) -> RolloutStatus:
         """Cancel a rollout: members that are not done end as `cancelled`.
 
@@ -632,10 +624,6 @@ class Rollouts:
     def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
         """Return a rollout's status, with results, as `RolloutClient.get`."""
         return self._loop.call(self._client.get(id, wait_s=wait_s))
-
-    def image(self, id: str, digest: str) -> bytes:
-        """Return the bytes of an image, as `RolloutClient.image`."""
-        return self._loop.call(self._client.image(id, digest))
 
     def cancel(self, id: str) -> RolloutStatus:
         """Cancel a rollout, as `RolloutClient.cancel`."""

@@ -113,7 +113,6 @@ class _Routes:
             web.delete("/v1/rollouts/{id}", self.cancel),
             web.get("/v1/completions", self.completions),
             web.get("/v1/events", self.events),
-            web.get("/v1/images/{digest}", self.image),
             web.get("/v1/handlers", self.handlers),
             web.get("/v1/engines", self.engines),
             web.post("/v1/engines", self.register),
@@ -197,12 +196,6 @@ class _Routes:
                 break
             after = completions[-1].number if completions else after
         return response
-
-    async def image(self, request: web.Request) -> web.Response:
-        """Answer with the bytes of an image that a result names."""
-        image = await self._rollouts.image(request.match_info["digest"])
-        headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, immutable"}
-        return web.Response(body=image.data, content_type=image.media_type, headers=headers)
 
     async def handlers(self, request: web.Request) -> web.Response:
         del request

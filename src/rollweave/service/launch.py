@@ -270,9 +270,8 @@ class _Launch:
             if request is None:
                 raise EngineError("it was withdrawn")
             unreachable = functools.partial(service.engines.note_unreachable, slot.id)
-            warn = functools.partial(service.warn_once, slot.id)
             try:
-                return self._make_backend(request, f"engine {slot.id}.{epoch}", unreachable, warn)
+                return self._make_backend(request, f"engine {slot.id}.{epoch}", unreachable)
             except (RollweaveError, ValueError) as error:
                 # a wrong registration must not end the service
                 raise EngineError(str(error)) from error

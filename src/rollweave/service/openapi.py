@@ -58,7 +58,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rollweave: rollouts as a service", "version": "1"},
-        "paths": {**_rollouts(), **_images(), **_engines(), **_service(), **_prorl()},
+        "paths": {**_rollouts(), **_engines(), **_service(), **_prorl()},
         "components": {
             "schemas": components,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
@@ -147,21 +147,6 @@ def _rollouts() -> dict[str, Any]:
             )
         },
     }
-
-
-def _images() -> dict[str, Any]:
-    digest = {"name": "digest", "in": "path", "required": True, "schema": TEXT}
-    image = _operation(
-        "image",
-        "Get an image that a trajectory names, by its SHA-256",
-        200,
-        parameters=[digest],
-        errors=(404,),
-    )
-    image["responses"]["200"] = _content(
-        "The bytes of the image", {"type": "string", "format": "binary"}, kind="image/*"
-    )
-    return {"/v1/images/{digest}": {"get": image}}
 
 
 def _engines() -> dict[str, Any]:

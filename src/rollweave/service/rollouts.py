@@ -16,14 +16,12 @@ import msgspec
 
 from rollweave.core.state import Stage
 from rollweave.envs.tasks import TaskSource
-from rollweave.record.images import ImageError, find_image
 from rollweave.record.store import TrajectoryStore
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Deliver
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
-from rollweave.schema.media import Image
 from rollweave.schema.service import Completion, MemberStatus, RolloutRequest, RolloutStatus
 from rollweave.schema.work import Task
 from rollweave.service.errors import (
@@ -162,13 +160,6 @@ class RolloutManager:
         requested.
         """
         return [task.name for task in self._config.tasks]
-
-    async def image(self, digest: str) -> Image:
-        """Return an image of a trajectory. Raises UnknownError if it cannot be read."""
-        try:
-            return await asyncio.to_thread(find_image, self._store.images.directory, digest)
-        except ImageError as error:
-            raise UnknownError(str(error)) from error
 
     def environments(self) -> dict[str, str]:
         """Map each task domain to its environment or handler."""

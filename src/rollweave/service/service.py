@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.store import TrajectoryStore
 from rollweave.runtime.serving import ServiceWorld
-from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.service.engine_access import EngineTokens
@@ -80,14 +79,6 @@ class Service:
         self.engines.note_warning(command)
         self.warnings = [*self.warnings[-KEPT_WARNINGS + 1 :], command]
         self.on_warning(command)
-
-    def warn_once(self, engine_id: EngineId, message: str) -> None:
-        """Warn of a problem of a registered engine that serves nevertheless, unless the
-        same warning is among the newest.
-        """
-        warning = Warn(component=engine_id, message=message)
-        if self.engines.request_of(engine_id) is not None and warning not in self.warnings:
-            self.warned(warning)
 
     # Status.
 

@@ -15,7 +15,7 @@ import math
 from typing import Protocol
 
 from rollweave.core.policy.relay import CHUNK_BYTES
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import FieldError
 from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
 from rollweave.sim.models import BF16, ModelShape
 
@@ -156,24 +156,24 @@ class SharedCost:
 class EngineCost:
     """An engine of `tp` GPUs of one machine.
 
-    Raises ConfigError where the model cannot be split so, or does not fit.
+    Raises FieldError where the model cannot be split so, or does not fit.
     """
 
     kv_tokens: int
 
     def __init__(self, *, gpu: Gpu, model: ModelShape, tp: int) -> None:
         if not 1 <= tp <= GPUS_PER_MACHINE:
-            raise ConfigError(
-                f"tp must be from 1 to {GPUS_PER_MACHINE}, the GPUs of a machine, got {tp}"
-            )
+            raise FieldError("tp", f"be from 1 to {GPUS_PER_MACHINE}, the GPUs of a machine", tp)
         if not _splits(model, tp):
-            raise ConfigError(
-                f"tp must divide the {model.heads} heads of {model.name}, and divide or be a "
-                f"multiple of its {model.kv_heads} key-value heads, got {tp}"
+            raise FieldError(
+                "tp",
+                f"divide the {model.heads} heads of {model.name}, and divide or be a multiple of "
+                f"its {model.kv_heads} key-value heads",
+                tp,
             )
         self.kv_tokens = _kv_tokens(gpu, model, tp)
         if self.kv_tokens < 1:
-            raise ConfigError(_misfit(gpu, model, tp))
+            raise _misfit(gpu, model, tp)
         compute = tp * gpu.bf16_flops * gpu.matmul_efficiency * ENGINE_COMPUTE
         memory = tp * gpu.hbm_bytes_per_s * HBM_EFFICIENCY
         # Seconds per unit of work of the entire engine. The head is computed where a
@@ -261,7 +261,7 @@ def _kv_tokens(gpu: Gpu, model: ModelShape, tp: int) -> int:
     return math.floor(free * tp / _kv_bytes(model, tp))
 
 
-def _misfit(gpu: Gpu, model: ModelShape, tp: int) -> str:
+def _misfit(gpu: Gpu, model: ModelShape, tp: int) -> FieldError:
     enough = [
         n
         for n in range(tp + 1, GPUS_PER_MACHINE + 1)
@@ -270,11 +270,10 @@ def _misfit(gpu: Gpu, model: ModelShape, tp: int) -> str:
     usable = (gpu.hbm_bytes * MEMORY_FRACTION - ACTIVATION_BYTES) / 1e9
     sizes = f"{model.weight_bytes / 1e9:.1f} GB of weights, {usable:.1f} GB usable on each GPU"
     if not enough:
-        return (
-            f"model must fit one machine of {GPUS_PER_MACHINE} {gpu.name} ({sizes}), got "
-            f"{model.name}"
-        )
-    return f"tp must be at least {enough[0]} for {model.name} on {gpu.name} ({sizes}), got {tp}"
+        rule = f"fit one machine of {GPUS_PER_MACHINE} {gpu.name} ({sizes})"
+        return FieldError("model", rule, model.name)
+    rule = f"be at least {enough[0]} for {model.name} on {gpu.name} ({sizes})"
+    return FieldError("tp", rule, tp)
 
 
 def _sum_of_max(one: tuple[float, float], other: tuple[float, float], steps: int) -> float:
@@ -356,7 +355,7 @@ class TrainerCosts(Protocol):
 class TrainerCost:
     """A trainer sharded over `gpus` GPUs, whose weights leave by `link`.
 
-    Raises ConfigError where its state does not fit.
+    Raises FieldError where its state does not fit.
     """
 
     def __init__(self, *, gpu: Gpu, model: ModelShape, gpus: int, link: Link) -> None:
@@ -364,10 +363,8 @@ class TrainerCost:
         needed = math.ceil(state / (gpu.hbm_bytes * MEMORY_FRACTION))
         if gpus < needed:
             need = f"{state / 1e9:.0f} GB of training state"
-            raise ConfigError(
-                f"gpus must be at least {needed} to train {model.name} on {gpu.name} ({need}), got "
-                f"{gpus}"
-            )
+            rule = f"be at least {needed} to train {model.name} on {gpu.name} ({need})"
+            raise FieldError("gpus", rule, gpus)
         self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
 
     def step_s(self, *, tokens: int, context: int) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import FieldError
 
 GB = 1e9
 GIB = 2.0**30
@@ -119,23 +119,23 @@ T = TypeVar("T")
 
 
 def gpu(name: str) -> Gpu:
-    """Return the GPU of that name, ignoring case. Raises ConfigError."""
+    """Return the GPU of that name, ignoring case. Raises FieldError."""
     return named("gpu", name, GPUS)
 
 
 def link(name: str) -> Link:
-    """Return the link of that name, ignoring case. Raises ConfigError."""
+    """Return the link of that name, ignoring case. Raises FieldError."""
     return named("link", name, LINKS)
 
 
 def named(field: str, name: str, known: Mapping[str, T]) -> T:
     """Return the entry of `known` under `name`, ignoring case.
 
-    Raises ConfigError with `field`, the known names and the closest one.
+    Raises FieldError with `field`, the known names and the closest one.
     """
     entry = known.get(name.lower())
     if entry is None:
         near = difflib.get_close_matches(name.lower(), list(known), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"{field} must be one of {', '.join(sorted(known))}, got {name!r}{hint}")
+        raise FieldError(field, f"be one of {', '.join(sorted(known))}", f"{name!r}{hint}")
     return entry

@@ -5,7 +5,9 @@ time.
 from collections.abc import Iterator
 from typing import Any
 
-from rollweave.schema.config.root import SIMULATED_MODEL, RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import Faults
+from rollweave.schema.config.sections import SIMULATED_MODEL
 from rollweave.schema.config.values import Section
 
 ALL = ()
@@ -57,8 +59,7 @@ def ignored(config: RunConfig) -> list[str]:
         names = [name for name in names if not name.startswith("workers.")]
     names += ["lora"] if config.lora is not None else []
     names += ["rewards"] if config.rewards else []
-    injected = config.injected
-    names += [f"faults.{field}" for field in _changed(injected, tuple(type(injected).model_fields))]
+    names += [f"faults.{field}" for field in _changed(config.faults, tuple(Faults.model_fields))]
     for index, task in enumerate(config.tasks):
         names += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):

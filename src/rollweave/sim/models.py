@@ -149,5 +149,5 @@ MODELS = {
 
 
 def model(name: str) -> ModelShape:
-    """Return the model of that name, ignoring case. Raises ConfigError."""
+    """Return the model of that name, ignoring case. Raises FieldError."""
     return named("model", name, MODELS)

@@ -148,7 +148,7 @@ def scenario(seed: int) -> RunConfig:
         _decouple(data, decoupling)
     relays, whole = _weights(seed, most=data["engines"].get("count", 2))
     data["weights"] = {"relays": relays}
-    if whole:
+    if whole and relays:
         data["ablation"]["without"] = ["deltas"]
     if not relays and "allocation" not in data:
         _divide(data, random.Random(f"pools/{seed}"))
@@ -165,7 +165,19 @@ def scenario(seed: int) -> RunConfig:
         _split(data, random.Random(f"phases/{seed}"))
         _lend(data, random.Random(f"lending/{seed}"))
     _scale(data, random.Random(f"workers/{seed}"))
+    _leave_out(data)
     return RunConfig.model_validate(data)
+
+
+def _leave_out(data: dict[str, Any]) -> None:
+    """Leave out what has no effect beside the settings that were drawn."""
+    rollout = data["rollout"]
+    if rollout["mode"] not in ("partial", "bounded"):
+        del rollout["alpha"]
+    if rollout["mode"] not in ("sync", "one_step", "bounded"):
+        rollout.pop("spare_groups", None)
+    if not data["eval"]["every"]:
+        del data["eval"]["episodes"]
 
 
 def _split(data: dict[str, Any], draw: random.Random) -> None:

@@ -1,24 +1,32 @@
 """A short simulation of a configuration: its steady state, without the beginning and
-the end of a run.
+the end of a run, perhaps with parts that take longer, and in one of several processes.
 
 A trial ends when enough training steps have begun, long before the run would; so no
 step is faster because nothing follows it.
 """
 
+import contextlib
 import math
+import multiprocessing
+import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
 
-from rollweave.core.policy.ratio import Prediction
+import msgspec
+
+from rollweave.io.boot import serve_parent
 from rollweave.schema.base import Struct
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
+from rollweave.sim.candidates import Prediction
 from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.workload import Workload
-from rollweave.sim.world import Costs, World
+from rollweave.sim.workload import Plan, Workload
+from rollweave.sim.world import Costs, World, costs_of
 
 MORE_STEPS = 16
 """Steps of the run beyond those that are simulated: rollouts do not end with them."""
@@ -174,3 +182,200 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
         fastest_s=min(one.fastest_s for one in predictions),
         slowest_s=max(one.slowest_s for one in predictions),
     )
+
+
+# Parts that take longer.
+
+
+class Factors(Struct, frozen=True, kw_only=True):
+    """Multiples of the time that each part takes: engine steps, training steps, the
+    transfer of weights, and environments with rewards.
+    """
+
+    engines: float = 1.0
+    trainer: float = 1.0
+    weights: float = 1.0
+    environment: float = 1.0
+
+
+class _Scaled:
+    """Costs some of whose methods return a multiple of their seconds."""
+
+    def __init__(self, cost: Any, **factors: float) -> None:
+        self._cost = cost
+        self._factors = {name: factor for name, factor in factors.items() if factor != 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        value, factor = getattr(self._cost, name), self._factors.get(name)
+        return value if factor is None else lambda *args, **named: factor * value(*args, **named)
+
+
+class _ScaledWork:
+    """A workload whose environments, their starts and rewards take `factor` times as
+    long.
+    """
+
+    def __init__(self, work: Workload, factor: float) -> None:
+        self._work, self._factor = work, factor
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan, factor = (
+            self._work.plan(index=index, member=member, attempt=attempt, seed=seed),
+            self._factor,
+        )
+        replace = msgspec.structs.replace
+        turns = tuple(replace(turn, env_s=factor * turn.env_s) for turn in plan.turns)
+        return replace(
+            plan, init_s=factor * plan.init_s, reward_s=factor * plan.reward_s, turns=turns
+        )
+
+
+def scaled(costs: Costs, factors: Factors) -> Costs:
+    """Return these costs, multiplied."""
+    engines, weights = factors.engines, factors.weights
+    return (
+        {
+            key: cast(Any, _Scaled(cost, step_s=engines, decode_s=engines, move_s=engines))
+            for key, cost in costs[0].items()
+        },
+        cast(
+            Any,
+            _Scaled(
+                costs[1],
+                step_s=factors.trainer,
+                **dict.fromkeys(
+                    ("publish_s", "load_s", "hop_s", "lag_s", "beside_s", "swap_s"), weights
+                ),
+            ),
+        ),
+    )
+
+
+# Trials in several processes.
+
+
+class Crowd(Struct, frozen=True, kw_only=True):
+    """Processes that share `cores`: the engines, the trainer and the controller. In the
+    recorded run there were `engines_before`, which computed for a share `engine` of
+    their time each, beside a trainer that did for `trainer` of it; now there are
+    `engines`.
+    """
+
+    cores: int
+    engines_before: int
+    engine: float
+    trainer: float
+    engines: int
+
+    def factors(self, engine: float, trainer: float) -> Factors:
+        """Return how many times as long the parts take if the processes compute for
+        these shares of their time: the recorded times have what they lost before.
+        """
+
+        def beside(engine: float, trainer: float, count: int) -> tuple[float, float, float]:
+            fleet = [engine] * count
+            return (
+                slowdown([*fleet[1:], trainer], self.cores),
+                slowdown(fleet, self.cores),
+                slowdown([*fleet, trainer], self.cores),
+            )
+
+        before = beside(self.engine, self.trainer, self.engines_before)
+        now = beside(engine, trainer, self.engines)
+        engines, trainers, controller = (new / old for new, old in zip(now, before, strict=True))
+        return Factors(engines=engines, trainer=trainers, environment=controller)
+
+
+def slowdown(others: Sequence[float], cores: int) -> float:
+    """Return how many times as long a process takes beside `others`, given the shares
+    of time in which they compute, each on one core. While more compute than there are
+    cores, each has an equal part of them.
+    """
+    chances = [1.0]  # by the number of others that compute
+    for share in others:
+        busy = min(1.0, max(0.0, share))
+        chances = [
+            stays * (1 - busy) + comes * busy
+            for stays, comes in zip([*chances, 0.0], [0.0, *chances], strict=True)
+        ]
+    return sum(
+        chance * max(1.0, (1 + computing) / cores) for computing, chance in enumerate(chances)
+    )
+
+
+AS_IT_IS = Factors()
+
+CROWDED = 3
+"""Number of times that shares of computing and slowdowns follow from each other;
+afterwards they hardly change.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A configuration, how long it is simulated, by how much longer its parts take, and
+    what its processes share. Without `costs` they are those of its hardware.
+    """
+
+    config: RunConfig
+    length: Length
+    factors: Factors = AS_IT_IS
+    costs: Costs | None = None
+    crowd: Crowd | None = None
+
+
+Result = Prediction | str
+"""The figures of a trial, or why it has none."""
+
+_work: dict[str, Workload] = {}
+"""The workloads of the trials of a worker."""
+
+
+@contextlib.contextmanager
+def trials_in(
+    processes: int, work: Mapping[str, Workload]
+) -> Iterator[Callable[[Sequence[Trial]], Iterable[Result]]]:
+    """Yield what returns the results of trials in their order, with one workload for
+    each task domain. Of one process, this one runs the trials. No process outlives the
+    context, or this process.
+    """
+    if processes == 1:
+        yield lambda trials: [run_trial(trial, work) for trial in trials]
+        return
+    context = multiprocessing.get_context("spawn")
+    begun = (os.getpid(), dict(work))
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=begun)
+    try:
+        yield lambda trials: pool.map(_run, trials)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_trial(trial: Trial, work: Mapping[str, Workload]) -> Result:
+    """Run one trial in this process."""
+    try:
+        costs = trial.costs or costs_of(trial.config)
+        factors = trial.factors
+        for left in range(CROWDED if trial.crowd is not None else 0, -1, -1):
+            longer = {name: _ScaledWork(one, factors.environment) for name, one in work.items()}
+            prediction, computing = try_out(
+                trial.config,
+                trial.length,
+                work=work if factors == AS_IT_IS else longer,
+                costs=costs if factors == AS_IT_IS else scaled(costs, factors),
+            )
+            if left and trial.crowd is not None:
+                factors = trial.crowd.factors(computing, prediction.trainer.get("busy", 0.0))
+        return prediction
+    except RollweaveError as error:
+        return str(error)
+
+
+def _begin(parent: int, work: dict[str, Workload]) -> None:
+    """Prepare a worker."""
+    serve_parent(parent)
+    _work.update(work)
+
+
+def _run(trial: Trial) -> Result:
+    return run_trial(trial, _work)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from rollweave.io.json_lines import utf8_text
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, FieldError
 from rollweave.schema.work import TRAINABLE, StopReason
 from rollweave.sim import recording
 from rollweave.sim.families import FAMILIES, Family, LogNormal
@@ -86,9 +86,10 @@ def workload(name_or_path: str, *, domain: str | None = None) -> Workload:
     if name_or_path and os.path.exists(path):
         return read_run(path, domain=domain)
     near = difflib.get_close_matches(name_or_path, FAMILIES, n=1)
-    raise ConfigError(
-        f"workload must be one of {', '.join(FAMILIES)}, a .jsonl trace or a run directory, got "
-        f"{name_or_path!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    raise FieldError(
+        "workload",
+        f"be one of {', '.join(FAMILIES)}, a .jsonl trace or a run directory",
+        f"{name_or_path!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
     )
 
 

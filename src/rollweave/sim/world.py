@@ -24,7 +24,7 @@ from rollweave.schema.config.ablation import WITHOUT_USERS
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimConfig
-from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.errors import ConfigError, FieldError, RollweaveError
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, SimObserver
@@ -340,7 +340,7 @@ def section(config: RunConfig) -> SimConfig:
 def costs_of(config: RunConfig) -> Costs:
     """Return the costs of engines and trainer. Raises ConfigError."""
     sim = section(config)
-    with _renaming("model", "sim.model"):
+    with _as_settings(model="sim.model"):
         shape = model(sim.model)
     engines: dict[tuple[str, int], EngineCosts] = {}
     for pool, degrees in degrees_of(config).items():
@@ -359,11 +359,7 @@ def costs_of(config: RunConfig) -> Costs:
     name, key = gpu_of(config, config.trainer.pool or NO_POOL)
     if name.endswith(PROFILE) or name.lower() in ONLY_SERVE:
         name = TRAINER_GPU
-    with (
-        _renaming("gpus", "sim.trainer_gpus"),
-        _renaming("gpu", key),
-        _renaming("link", "sim.link"),
-    ):
+    with _as_settings(gpus="sim.trainer_gpus", gpu=key, link="sim.link"):
         trainer = TrainerCost(
             gpu=gpu(name),
             model=shape,
@@ -385,26 +381,25 @@ def _engine_costs(
             )
         return {degrees[0]: ProfileCost.from_json(name)}
     degree_key = "allocation.degrees" if config.allocation is not None else "engines.degree"
-    with _renaming("tp", degree_key), _renaming("gpu", key), _renaming("model", "sim.model"):
+    with _as_settings(tp=degree_key, gpu=key, model="sim.model"):
         return {degree: EngineCost(gpu=gpu(name), model=shape, tp=degree) for degree in degrees}
 
 
 @contextmanager
-def _renaming(name: str, key: str) -> Iterator[None]:
-    """Replace the parameter `name` by the user's `key` in an error."""
+def _as_settings(**keys: str) -> Iterator[None]:
+    """Name the user's setting in an error about a parameter, by the name of the
+    parameter.
+    """
     try:
         yield
-    except ConfigError as error:
-        rest = str(error).removeprefix(f"{name} must")
-        raise (
-            error if rest == str(error) else ConfigError(f"{key} must{rest}")
-        ) from error.__cause__
+    except FieldError as error:
+        raise error.of(keys.get(error.field, error.field)) from error.__cause__
 
 
 def workloads_of(config: RunConfig) -> dict[str, Workload]:
     """Return the workloads by task domain. Raises ConfigError."""
     workloads = {}
     for index, task in enumerate(config.tasks):
-        with _renaming("workload", f"tasks.{index}.env"):
+        with _as_settings(workload=f"tasks.{index}.env"):
             workloads[task.name] = workload(task.env, domain=task.name)
     return workloads

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import FieldError
 from rollweave.train.distributed import ALONE, RankGroup, Split, full_shape, local_tensor
 from rollweave.train.lora import AdaptedLinear
 from rollweave.weights.adapters import A, B, layer_of
@@ -86,7 +86,7 @@ def styles_of(causal: "PreTrainedModel", size: int) -> dict[str, str]:
     """Return the styles of a model's modules and parameters by name, for tensor groups
     of this size.
 
-    Raises ConfigError, which names the rule, for a model that cannot be divided.
+    Raises FieldError for a model that cannot be divided.
     """
     if size == 1:
         return {}
@@ -108,27 +108,24 @@ def styles_of(causal: "PreTrainedModel", size: int) -> dict[str, str]:
             else style in STACKED and styles.get(name.rpartition(".")[0]) == EXPERTS
         )
         if not known:
-            raise ConfigError(
-                f"{field} must be 1 for {kind}, whose tp_plan has {name} as {style}, got {size}"
-            )
+            raise FieldError(field, f"be 1 for {kind}, whose tp_plan has {name} as {style}", size)
         styles[name] = style
     if not any(name != _head_name(causal) for name in styles):
-        raise ConfigError(f"{field} must be 1 for {kind}, whose layers have no tp_plan, got {size}")
+        raise FieldError(field, f"be 1 for {kind}, whose layers have no tp_plan", size)
     text = causal.config.get_text_config()
     if any(style == "colwise" and HEADS.search(name) for name, style in styles.items()):
         for heads in ("num_attention_heads", "num_key_value_heads"):
             count = getattr(text, heads, None)
             if isinstance(count, int) and count % size:
-                raise ConfigError(f"{field} must divide {heads} of {kind} ({count}), got {size}")
+                raise FieldError(field, f"divide {heads} of {kind} ({count})", size)
     for name, split in _splits(causal, styles).items():
         width = causal.get_parameter(name).shape[split.dim]
         if width % (size * split.blocks):
             if name.startswith(f"{_head_name(causal)}."):
                 styles.pop(_head_name(causal), None)  # the head stays undivided
                 continue
-            raise ConfigError(
-                f"{field} must divide dimension {split.dim} of {name} "
-                f"({width // split.blocks}), got {size}"
+            raise FieldError(
+                field, f"divide dimension {split.dim} of {name} ({width // split.blocks})", size
             )
     return styles
 

@@ -18,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rollweave.schema.config.model import ALL_LINEAR, LoraConfig
-from rollweave.schema.errors import ConfigError, WeightsError
+from rollweave.schema.errors import FieldError, WeightsError
 from rollweave.schema.text import did_you_mean
 from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_sizes
 
@@ -57,16 +57,17 @@ def layer_of(name: str) -> str | None:
 def targeted_layers(linear: Sequence[str], targets: Sequence[str]) -> list[str]:
     """Return which of the `linear` layers have an adapter.
 
-    Raises ConfigError for a target that names none of them.
+    Raises FieldError for a target that names none of them.
     """
     if ALL_LINEAR in targets:
         return list(linear)
     for target in targets:
         if not any(_names(target, layer) for layer in linear):
             known = list(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
-            raise ConfigError(
-                f"lora.targets must name linear layers of the model ({', '.join(known)}), got "
-                f"{target!r}{did_you_mean(target, known)}"
+            raise FieldError(
+                "lora.targets",
+                f"name linear layers of the model ({', '.join(known)})",
+                f"{target!r}{did_you_mean(target, known)}",
             )
     return [layer for layer in linear if any(_names(target, layer) for target in targets)]
 
@@ -87,7 +88,7 @@ def linear_layers(shape: ModelShape) -> list[str]:
 
 
 def adapter_sizes(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the adapters' tensors by name. Raises ConfigError for a
+    """Return the shapes of the adapters' tensors by name. Raises FieldError for a
     target that the model lacks.
     """
     tensors, sizes = shape.tensors(), dict[str, tuple[int, int]]()
@@ -110,34 +111,36 @@ def check_adapter(
     """Check that `directory` has the adapter of the model in `base` with these tensors,
     as peft writes it, and these settings.
 
-    Raises ConfigError, which names what differs.
+    Raises FieldError, which names what differs.
     """
-    where = f"lora.path must be an adapter's directory: {directory}"
+
+    def wrong(what: str) -> FieldError:
+        return FieldError("lora.path", f"be an adapter's directory: {directory}: {what}")
+
     try:
         config = json.loads((directory / ADAPTER_CONFIG).read_text())
         with safe_open(str(directory / ADAPTER_WEIGHTS), framework="pt") as file:
             sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a handle is no mapping)
             made_for = (file.metadata() or {}).get(BASE)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise wrong(str(error)) from error
     wanted = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
     for key, value in wanted.items():
         if config.get(key) != value:
-            raise ConfigError(f"{where}: {key} must be {value}, got {config.get(key)}")
+            raise wrong(f"{key} must be {value}, got {config.get(key)}")
     for key in UNSUPPORTED:
         if config.get(key):
-            raise ConfigError(f"{where}: {key} is not supported, got {config[key]}")
-    other = f"{where}: it is of another base model than {base}"
+            raise wrong(f"{key} is not supported, got {config[key]}")
+    other = f"it is of another base model than {base}"
     named = {f"{PREFIX}{name}": tuple(size) for name, size in expected.items()}
     if sizes.keys() != named.keys():
-        raise ConfigError(
-            f"{other}, or of other lora.targets: {sorted(sizes.keys() ^ named.keys())[:2]}"
-        )
+        differing = sorted(sizes.keys() ^ named.keys())[:2]
+        raise wrong(f"{other}, or of other lora.targets: {differing}")
     for name, size in named.items():
         if sizes[name] != size:
-            raise ConfigError(f"{other}: {name} must have shape {size}, got {sizes[name]}")
+            raise wrong(f"{other}: {name} must have shape {size}, got {sizes[name]}")
     if made_for is not None and made_for != base_digest(base):
-        raise ConfigError(other)
+        raise wrong(other)
 
 
 def base_digest(directory: Path) -> str:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.engine.clients.base import image_error
 from rollweave.engine.clients.dialects import (
     Completions,
     Dialect,
@@ -19,11 +18,9 @@ from rollweave.engine.clients.dialects import (
     Sglang,
     Vllm,
     check,
-    dialect,
 )
 from rollweave.engine.clients.responses import ResponseError
 from rollweave.schema.errors import EngineError
-from rollweave.schema.media import Image
 from rollweave.schema.serving import (
     FinishReason,
     GenerateRequest,
@@ -31,7 +28,6 @@ from rollweave.schema.serving import (
     Sampling,
     VersionSpan,
 )
-from tests.support.vision_models import picture
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop_token_ids=(2,), seed=11)
 REQUEST = GenerateRequest(id="ab12", tokens=(5, 6, 7), sampling=SAMPLING, rank=2.0, budget_s=9.0)
@@ -191,19 +187,6 @@ def test_completions_ask_for_token_ids() -> None:
     assert Completions().abort("ab12") is None
 
 
-def test_text_completions_omit_fields_of_vllm() -> None:
-    body = encoded(Completions("m", encode_text=lambda text: [1]))
-    assert {
-        "logprobs",
-        "return_token_ids",
-        "min_p",
-        "repetition_penalty",
-        "allowed_token_ids",
-    }.isdisjoint(body)
-    assert (body["top_k"], body["stop_token_ids"]) == (5, [2])
-    assert "top_k" not in encoded(Completions("m", encode_text=lambda text: [1]), SPEECH)
-
-
 def test_sglang_receives_every_parameter() -> None:
     params = {
         name: value
@@ -294,16 +277,7 @@ def test_completions_answer() -> None:
         (-0.5, -0.25),
         FinishReason.LENGTH,
     )
-    assert (result.versions, result.text_only) == (one_version(0), False)
-
-
-def test_text_only_results_are_marked() -> None:
-    bare = changed(COMPLETION_ANSWER, "choices", 0, "token_ids", to=None)
-    result = decoded(
-        Completions(encode_text=lambda text: [len(text)]),
-        changed(bare, "choices", 0, "logprobs", to=None),
-    )
-    assert (result.tokens, result.logprobs, result.text_only) == ((2,), (0.0,), True)
+    assert result.versions == one_version(0)
 
 
 def test_sglang_answers_with_its_version() -> None:
@@ -464,29 +438,3 @@ def test_malformed_answers_raise_with_the_reason(
 def test_arbitrary_bytes_raise_response_errors(speaker: Dialect, body: bytes) -> None:
     with pytest.raises(ResponseError):
         speaker.decode(REQUEST, body)
-
-
-def test_only_completions_may_give_text_alone() -> None:
-    with pytest.raises(
-        ValueError, match="text_only must be off unless the dialect is completions, got vllm"
-    ):
-        dialect("vllm", encode_text=lambda text: [1])
-    assert isinstance(dialect("sglang"), Sglang)
-
-
-def test_vllm_gets_images_beside_the_tokens_and_others_take_none() -> None:
-    images = tuple(Image.of(picture(*color)) for color in ((255,), (0, 255)))
-    request = msgspec.structs.replace(REQUEST, images=images)
-    assert encoded(Vllm(), request) == {
-        **encoded(Vllm()),
-        "content_parts": [{"type": "image_url", "url": image.url} for image in images],
-    }
-    assert decoded(Vllm(), VLLM_ANSWER).prompt_tokens == 3
-    assert Vllm.takes_images
-    for other in (Rollweave, Completions, Sglang, Prorl):
-        assert not other.takes_images
-    error = image_error("e1", request, takes_images=False)
-    assert error is not None
-    assert str(error).startswith("e1 takes no images, got 2: engines of kind vllm")
-    assert image_error("e1", request, takes_images=True) is None
-    assert image_error("e1", REQUEST, takes_images=False) is None

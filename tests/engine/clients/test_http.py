@@ -3,7 +3,7 @@ servers.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -430,12 +430,12 @@ PROBES: list[tuple[DialectName, Handle, str]] = [
     (
         "completions",
         claims({"choices": [{"text": "hi", "finish_reason": "stop"}]}),
-        "no token ids or log-probs; .*text_only",
+        "no choices.*an engine must return token ids and log-probs; .*judge or a teacher",
     ),
     (
         "completions",
         claims({"choices": [{"text": "hi", "finish_reason": "stop", "token_ids": [6]}]}),
-        r"no choices\[0\].logprobs.*text_only",
+        r"no choices\[0\].logprobs.*an engine must return",
     ),
     (
         "sglang",
@@ -454,25 +454,6 @@ async def test_a_server_that_cannot_serve_training_is_refused(
         try:
             with pytest.raises(EngineLostError, match=reason):
                 await engine.ready()
-        finally:
-            await engine.close()
-
-
-async def test_text_only_is_served_on_request_and_marked() -> None:
-    answer = claims({"choices": [{"text": "hi", "finish_reason": "stop"}]})
-    encode: Callable[[str], list[int]] = lambda text: [ord(letter) % 100 for letter in text]  # noqa: E731
-    async with serving(answer, probed=answer) as wire:
-        engine = HttpEngine(
-            spec(wire.url, dialect="completions", text_only=True), encode_text=encode
-        )
-        try:
-            await engine.ready()
-            result = await engine.generate(request(temperature=0.3, top_p=0.5))
-            assert (result.tokens, result.text_only, engine.logprobs) == (
-                (4, 5),
-                True,
-                Logprobs.NONE,
-            )
         finally:
             await engine.close()
 

@@ -88,16 +88,12 @@ async def test_impossible_beginning_is_refused(count: int, stop_token_ids: tuple
         await answered(request(partial(6, 100)))
 
 
-def test_stop_strings_and_text_only_restart_the_turn() -> None:
+def test_stop_strings_restart_the_turn() -> None:
     resumed_request = request(partial(6, 7), stop=("end",))
-    assert remaining_request(resumed_request, text_only=False) == msgspec.structs.replace(
+    assert remaining_request(resumed_request) == msgspec.structs.replace(
         resumed_request, resumed=None
     )
-    resumed_request = request(partial(6, 7))
-    assert remaining_request(resumed_request, text_only=True) == msgspec.structs.replace(
-        resumed_request, resumed=None
-    )
-    assert remaining_request(request(None), text_only=False) == request(None)
+    assert remaining_request(request(None)) == request(None)
 
 
 async def test_remaining_budget_bounds_the_rest_and_the_beginning_is_kept() -> None:

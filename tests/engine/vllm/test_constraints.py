@@ -79,7 +79,7 @@ def test_a_constrained_turn_starts_over() -> None:
         asked = GenerateRequest(
             id="r", tokens=(1, 2), sampling=Sampling(constraint=constraint), resumed=resumed
         )
-        rest = remaining_request(asked, text_only=False)
+        rest = remaining_request(asked)
         assert isinstance(rest, GenerateRequest)
         assert (rest.tokens, rest.resumed) == (tokens, None)
 

@@ -12,9 +12,9 @@ import pytest
 
 from rollweave.envs.handlers import answers, math_judge
 from rollweave.envs.handlers.answers import check_expected, equivalent, judged
-from rollweave.envs.handlers.math_tool import MathTool
 from rollweave.envs.jsonl import Jsonl
 from rollweave.schema.errors import ConfigError, RewardError
+from rollweave_envs.math_tool import MathTool
 from tests.envs.handlers.answer_pairs import DIFFERENT, EQUAL, WRONG, pairs
 
 FAKE = """

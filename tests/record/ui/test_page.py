@@ -7,20 +7,14 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rollweave.record.rundir import RunDir
-from rollweave.record.store import Ended, TrajectoryStore
 from rollweave.record.ui.runs import Runs
 from rollweave.record.ui.server import serving
-from rollweave.schema.base import TrajectoryId
-from rollweave.schema.media import Image, PlacedImage
-from rollweave.schema.work import Purpose
 from tests.support.browser import Page, browsing, needs_browser
 from tests.support.busy_runs import write_large_run, write_status
 from tests.support.synthetic_run import write_run
-from tests.support.vision_models import picture
 
 pytestmark = needs_browser
 TOKEN = "a-token-of-this-test"
@@ -98,28 +92,6 @@ async def test_filters_and_links_work_by_keyboard(page: Page) -> None:
         await page.press(key)
     await page.until("document.querySelectorAll('#rows tbody tr').length == 4")
     assert await page.value("document.activeElement.dataset.filter") == "text"
-
-
-async def test_the_reader_shows_the_pictures_and_names_one_that_is_gone(
-    page: Page, runs: Path
-) -> None:
-    there, gone = (Image.of(picture(*color)) for color in ((255,), (0, 255)))
-    with TrajectoryStore(runs / "made-up" / "trajectories") as store:
-        (trajectory,) = store.get([TrajectoryId("g9.1")])
-        (sequence,) = trajectory.sequences
-        images = tuple(
-            PlacedImage(at=at, image=image.reference()) for at, image in enumerate((there, gone))
-        )
-        seen = msgspec.structs.replace(sequence, images=images)
-        trajectory = msgspec.structs.replace(trajectory, attempt=5, reward=None, sequences=(seen,))
-        store.images.add(there)
-        store.append(Ended(at=9.0, purpose=Purpose.TRAIN, member=1, trajectory=trajectory))
-    loaded = "[...document.querySelectorAll('.images img')].filter((one) => one.complete)"
-    text = await go(page, "#/run/made-up/trajectories/g9.1/5", f"{loaded}.length == 2")
-    assert await page.value(f"{loaded}.map((one) => one.naturalWidth)") == [16, 0]
-    assert f"token 0 · image/png · {there.digest[:12]}" in text
-    assert f"token 1 · image/png · {gone.digest[:12]}" in text
-    page.errors.clear()  # the browser logs the status 404
 
 
 async def test_a_run_under_way_changes_as_it_writes(page: Page, runs: Path) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollweave.record.images import images_of
 from rollweave.record.ui import server
 from rollweave.record.ui.runs import Runs
 from rollweave.record.ui.server import FILES, WRONG_TOKEN, serving
-from rollweave.schema.media import Image
 from tests.support.synthetic_run import write_run
-from tests.support.vision_models import picture
 
 TOKEN = "a-token-of-this-test"
 
@@ -136,36 +133,6 @@ async def test_every_view_is_answered_and_nothing_is_written(
             assert answer.status == 200, path
             assert await answer.read()
     assert files() == before
-
-
-async def test_a_picture_is_shown_with_its_type_to_holders_of_the_token_alone(
-    address: str, session: aiohttp.ClientSession, runs: Path
-) -> None:
-    image = Image.of(picture(255))
-    store = images_of(runs / "made-up" / "trajectories")
-    store.add(image)
-    path = f"{address}/api/image?run=made-up&digest={image.digest}"
-    async with session.get(path) as answer:
-        assert answer.status == 403
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with session.get(path, headers=headers) as answer:
-        assert (answer.status, answer.content_type) == (200, "image/png")
-        assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        assert "img-src 'self'" in answer.headers["Content-Security-Policy"]
-        assert await answer.read() == image.data
-    (store.directory / image.name).write_bytes(b"<svg onload='alert(1)'/>")
-    for digest, line in (
-        (image.digest, "is damaged"),
-        ("0" * 64, "is not in"),
-        ("../../config.toml", "must be a SHA-256"),
-    ):
-        async with session.get(
-            f"{address}/api/image?run=made-up&digest={digest}", headers=headers
-        ) as answer:
-            assert answer.status == 404
-            error = (await answer.json())["error"]
-            assert line in error
-            assert "\n" not in error
 
 
 class Hanging(Runs):

@@ -220,22 +220,6 @@ def test_stop_tokens_and_stop_text() -> None:
     assert codec("plain").stop == ("\n",)
 
 
-def test_a_text_only_turn_is_no_output() -> None:
-    of = codec("chatml")
-    conversation = Conversation(of, [message("user", "a")])
-    tokens = of.encode_turn("hi")
-    assert (
-        conversation.add_turn(tokens, [0.0] * len(tokens), spans(len(tokens), 0), exact=False)
-        == "hi"
-    )
-    conversation.reward(1.0)
-    conversation.observe([message("user", "b")])
-    conversation.add_turn([8], [-3.0], spans(1, 0))
-    sequence = conversation.sequence()
-    assert [turn.reward for turn in sequence.turns] == [1.0, 0.0]
-    assert sum(sequence.output_mask()) == 1
-
-
 def test_rewards_and_state_keys_belong_to_their_turns() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [message("user", "a")], state_key="s0")

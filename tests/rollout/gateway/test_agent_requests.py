@@ -2,7 +2,6 @@
 are answered, and what nothing can read is recorded by its name.
 """
 
-import base64
 import json
 from typing import Any
 
@@ -26,7 +25,6 @@ Json = dict[str, Any]
 OF = codec("qwen")
 USER: Json = {"role": "user", "content": "go"}
 FUNCTION: Json = TOOL["function"]  # type: ignore[assignment]
-IMAGE = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 CHAT, MESSAGES, RESPONSES = "/chat/completions", "/messages", "/responses"
 
 CLAUDE: Json = {
@@ -122,7 +120,7 @@ SENT: list[tuple[str, str, Json, set[str]]] = [
         },
     ),
     (
-        "claude-code, an image and a document of a tool",
+        "claude-code, a document of a tool",
         MESSAGES,
         {
             "model": "m",
@@ -140,14 +138,6 @@ SENT: list[tuple[str, str, Json, set[str]]] = [
                             "type": "tool_result",
                             "tool_use_id": "a",
                             "content": [
-                                {
-                                    "type": "image",
-                                    "source": {
-                                        "type": "base64",
-                                        "media_type": "image/png",
-                                        "data": IMAGE,
-                                    },
-                                },
                                 {"type": "document", "source": {"type": "base64", "data": "x"}},
                             ],
                         }
@@ -155,7 +145,7 @@ SENT: list[tuple[str, str, Json, set[str]]] = [
                 },
             ],
         },
-        {"messages.*.content.*.content.*.source.data", "messages.*.content.*.content.*.type"},
+        {"messages.*.content.*.content.*.type"},
     ),
     ("codex", RESPONSES, CODEX, {"tools.*.type"}),
     (
@@ -197,7 +187,7 @@ SENT: list[tuple[str, str, Json, set[str]]] = [
     ("mini-swe-agent", CHAT, {**ASK, "tools": [TOOL], "drop_params": True}, {"drop_params"}),
     ("smolagents", CHAT, {**ASK, "stop": ["Observation:", "</code>"]}, set()),
     (
-        "an image in a tool's result",
+        "audio in a tool's result",
         CHAT,
         {
             **ASK,
@@ -209,23 +199,12 @@ SENT: list[tuple[str, str, Json, set[str]]] = [
                     "tool_call_id": "a",
                     "content": [
                         {"type": "text", "text": "here: "},
-                        {
-                            "type": "image_url",
-                            "image_url": {
-                                "url": f"data:image/png;base64,{IMAGE}",
-                                "detail": "high",
-                            },
-                        },
                         {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}},
                     ],
                 },
             ],
         },
-        {
-            "messages.*.content.*.image_url.url",
-            "messages.*.content.*.image_url.detail",
-            "messages.*.content.*",
-        },
+        {"messages.*.content.*.type"},
     ),
 ]
 
@@ -253,10 +232,61 @@ async def test_requests_of_agent_programs_are_answered(
         assert all(each.requests == 1 and each.value for each in recorded)
         prompt = OF.decode(script.requests[0][1])
         assert "billing" not in prompt
-        has_image = any(each.endswith(("source.data", "url.url")) for each in unread)
-        assert ("cannot see" in prompt) is has_image
     async with gateway(script, of=OF, session=strict) as (_, client):
         assert (await send(client, path, body))[0] == (400 if unread else 200)
+
+
+PICTURES = [
+    (
+        CHAT,
+        {"messages": [{**USER, "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type",
+    ),
+    (
+        RESPONSES,
+        {"input": [{**USER, "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input.0.content.0.type",
+    ),
+    (
+        MESSAGES,
+        {
+            "max_tokens": 9,
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "Read", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "a",
+                            "content": [{"type": "image", "source": {"type": "base64"}}],
+                        }
+                    ],
+                },
+            ],
+        },
+        "messages.2.content.0.content.0.type",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), PICTURES)
+async def test_a_text_stands_in_the_place_of_an_image(path: str, body: Json, field: str) -> None:
+    script, strict = Script(["It is 5."], codec=OF), {"unreadable": "refuse"}
+    async with gateway(script, of=OF) as (server, client):
+        status, _, text = await send(client, path, {"model": "m", **body})
+        assert status == 200, text
+        assert "which cannot be shown here]" in OF.decode(script.requests[0][1])
+        (recorded,) = server.session("s").ignored.entries()
+        assert recorded.action == "replaced by a text"
+    async with gateway(script, of=OF, session=strict) as (_, client):
+        status, _, text = await send(client, path, {"model": "m", **body})
+    assert status == 400
+    assert f"{field} must be text" in text
 
 
 CALLED = [

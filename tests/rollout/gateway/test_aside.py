@@ -130,4 +130,4 @@ def test_a_prompt_may_be_prepared_before_what_it_continues_is_recorded() -> None
     assert recorder.prepare(history) == prepared
     second = recorder.begin("b", history, prepared=prepared)
     assert second.continues is first
-    assert second.prompt[: first.end] == first.context.tokens
+    assert second.prompt[: first.end] == first.context

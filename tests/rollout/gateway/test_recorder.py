@@ -451,14 +451,6 @@ def test_different_tools_make_a_different_context() -> None:
             versions=(VersionSpan(start=0, end=2, version=0),),
             finish=FinishReason.STOP,
         ),
-        GenerateResult(
-            id="x",
-            tokens=(1,),
-            logprobs=(0.0,),
-            versions=(VersionSpan(start=0, end=1, version=0),),
-            finish=FinishReason.STOP,
-            text_only=True,
-        ),
     ],
 )
 def test_refuses_an_invalid_result(broken: GenerateResult) -> None:

@@ -119,7 +119,7 @@ def test_engines_of_several_cores_are_refused_only_on_gpus() -> None:
     assert problems == []
     (engine,) = [process for process in layout.processes if process.kind == "engine"]
     assert (engine.host, engine.devices, engine.threads) == ("b", (), 2)
-    rule = "model.device: engines.degree must be 1 on auto (an embedded engine has one GPU), got 2"
+    rule = "engines.degree: must be 1 on auto (an embedded engine has one GPU), got 2"
     assert laid_out(run, {"a": host(1, T=1), "b": host(2, R=1)})[1] == [rule]
     fallback = config("engines.degree=2")
     assert rule in laid_out(fallback, {"a": host(2, T=1), "b": host(R=1)})[1]

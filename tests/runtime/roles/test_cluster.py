@@ -256,8 +256,8 @@ def test_wrong_declarations_are_refused(tmp_path: Path) -> None:
             for problem, settings in (
                 ("hosts must be .*, got 0", {"address": "127.0.0.1:0", "hosts": 0}),
                 (r"unknown key host \(did you mean hosts\?\)", {"host": 2}),
-                (r"cluster\.address must be given with launcher manual", {"hosts": 2}),
-                (r"cluster\.hosts must be given with launcher local", {"launcher": "local"}),
+                ("address must be given with launcher manual", {"hosts": 2}),
+                ("hosts must be given with launcher local", {"launcher": "local"}),
             )
         ),
     ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.schema.config.loading import FORMER, dumps, load, loads, settings_of
+from rollweave.schema.config.loading import dumps, load, loads, settings_of
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -63,48 +63,6 @@ def test_a_domain_has_its_own_algorithm() -> None:
     assert loads(dumps(config)) == config
     same_loss = loads(GOOD, ["algorithm.clip_high=0.5", "tasks.1.algorithm.loss=ppo"])
     assert same_loss.own_algorithms() == {}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            ["algorithm.loss=grpo"],
-            "algorithm.loss must be 'ppo', 'dual_clip', 'gspo', 'cispo' or 'dppo', got 'grpo'",
-        ),
-        (
-            ["algorithm.correction=mask"],
-            "algorithm.correction must be 'bypass', 'decoupled', 'tis', 'icepop', "
-            "'sequence_mask' or 'reject', got 'mask'",
-        ),
-        (
-            ["algorithm.overlong=cut"],
-            "algorithm.overlong must be 'train', 'drop' or 'punish', got 'cut'",
-        ),
-        (["algorithm.clip_low=1.5"], "algorithm.clip_low must be at most 1.0, got 1.5"),
-        (
-            ["tasks.1.algorithm.loss=spo"],
-            "tasks.1.algorithm.loss must be 'ppo', 'dual_clip', 'gspo', 'cispo' or 'dppo', "
-            "got 'spo'",
-        ),
-        (
-            ["tasks.1.algorithm.kl=0.1"],
-            "unknown key tasks.1.algorithm.kl (did you mean algorithm.kl?); "
-            "see `rollweave config tasks.algorithm`",
-        ),
-        (
-            ["tasks.1.group_size=1", "tasks.1.algorithm.advantage=reinforce_pp_baseline"],
-            "nim.group_size must be at least 2 for reinforce_pp_baseline, got 1",
-        ),
-        (
-            ["rollout.group_size=1", "algorithm.advantage=reinforce_pp_baseline"],
-            "rollout.group_size must be at least 2 for reinforce_pp_baseline, got 1",
-        ),
-    ],
-)
-def test_a_wrong_algorithm_is_one_line(overrides: list[str], line: str) -> None:
-    (text,) = problems(GOOD, *overrides)
-    assert text.partition(": ")[2] == line
 
 
 def test_a_group_of_one_is_enough_without_a_group_baseline() -> None:
@@ -173,61 +131,6 @@ def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
         "my.toml: unknown key rollout.beta (rollout has mode, alpha, groups_per_step, "
     )
     assert lines[3:] == ["my.toml: engines.count must be a whole number, got 'many'"]
-
-
-@pytest.mark.parametrize(
-    ("key", "suggestion", "section"),
-    [
-        ("rollout.grup_size", "did you mean group_size?", " rollout"),
-        ("tasks.0.max_turn", "did you mean max_turns?", " tasks"),
-        ("model.scratch.hiden", "did you mean hidden?", " model.scratch"),
-        ("runn", "did you mean run?", ""),
-        ("trainer.alpha", "did you mean rollout.alpha?", " trainer"),
-        ("run.zzzzz", "run has name, dir, seed, steps, checkpoint_every, sinks", " run"),
-    ],
-)
-def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str, section: str) -> None:
-    assert problems(GOOD, f"{key}=1") == [
-        f"--set (and my.toml): unknown key {key} ({suggestion}); see `rollweave config{section}`"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        (
-            "run.name=.",
-            "run.name must consist of letters, digits and . _ -, and not begin with . or -",
-        ),
-        (
-            "run.name=..",
-            "run.name must consist of letters, digits and . _ -, and not begin with . or -",
-        ),
-        (
-            "run.name=-x",
-            "run.name must consist of letters, digits and . _ -, and not begin with . or -",
-        ),
-        (f"run.name={'x' * 101}", "run.name must have at most 100 characters"),
-        (f"run.seed={2**63}", "run.seed must be below"),
-        ("run.steps=true", "run.steps must be a whole number, got True"),
-        ('run.steps="3"', "run.steps must be a whole number, got '3'"),
-        ("trainer.lr=true", "trainer.lr must be a number, got True"),
-        ("model.scratch.hidden=48", "model.scratch.hidden must be a multiple of 32, got 48"),
-        ("tasks.0.max_turns=0", "tasks.0.max_turns must be at least 1, got 0"),
-    ],
-)
-def test_a_wrong_value_is_one_line(override: str, problem: str) -> None:
-    (line,) = problems(GOOD, override)
-    assert f"--set (and my.toml): {problem}" in line
-
-
-def test_rules_between_fields_say_which() -> None:
-    assert problems(GOOD, "rollout.mode=bounded", "rollout.alpha=0") == [
-        "my.toml: rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got 0"
-    ]
-    assert problems(GOOD, "model.path=here") == [
-        "my.toml: model must have exactly one of path and [model.scratch]"
-    ]
 
 
 def test_what_must_be_set() -> None:
@@ -321,86 +224,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_every_error_is_in_our_own_words(leaf: str) -> None:
-    """No line of pydantic reaches the user, whatever is wrong with whichever field."""
-    section, _, field = leaf.rpartition(".")
-    for value in WRONG:
-        try:
-            loads(GOOD, [f"{PLACES.get(section, section)}.{field}={value}"], name="my.toml")
-        except ConfigError as error:
-            for line in str(error).splitlines():
-                assert " must " in line or " has no effect " in line, line
-                assert not re.search(
-                    r"[Ii]nput|[Vv]alue should|[Vv]alue error|pattern|String|should|type=",
-                    line,
-                ), line
-
-
-def test_a_file_of_the_wrong_shape_is_one_line_a_section() -> None:
-    assert problems("run = 3\nmodel = []\ntasks = 'x'\nengines = 4\n") == [
-        "my.toml: run must be a section, got 3",
-        "my.toml: model must be a section, got []",
-        "my.toml: tasks must be a list, got 'x'",
-        "my.toml: engines must be a list, got 4",
-    ]
-
-
-def _written(key: str) -> str:
-    """Return the override that writes a former key."""
-    return key.replace("tasks.", "tasks.0.") + "=1"
-
-
-@pytest.mark.parametrize("key", sorted(FORMER))
-def test_a_former_key_names_the_one_that_replaces_it(key: str) -> None:
-    now = FORMER[key]
-    verdict = now if now.startswith("is gone: ") else f"is now {now}"
-    written = _written(key).removesuffix("=1")
-    base = GOOD.replace("[run]", '[sim]\nmodel = "qwen3-8b"\n[allocation]\nbudget = 2\n[run]')
-    assert problems(base, _written(key)) == [f"--set (and my.toml): {written} {verdict}"]
-
-
-def test_a_former_key_in_a_file_is_one_line() -> None:
-    text = GOOD.replace('mode = "partial"', 'mode = "partial"\nenv_stepping = "batch"')
-    assert problems(text) == ["my.toml: rollout.env_stepping is now ablation.without"]
-
-
-def test_a_former_value_names_the_key_that_replaces_it() -> None:
-    assert problems(GOOD, 'ablation.without=["disaggregation"]') == [
-        "my.toml: ablation.without disaggregation is now trainer.colocated"
-    ]
-
-
-def test_only_a_run_that_stops_to_train_is_colocated() -> None:
-    problem = "my.toml: trainer.colocated must be false"
-    text = GOOD.replace("[run]", "[trainer]\ncolocated = true\n[run]")
-    sync = ("rollout.mode=sync", "rollout.alpha=1")
-    assert problems(text) == [
-        f"{problem} unless rollout.mode is sync, the only one that does not train while it "
-        "rolls out, got mode partial"
-    ]
-    assert problems(text, *sync, "allocation={budget=2}")[0].startswith(
-        f"{problem} with [allocation], got true"
-    )
-
-
-@pytest.mark.parametrize("key", sorted(FORMER))
-def test_former_keys_are_gone_and_their_successors_exist(key: str) -> None:
-    keys = settings_of(RunConfig)
-    assert key not in keys
-    assert FORMER[key] in keys or FORMER[key].startswith("is gone: ")
-
-
-def test_a_section_has_at_most_one_policy_of_each_kind() -> None:
-    assert problems(GOOD, 'ablation.policies=["fcfs", "round_robin"]') == [
-        "my.toml: ablation.policies must have at most one of fcfs, round_robin, shortest_first, "
-        "longest_first, got fcfs and round_robin"
-    ]
-    (line,) = problems(GOOD, 'ablation.policies=["lifo"]')
-    assert line.startswith("my.toml: ablation.policies must be among fcfs, ")
-    assert line.endswith("got 'lifo'")
-
-
 TASK = """
 [run]
 name = "warm"
@@ -431,3 +254,17 @@ def test_template_arguments_are_what_json_can_hold(value: str) -> None:
         "a": True,
         "b": {"c": ["d", 1.5]},
     }
+
+
+def test_every_error_is_in_our_own_words() -> None:
+    """No line of pydantic reaches the user, whatever is wrong with whichever field."""
+    foreign = re.compile(r"[Ii]nput|[Vv]alue should|[Vv]alue error|pattern|String|should|type=")
+    for leaf in LEAVES:
+        section, _, field = leaf.rpartition(".")
+        for value in WRONG:
+            try:
+                loads(GOOD, [f"{PLACES.get(section, section)}.{field}={value}"], name="my.toml")
+            except ConfigError as error:
+                for line in str(error).splitlines():
+                    assert " must " in line, line
+                    assert not foreign.search(line), line

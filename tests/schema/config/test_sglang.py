@@ -49,21 +49,3 @@ def test_a_fleet_of_several_hosts_is_planned_on_cpus_only() -> None:
 
 def test_log_probs_are_at_any_temperature_with_top_p() -> None:
     assert loads(CONFIG, ["rollout.temperature=0.7", "rollout.top_p=0.9"]).rollout.top_p == 0.9
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            ["trainer.colocated=true", "rollout.mode=sync"],
-            "engines.0.kind must be embedded with trainer.colocated, for which engines give back "
-            "their memory, got sglang",
-        ),
-        (["engines.0.kind='sgl'"], "engines.0.kind must be "),
-    ],
-)
-def test_what_sglang_cannot_do_is_refused(overrides: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        loads(CONFIG, overrides, name="my.toml")
-    (line,) = str(error.value).splitlines()
-    assert problem in line

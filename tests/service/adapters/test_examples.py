@@ -8,13 +8,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
 
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.media import Image, PlacedImage
 from rollweave.schema.work import SegmentKind
 from rollweave.service.client import Rollouts
 from tests.support.rollout_service import service_config, serving
@@ -67,20 +65,6 @@ def test_a_message_log_equals_the_sequence(parts: list[tuple[SegmentKind, int]])
         ]
     )
     assert logprobs.tolist() == list(token_sequence.logprobs)
-
-
-def test_sequences_with_images_are_refused() -> None:
-    """Both trainers would compute the placeholders as text."""
-    image = Image(digest="0" * 64, media_type="image/png")
-    shown = msgspec.structs.replace(
-        sequence([(SegmentKind.PROMPT, 2), (SegmentKind.OUTPUT, 1)]),
-        images=(PlacedImage(at=0, image=image),),
-    )
-    with pytest.raises(ValueError, match="must have no images, got 1"):
-        nemo.message_log_of(shown)
-    trajectory = SimpleNamespace(id="r", reward=1.0, sequences=(shown,))
-    with pytest.raises(ValueError, match="must have no images, got 1"):
-        verl.fields_of(trajectory, prompt_length=9, response_length=9)
 
 
 def test_nemo_rl_gets_its_batch_without_failures_in_the_baseline(address: str) -> None:

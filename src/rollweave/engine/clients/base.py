@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     STREAM_S,
     Beating,
@@ -33,16 +32,6 @@ OnTokens = Callable[[TokenDelta], None]
 
 It must check what it receives: deltas may be lost or repeated.
 """
-
-
-def image_error(name: str, request: GenerateRequest, takes_images: bool) -> EngineError | None:
-    """Return the error for a request with images to an engine that takes none."""
-    if not request.images or takes_images:
-        return None
-    return EngineError(
-        f"{name} takes no images, got {len(request.images)}: engines of kind vllm and servers in "
-        "the dialect vllm take them"
-    )
 
 
 class EngineBackend(Protocol):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
-from rollweave.engine.clients.base import EngineLink, OnTokens, image_error
+from rollweave.engine.clients.base import EngineLink, OnTokens
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
@@ -85,7 +85,6 @@ class EngineClient:
         self._kv_waiters: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
         self._numbers = itertools.count()
         self._fatal = ""
-        self._takes_images = False
         self._link = open_link(self._on_reply, self._on_lost)
 
     @property
@@ -111,8 +110,6 @@ class EngineClient:
                     f"request ids must be unique among live requests, got {request.id} again"
                 )
             )
-        elif error := image_error(self._name, request, self._takes_images):
-            waiter.set_exception(error)
         else:
             self._generating[request.id] = waiter
             if on_tokens is not None:
@@ -255,7 +252,6 @@ class EngineClient:
             case KvExported() | KvImported() | KvRefused():
                 self._on_kv_reply(reply)
             case Ready():
-                self._takes_images = reply.takes_images
                 _resolve(self._ready, reply)
             case EngineFatal(error=error):
                 self._fatal = error

@@ -4,13 +4,13 @@ bytes out, no I/O.
 Invariants: every sampling parameter is sent, never left to a server's default (vLLM's
 completions take their defaults from the checkpoint's generation_config.json, which may
 hold a repetition penalty); parameters that a dialect cannot express are refused with
-`EngineError` and never dropped; token ids are the server's, never derived from text,
-unless the dialect is configured to (`encode_text`). A response that violates the
-dialect raises `ResponseError`. Ranks are sent to Rollweave servers only: elsewhere they
-need a scheduling policy, without which servers refuse or ignore them.
+`EngineError` and never dropped; token ids are the server's, never derived from text. A
+response that violates the dialect raises `ResponseError`. Ranks are sent to Rollweave
+servers only: elsewhere they need a scheduling policy, without which servers refuse or
+ignore them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -55,18 +55,6 @@ of a sampled token.
 ABOVE_ZERO = 1e-3
 """Maximum by which rounding may lift a log-prob above 0."""
 
-TOO_LONG = ("longer than the maximum model length", "maximum context length")
-"""Parts of vLLM's refusals (400) of a prompt that exceeds its context."""
-
-VLLM_ONLY: dict[str, Any] = {
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "stop_token_ids": (),
-    "allowed_token_ids": None,
-}
-"""The fields that vLLM adds to OpenAI's, with their neutral values."""
-
 T = TypeVar("T")
 
 
@@ -86,10 +74,6 @@ class Dialect(Protocol):
     resumes: bool
     """True if the server resumes a turn; the resumed tokens are then part of its
     answer.
-    """
-    takes_images: bool
-    """True if the server takes images beside the tokens of a request. Its refusal of a
-    prompt that is too long with them has one of `TOO_LONG`.
     """
     checks_grammars: bool
     """True if a constraint must be compiled here before the server gets it, since the
@@ -117,7 +101,7 @@ class Rollweave:
 
     generate_path, ready_path, stats_path = GENERATE_PATH, READY_PATH, STATS_PATH
     keeps_time = resumes = True
-    takes_images = checks_grammars = False
+    checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(request)
@@ -141,9 +125,7 @@ class Vllm:
     """vLLM's tokens in, tokens out (`--enable-scale-out`)."""
 
     generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
-    keeps_time = resumes = False
-    takes_images = True
-    checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def __init__(self, model: str = "") -> None:
         self._model = model or None
@@ -153,18 +135,13 @@ class Vllm:
 
     def fields(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the fields of the request."""
-        fields: dict[str, Any] = {
+        return {
             "request_id": request.id,
             "model": self._model,
             "token_ids": request.tokens,
             "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
             "stream": False,
         }
-        if request.images:
-            # vLLM replaces each placeholder by the tokens of its image
-            parts = [{"type": "image_url", "url": image.url} for image in request.images]
-            fields["content_parts"] = parts
-        return fields
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         return self.result(request, parse(body, VllmResponse))
@@ -204,18 +181,13 @@ class Vllm:
 
 
 class Completions:
-    """OpenAI's completions with vLLM's `return_token_ids`.
-
-    With `encode_text`, the server may lack it: the text is tokenized here.
-    """
+    """OpenAI's completions with vLLM's `return_token_ids`."""
 
     generate_path, ready_path, stats_path = "/v1/completions", "", ""
-    keeps_time = resumes = takes_images = checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
-    def __init__(
-        self, model: str = "", *, encode_text: Callable[[str], Sequence[int]] | None = None
-    ) -> None:
-        self._model, self._encode_text = model, encode_text
+    def __init__(self, model: str = "") -> None:
+        self._model = model
 
     def encode(self, request: GenerateRequest) -> bytes:
         body_fields: dict[str, Any] = {
@@ -223,33 +195,18 @@ class Completions:
             **_vllm_sampling(request.sampling),
             "n": 1,
             "stream": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
         }
         if self._model:
             body_fields["model"] = self._model
-        if self._encode_text is None:
-            body_fields |= {
-                "logprobs": 0,
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-            }
-        else:
-            # A server other than vLLM may refuse fields that OpenAI lacks, even if
-            # neutral.
-            body_fields = {
-                name: value
-                for name, value in body_fields.items()
-                if name not in VLLM_ONLY or value != VLLM_ONLY[name]
-            }
         return as_json(body_fields)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, CompletionResponse)
         choice = single(answer.choices)
         finish = _finish(choice.finish_reason)
-        if self._encode_text is not None:
-            tokens: Sequence[int] = self._encode_text(choice.text)
-            result = _result(request, tokens, [0.0] * len(tokens), finish=finish)
-            return msgspec.structs.replace(result, text_only=True)
         tokens = required(choice.token_ids, "choices[0].token_ids")
         logprobs = required(
             choice.logprobs.token_logprobs if choice.logprobs is not None else None,
@@ -275,7 +232,7 @@ class Sglang:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = takes_images = checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         return as_json(self.fields(request))
@@ -351,7 +308,7 @@ class Prorl:
     """
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = resumes = takes_images = checks_grammars = False
+    keeps_time = resumes = checks_grammars = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
@@ -396,19 +353,10 @@ class Prorl:
         return None
 
 
-def dialect(
-    name: DialectName, *, model: str = "", encode_text: Callable[[str], Sequence[int]] | None = None
-) -> Dialect:
+def dialect(name: DialectName, *, model: str = "") -> Dialect:
     """Return the dialect of this name. `model` is the name of the served model, if the
     dialect sends one.
-
-    With `encode_text`, the server may return text alone; only completions support that,
-    and their results are marked.
     """
-    if encode_text is not None:
-        if name != "completions":
-            raise ValueError(f"text_only must be off unless the dialect is completions, got {name}")
-        return Completions(model, encode_text=encode_text)
     match name:
         case "rollweave":
             return Rollweave()
@@ -429,7 +377,7 @@ def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> No
     tokens, logprobs = result.tokens, result.logprobs
     if len(tokens) != len(logprobs):
         raise ResponseError(f"it gave {len(logprobs)} log-probs for {len(tokens)} tokens")
-    if len(tokens) > request.sampling.max_tokens and not result.text_only:
+    if len(tokens) > request.sampling.max_tokens:
         raise ResponseError(
             f"it gave {len(tokens)} tokens, max_tokens is {request.sampling.max_tokens}"
         )

@@ -12,19 +12,17 @@ clients.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 import msgspec
 
-from rollweave.engine.clients.base import OnTokens, image_error
-from rollweave.engine.clients.dialects import TOO_LONG, Dialect, check, dialect
+from rollweave.engine.clients.base import OnTokens
+from rollweave.engine.clients.dialects import Dialect, check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
-    exact_probe,
-    inexactness,
     logprobs_kind,
     objection,
     probes,
@@ -68,11 +66,6 @@ from rollweave.schema.weights import WeightManifest
 
 T = TypeVar("T")
 
-Reference = Callable[[Sequence[int], Sequence[int]], Awaitable[Sequence[float] | None]]
-"""Returns the log-probs at temperature 1 that the checkpoint gives the second tokens
-after the first; None if unknown.
-"""
-
 DONE = b"[DONE]"
 """The event after the last part of a streamed answer."""
 
@@ -87,8 +80,7 @@ class HttpSpec(Struct, frozen=True, kw_only=True):
 
     `vocab` is the size of the model's vocabulary. `slots` bounds the concurrent
     requests, `kv_tokens` is for planning; a Rollweave server reports both itself.
-    `token` is the server's bearer token, if it requires one. `text_only` admits a
-    server without token ids, for evaluation alone.
+    `token` is the server's bearer token, if it requires one.
     """
 
     name: str
@@ -98,7 +90,6 @@ class HttpSpec(Struct, frozen=True, kw_only=True):
     model: str = ""
     slots: int = 64
     kv_tokens: int = 1 << 20
-    text_only: bool = False
     token: str = ""
 
     def __post_init__(self) -> None:
@@ -131,11 +122,8 @@ class HttpEngine:
 
     `check_s` is the time between health checks, `body_s` bounds the time between an
     answer's first byte and its last, `silence_s` that between two parts of a streamed
-    one. `encode_text` tokenizes the text of a server that
-    is `text_only`. `on_retry` is called after each failed attempt to reach a server
-    that has not answered yet. With `reference`, `on_warning` is called if the server's
-    log-probs are not those of the checkpoint in float32. Connects to `hosts` only; None
-    admits all.
+    one. `on_retry` is called after each failed attempt to reach a server that has not
+    answered yet. Connects to `hosts` only; None admits all.
     """
 
     def __init__(
@@ -146,10 +134,7 @@ class HttpEngine:
         reply_s: float = 2.0,
         check_s: float = 5.0,
         body_s: float = BODY_S,
-        encode_text: Callable[[str], Sequence[int]] | None = None,
         on_retry: OnRetry = lambda reason, tries, next_s: None,
-        reference: Reference | None = None,
-        on_warning: Callable[[str], None] = lambda text: None,
         hosts: Hosts | None = None,
         silence_s: float = SILENCE_S,
         spoken: StreamingDialect | None = None,
@@ -157,14 +142,9 @@ class HttpEngine:
         """`spoken` takes the place of the dialect that `spec` names, and the server's
         answers are streamed if their tokens are to be reported.
         """
-        if spec.text_only is not (encode_text is not None):
-            raise ValueError("encode_text must be given if and only if spec.text_only is true")
         self._spec, self._start_s, self._reply_s, self._check_s = spec, start_s, reply_s, check_s
         self._name, self._on_retry = spec.name, on_retry
-        self._reference, self._on_warning = reference, on_warning
-        self._dialect: Dialect = spoken or dialect(
-            spec.dialect, model=spec.model, encode_text=encode_text
-        )
+        self._dialect: Dialect = spoken or dialect(spec.dialect, model=spec.model)
         self._streaming = spoken
         self._loop = asyncio.get_running_loop()
         self._wire = Transport(
@@ -232,8 +212,6 @@ class HttpEngine:
                     f"request ids must be unique among live requests, got {request.id} again"
                 )
             )
-        elif error := image_error(self._name, request, self._dialect.takes_images):
-            call.answer.set_exception(error)
         else:
             self._calls[request.id] = call
             call.task = self._loop.create_task(
@@ -340,19 +318,15 @@ class HttpEngine:
     def _fitting(
         self, request: GenerateRequest, work: asyncio.Task[GenerateResult]
     ) -> GenerateResult:
-        """Return the answer, or `FinishReason.CONTEXT` for a prompt that is too long
-        with the tokens of its images, which only the server knows, or
-        `FinishReason.REFUSED` if the server cannot meet the constraint.
+        """Return the answer, or `FinishReason.REFUSED` if the server cannot meet the
+        constraint.
         """
         try:
             return work.result()
         except StatusError as error:
-            if error.status == 400 and request.sampling.constraint is not None:
-                return GenerateResult.empty(request.id, FinishReason.REFUSED, str(error))
-            too_long = error.status == 400 and any(text in str(error) for text in TOO_LONG)
-            if not request.images or not too_long:
+            if error.status != 400 or request.sampling.constraint is None:
                 raise
-            return GenerateResult.empty(request.id, FinishReason.CONTEXT, str(error))
+            return GenerateResult.empty(request.id, FinishReason.REFUSED, str(error))
 
     async def _request_abort(self, call: _Call, work: asyncio.Task[GenerateResult]) -> None:
         """Ask the server to answer now with the tokens so far, if it can, and give it
@@ -376,11 +350,7 @@ class HttpEngine:
             raise EngineError(f"{self._name}: {why}")
         if why := await self._constraint_error(request):
             return GenerateResult.empty(request.id, FinishReason.REFUSED, f"{CANNOT}{why}")
-        rest = (
-            request
-            if self._dialect.resumes
-            else remaining_request(request, text_only=self._spec.text_only)
-        )
+        rest = request if self._dialect.resumes else remaining_request(request)
         if isinstance(rest, FinishReason):
             return unextended_result(request, rest)
         starts_over = request.resumed is not None and len(rest.tokens) == len(request.tokens)
@@ -502,14 +472,7 @@ class HttpEngine:
         except EngineLostError:
             return
         except EngineError as error:
-            hint = (
-                "; for evaluation alone, set text_only"
-                if self._spec.dialect == "completions"
-                else ""
-            )
-            self._wire.mark_lost(
-                f"cannot be used in the dialect {self._spec.dialect}: {error}{hint}"
-            )
+            self._wire.mark_lost(f"cannot be used in the dialect {self._spec.dialect}: {error}")
             return
         _resolve(self._ready, ready)
         while not self.lost.done():
@@ -521,15 +484,8 @@ class HttpEngine:
         await self._wire.wait_healthy(self._on_retry)
         first, second = probes(self._spec.vocab)
         greedy, _ = await self._post_checked(first)
-        hot = greedy if greedy.text_only else (await self._post_checked(second))[0]
+        hot, _ = await self._post_checked(second)
         self._logprobs = logprobs_kind(greedy, hot)
-        if (
-            self._reference is not None
-            and not greedy.text_only
-            and not (greedy.versions and greedy.versions[-1].version > 0)
-        ):
-            # A later version has other weights than the checkpoint.
-            await self._compare_with_reference(self._reference)
         slots, kv_tokens = self._spec.slots, self._spec.kv_tokens
         if self._dialect.ready_path:
             ready = parse(await self._wire.get(self._dialect.ready_path), Ready)
@@ -547,22 +503,7 @@ class HttpEngine:
             max_context=kv_tokens,
             moves_kv=False,
             preempts=False,
-            takes_images=self._dialect.takes_images,
         )
-
-    async def _compare_with_reference(self, reference: Reference) -> None:
-        """Warn if log-probs differ from the checkpoint's: a trainer would correct for
-        rounding as if it were staleness.
-        """
-        request = exact_probe(self._spec.vocab)
-        try:
-            result, _ = await self._post_checked(request)
-        except ResponseError as error:
-            self._on_warning(f"its log-probs cannot be compared with the checkpoint's: {error}")
-            return
-        rescored = await reference(request.tokens, result.tokens)
-        if rescored is not None and (text := inexactness(result.logprobs, rescored)):
-            self._on_warning(text)
 
     def _fail_all(self) -> None:
         """Fail all waiters, because the engine is lost."""

@@ -7,10 +7,6 @@ request's temperature, before top-k and top-p truncate the distribution
 at temperature 1, and with `--logprobs-mode processed_logprobs` those after truncation.
 The difference is silent, so it is measured: the most probable tokens are generated once
 at temperature 0, and once more at temperature 2, where `top_k = 1` leaves only them.
-
-If the checkpoint is available, a third generation is compared with the log-probs of its
-weights in float32: vLLM by default computes a float32 checkpoint in bfloat16, in which
-about half of all log-probs are off by more than `EXACT`.
 """
 
 import enum
@@ -35,20 +31,6 @@ precision.
 """
 
 
-EXACT_TOKENS = 32
-"""Number of tokens in the third generation: if half of all tokens are off, 32 are right
-by chance once in 4 billion times.
-"""
-
-EXACT = 1e-4
-"""Maximum difference of log-probs between two float32 implementations: vLLM's and ours
-differ by at most 2e-5.
-"""
-
-OTHER_WEIGHTS = 0.5
-"""Mean difference of log-probs that rounding cannot explain."""
-
-
 class Logprobs(enum.Enum):
     """The distribution that a server's log-probs are of."""
 
@@ -56,7 +38,6 @@ class Logprobs(enum.Enum):
     RAW = "the distribution at temperature 1"
     CUT = "what top-k and top-p left of the distribution"
     UNKNOWN = "a distribution that a probe could not identify"
-    NONE = "nothing: the server returns text only"
 
 
 def probes(vocab: int) -> tuple[GenerateRequest, GenerateRequest]:
@@ -70,47 +51,10 @@ def probes(vocab: int) -> tuple[GenerateRequest, GenerateRequest]:
     )
 
 
-def exact_probe(vocab: int) -> GenerateRequest:
-    """Return the third generation: at temperature 1, where tokens are far from certain,
-    so that rounding shows.
-    """
-    first, _ = probes(vocab)
-    return GenerateRequest(
-        id="probe-exact",
-        tokens=first.tokens,
-        sampling=Sampling(temperature=1.0, max_tokens=EXACT_TOKENS, seed=1),
-    )
-
-
-def inexactness(sampled: Sequence[float], rescored: Sequence[float]) -> str:
-    """Describe how the engine's log-probs differ from the checkpoint's in float32, and
-    what to do; "" if they agree.
-
-    Raises ValueError if the two are not of the same tokens.
-    """
-    differences = [abs(one - other) for one, other in zip(sampled, rescored, strict=True)]
-    off = sum(distance > EXACT for distance in differences)
-    if not off:
-        return ""
-    mean = sum(differences) / len(differences)
-    difference = (
-        f"{off} of {len(differences)} probed log-probs are off by more than {EXACT:g} "
-        f"(the largest by {max(differences):.2g})"
-    )
-    if mean > OTHER_WEIGHTS:
-        return f"{difference}: it has other weights than the checkpoint"
-    return (
-        f"{difference}: it computes in less than float32, or its weights have changed since; vLLM "
-        "computes a float32 checkpoint in bfloat16 unless it is started with --dtype float32"
-    )
-
-
 def logprobs_kind(greedy: GenerateResult, hot: GenerateResult) -> Logprobs:
     """Classify a server's log-probs by the two results, over the tokens that they
     share.
     """
-    if greedy.text_only:
-        return Logprobs.NONE
     shared = sum(
         1
         for _ in takewhile(

@@ -139,6 +139,7 @@ def required(value: T | None, where: str) -> T:
     """
     if value is None:
         raise ResponseError(
-            f"its answer has no {where}: the server returns no token ids or log-probs"
+            f"its answer has no {where}: an engine must return token ids and log-probs; a "
+            "server without them can be a judge or a teacher"
         )
     return value

@@ -2,10 +2,10 @@
 the prompt.
 
 The turn is started over if that would not yield the same turn: a stop string may lie
-across the boundary, where such a server does not see it, a constraint holds from the
-first token that is sampled, and a text-only server has no tokens to continue from. The
-rest gets a different seed, since a server draws from the beginning of a seed: with the
-turn's seed, it would repeat the draws of the resumed tokens.
+across the boundary, where such a server does not see it, and a constraint holds from
+the first token that is sampled. The rest gets a different seed, since a server draws
+from the beginning of a seed: with the turn's seed, it would repeat the draws of the
+resumed tokens.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,7 @@ MIN_BUDGET_S = 1e-3
 """Budget in seconds that is sent if the budget is used up: 0 would mean no budget."""
 
 
-def remaining_request(
-    request: GenerateRequest, *, text_only: bool
-) -> GenerateRequest | FinishReason:
+def remaining_request(request: GenerateRequest) -> GenerateRequest | FinishReason:
     """Return the request for the server, without `resumed`; or the finish reason if the
     resumed tokens already end the turn.
 
@@ -36,7 +34,7 @@ def remaining_request(
     resumed, sampling = request.resumed, request.sampling
     if resumed is None:
         return request
-    if text_only or any(sampling.stop) or sampling.constraint is not None:
+    if any(sampling.stop) or sampling.constraint is not None:
         return msgspec.structs.replace(request, resumed=None)
     count = len(resumed.tokens)
     if count > sampling.max_tokens or any(

@@ -23,7 +23,7 @@ import msgspec
 from rollweave.engine.clients.transport import read_bounded
 from rollweave.engine.servers.process import settings_of
 from rollweave.io.loop_thread import run_apart
-from rollweave.schema.errors import ConfigError, EngineError
+from rollweave.schema.errors import ConfigError, EngineError, FieldError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import EngineSpec
 
@@ -338,23 +338,11 @@ async def _call(
     )
 
 
-def server_token(variable: str | None, file: str | None) -> str:
-    """Return the token that the environment or a file holds. Raises ConfigError, whose
-    text is the field and the broken rule.
-    """
-    if variable is not None:
-        token = os.environ.get(variable, "").strip()
-        where = f"token_env must be set in the environment, got {variable}"
-    else:
-        assert file is not None, "the configuration has one of both"
-        path = Path(file).expanduser()
-        try:
-            token = path.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file must be readable, got {file}: {error}") from error
-        where = f"token_file must hold a token, got the empty {file}"
+def server_token(variable: str) -> str:
+    """Return the token that the environment holds. Raises FieldError."""
+    token = os.environ.get(variable, "").strip()
     if not token or not (token.isascii() and token.isprintable()):
-        raise ConfigError(where)
+        raise FieldError("token_env", "be set in the environment", variable)
     return token
 
 

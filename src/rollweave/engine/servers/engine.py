@@ -123,15 +123,13 @@ class ServerKind(LeasedKind, Protocol):
 
     `dialect` is that of its requests. If `copies_weights`, a version that `hold`
     returns is a copy in the memory of the engine's process. If `restricts_tokens`, a
-    turn may be restricted to certain tokens; if `constrains`, to a form of its text. If
-    `takes_images`, a request may have images.
+    turn may be restricted to certain tokens; if `constrains`, to a form of its text.
     """
 
     dialect: DialectName
     copies_weights: bool
     restricts_tokens: bool
     constrains: bool
-    takes_images: bool
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:
         """Return the version of the server that an interpreter has. Raises ConfigError,
@@ -274,7 +272,6 @@ class ServerEngine:
                     stages=True,
                     moves_kv=self._mover is not None,
                     preempts=False,
-                    takes_images=self._dialect.takes_images,
                 )
             )
             handling = self._spawn(self._handle_all(commands), "commands")

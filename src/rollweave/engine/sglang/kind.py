@@ -23,7 +23,6 @@ class SglangKind:
     copies_weights = True
     restricts_tokens = False
     constrains = False
-    takes_images = False
     leased_routes = (*ROUTES, GENERATE, ABORT, LOADS)
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:

@@ -24,7 +24,6 @@ class VllmKind:
     copies_weights = False
     restricts_tokens = True
     constrains = True
-    takes_images = True
     leased_routes = (*ROUTES, *ATTACHED_ROUTES, GENERATE, ABORT)
 
     def version(self, python: str, *, routes: bool = False, moves_kv: bool = False) -> str:

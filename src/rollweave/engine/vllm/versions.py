@@ -87,8 +87,8 @@ class OwnVllm(Vllm):
 
     def routes(self, request: GenerateRequest, choice: VllmChoice, tokens: int) -> Routes | None:
         """Return the routes of an answer of so many tokens."""
-        if not self._routes or not tokens or request.images:
-            return None  # with images, the server's positions are others than ours
+        if not self._routes or not tokens:
+            return None
         import numpy
 
         where = "choices[0].routed_experts"

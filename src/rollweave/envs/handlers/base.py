@@ -32,7 +32,6 @@ from rollweave.envs.handlers.sandboxes import StartsSandboxes
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.media import Image
 from rollweave.schema.work import StopReason, Task, Unreadable
 
 
@@ -74,13 +73,13 @@ class Tool:
     """A tool that the agent may call.
 
     `parameters` is a JSON schema of an object; `call` receives arguments that match it,
-    and returns text, or a list of texts and images.
+    and returns text.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    call: Callable[[dict[str, Any]], Awaitable[str | list[str | Image]]]
+    call: Callable[[dict[str, Any]], Awaitable[str]]
 
 
 class Agent(Protocol):

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from rollweave.envs.handlers.base import Agent, Tool
 from rollweave.io.extras import from_extra
-from rollweave.schema.chat import Message, ToolCall, message_of
+from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import SandboxRefusedError
-from rollweave.schema.media import Image
 from rollweave.schema.packing import DEPTH, is_deep
 
 with from_extra("tools"):
@@ -85,7 +84,7 @@ async def converse(
                 answer = (
                     text_call if isinstance(text_call, str) else await _answer(known, text_call)
                 )
-                history.append(message_of(_parts(answer), role="user"))
+                history.append(Message(role="user", content=answer))
                 done = isinstance(answer, Final)
         else:
             for number, call in enumerate(reply.tool_calls):
@@ -93,8 +92,9 @@ async def converse(
                     answer = await _answer(known, call)
                 else:
                     answer = f"Not run: a message may have at most {MAX_CALLS} calls."
-                parts = _parts(answer)
-                history.append(message_of(parts, role="tool", tool_call_id=call.id, name=call.name))
+                history.append(
+                    Message(role="tool", content=answer, tool_call_id=call.id, name=call.name)
+                )
                 done = isinstance(answer, Final)
                 if done:
                     break
@@ -161,13 +161,7 @@ def _call_in_text(text: str, fields: Mapping[str, str]) -> ToolCall | str | None
     return ToolCall(name=name, arguments=json.dumps({fields[name]: body} if fields[name] else {}))
 
 
-def _parts(answer: str | list[str | Image]) -> list[str | Image]:
-    return [answer] if isinstance(answer, str) else answer
-
-
-async def _answer(
-    known: Mapping[str, tuple[Tool, Validator]], call: ToolCall
-) -> str | list[str | Image]:
+async def _answer(known: Mapping[str, tuple[Tool, Validator]], call: ToolCall) -> str:
     if call.name not in known:
         return f"There is no tool {call.name!r:.100}. The tools are: {', '.join(known) or 'none'}."
     tool, checker = known[call.name]

@@ -7,7 +7,7 @@ it is null or has a value without effect, or if the caller's `Reading` says so.
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
@@ -22,8 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollweave.io.http.fields import UNKNOWN_FIELD, refused_field, shown
-from rollweave.schema.chat import Message, Role, ToolCall, message_of
-from rollweave.schema.media import Image
+from rollweave.schema.chat import Message, Role, ToolCall
 
 MESSAGE_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -105,16 +104,6 @@ class TextPart(OpenModel):
     text: str
 
 
-class ImageUrl(OpenModel):
-    url: str
-    detail: str | None = None
-
-
-class ImagePart(OpenModel):
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
 def other_than(*known: str) -> Any:
     """Return the type of a `type` that is none of the known ones."""
 
@@ -127,14 +116,12 @@ def other_than(*known: str) -> Any:
 
 
 class OtherPart(OpenModel):
-    type: other_than("text", "image_url")  # type: ignore[valid-type]
+    type: other_than("text")  # type: ignore[valid-type]
 
 
 class ChatMessage(OpenModel):
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: (
-        str | Annotated[list[TextPart | ImagePart | OtherPart], Field(fail_fast=True)] | None
-    ) = None
+    content: str | Annotated[list[TextPart | OtherPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -163,9 +150,6 @@ class Reading(Protocol):
     def thoughts(self, field: str, text: str) -> str:
         """Return an assistant's thoughts."""
 
-    def image(self, field: str) -> None:
-        """Note an image."""
-
     def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
         """Return the text in place of a part of a message, or raise an error."""
 
@@ -190,9 +174,6 @@ class StrictReading:
     def thoughts(self, field: str, text: str) -> str:
         return text
 
-    def image(self, field: str) -> None:
-        pass
-
     def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
         raise FieldError.of(field, rule, what if value is None else value)
 
@@ -210,7 +191,7 @@ def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
         reading.others(f"{path}.tool_calls.{place}.", call)
         reading.others(f"{path}.tool_calls.{place}.function.", call.function)
     thoughts = _thoughts(message, path, reading)
-    parts = list[str | Image]([content] if isinstance(content, str) else [])
+    parts = [content] if isinstance(content, str) else []
     for place, part in enumerate(() if content is None or isinstance(content, str) else content):
         each = f"{path}.content.{place}"
         if isinstance(part, OtherPart):
@@ -218,61 +199,21 @@ def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
             if part.type in ("thinking", "reasoning") and isinstance(text, str):
                 thoughts += reading.thoughts(each, text)
             else:
-                parts.append(reading.placeholder(each, part.type, "must be text or image_url"))
+                parts.append(reading.placeholder(f"{each}.type", part.type, "must be text"))
         else:
             reading.others(f"{each}.", part)
-            parts.append(part.text if isinstance(part, TextPart) else _image(part, each, reading))
-    fields: dict[str, Any] = {
-        "tool_calls": tuple(
+            parts.append(part.text)
+    return Message(
+        role=role,
+        content="".join(parts),
+        tool_calls=tuple(
             ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
             for call in message.tool_calls or ()
         ),
-        "tool_call_id": message.tool_call_id or "",
-        "name": message.name or "",
-        "thoughts": thoughts if role == "assistant" else "",
-    }
-    return with_parts(reading, f"{path}.content", parts, role=role, **fields)
-
-
-def read_detail(reading: Reading, field: str, detail: str | None) -> None:
-    """Read how closely an image should be seen: engines see all of it."""
-    if detail not in (None, "auto"):
-        reading.leave(field, detail, "must be auto")
-
-
-def linked_image(reading: Reading, path: str, url: str) -> str | Image:
-    """Return the image in a data: URL, or the text in place of an image behind another
-    URL, which may change: an image is recorded as it was seen.
-    """
-    if not url.startswith("data:"):
-        what, rule = "an image behind a URL", "must be a data: URL"
-        return reading.placeholder(path, what, rule, value=url)
-    return image_at(reading, path, url)
-
-
-def image_at(
-    reading: Reading, path: str, text: str, *, of: Callable[[str], Image] = Image.of_url
-) -> Image:
-    """Return the image in a data: URL, or what else `of` reads. Raises the reading's
-    refusal.
-    """
-    reading.image(path)
-    try:
-        return of(text)
-    except ValueError as error:
-        raise reading.refusal(path, f"{path}: {error}") from error
-
-
-def with_parts(
-    reading: Reading, path: str, parts: Iterable[str | Image], *, role: Role, **fields: Any
-) -> Message:
-    """Return the message with these parts. Raises the reading's refusal for images
-    where they cannot be.
-    """
-    try:
-        return message_of(parts, role=role, **fields)
-    except ValueError as error:
-        raise reading.refusal(path, f"{path}: {error}") from error
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        thoughts=thoughts if role == "assistant" else "",
+    )
 
 
 def read_messages(value: object, path: str) -> tuple[Message, ...]:
@@ -317,12 +258,6 @@ def first_problem(
 
 def _broken(reading: Reading, field: str, rule: str, value: object) -> Exception:
     return reading.refusal(field, f"{shown(field)} {rule}, got {value!r:.80}")
-
-
-def _image(part: ImagePart, path: str, reading: Reading) -> str | Image:
-    reading.others(f"{path}.image_url.", part.image_url)
-    read_detail(reading, f"{path}.image_url.detail", part.image_url.detail)
-    return linked_image(reading, f"{path}.image_url.url", part.image_url.url)
 
 
 def _thoughts(message: ChatMessage, path: str, reading: Reading) -> str:

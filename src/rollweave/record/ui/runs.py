@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from rollweave.io.reading import named
-from rollweave.record.images import ImageError, find_image, images_of
 from rollweave.record.report.data import (
     DAMAGE,
     RunData,
@@ -40,7 +39,6 @@ from rollweave.record.ui.attempts import PAGE, AttemptIndex, Query, Row
 from rollweave.record.ui.files import AppendedFile, ReplacedFile
 from rollweave.record.ui.lanes import LaneIndex
 from rollweave.schema.errors import ConfigError, CorruptJournalError
-from rollweave.schema.media import Image
 from rollweave.schema.status import RunStatus
 
 MAX_ENTRIES = 10_000
@@ -295,13 +293,6 @@ class RunView:
                 "task": _rows(self._attempts.of_task(row)),
                 "note": note,
             }
-
-    def image(self, digest: str) -> Image:
-        """Return an image of the run. Raises UnknownRunError if it cannot be read."""
-        try:
-            return find_image(images_of(self.run.trajectories).directory, digest)
-        except ImageError as error:
-            raise UnknownRunError(str(error)) from error
 
     def figures(self) -> dict[str, Any]:
         """Return what `/metrics` shows of the run."""

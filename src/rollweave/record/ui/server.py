@@ -190,7 +190,6 @@ class _Routes:
             web.get("/api/lanes", self.lanes),
             web.get("/api/attempts", self.attempts),
             web.get("/api/attempt", self.attempt),
-            web.get("/api/image", self.image),
             web.get("/metrics", self.metrics),
         ]
 
@@ -247,14 +246,6 @@ class _Routes:
         return _json(
             await self._read(lambda: self._runs.get(name).attempt(query.get("id", ""), attempt))
         )
-
-    async def image(self, request: web.Request) -> web.Response:
-        """Answer with the bytes of an image, which a browser shows, and runs in no
-        case.
-        """
-        name, digest = request.query.get("run", ""), request.query.get("digest", "")
-        image = await self._read(lambda: self._runs.get(name).image(digest))
-        return web.Response(body=image.data, content_type=image.media_type)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""

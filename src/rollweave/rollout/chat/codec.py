@@ -9,9 +9,8 @@ can change an earlier token.
 
 What an environment or a user writes is text: where it spells a marker (`<|im_end|>`),
 the spelling is tokenized as ordinary text (`guard`), so that no message can close its
-own turn and pose as another role. Markers come from the template alone, and so does the
-placeholder of an image, of which a rendering has exactly one for each image. (A
-template whose turns are marked by ordinary text has no such guard.)
+own turn and pose as another role. Markers come from the template alone. (A template
+whose turns are marked by ordinary text has no such guard.)
 """
 
 import contextlib
@@ -46,18 +45,14 @@ from rollweave.rollout.chat.template import (
     configured,
     read_templates,
 )
-from rollweave.rollout.chat.text import TextCodec, eos_tokens, image_tokens
+from rollweave.rollout.chat.text import TextCodec, eos_tokens
 from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.media import DIGEST_CHARS, Image
 from rollweave.schema.text import valid
 
 __all__ = ["PLACEHOLDER", "ChatCodec", "ChatError"]
-
-BLANK: Final = Image(digest="0" * DIGEST_CHARS, media_type="image/png")
-"""Stands for any image in a rendering."""
 
 SYSTEM: Final = Message(role="system", content="s")
 TOOL: Final = json.dumps(
@@ -94,15 +89,12 @@ class ChatCodec(TextCodec):
         *,
         name: str = "chat template",
         eos: Sequence[int] = (),
-        images: Sequence[int] = (),
         with_tools: ChatTemplate | None = None,
     ) -> None:
-        """`images` are the tokens that may be the placeholder of an image."""
         super().__init__(tokenizer)
         self._tokenizer = tokenizer
         self.plain = TextCodec(tokenizer, eos=eos)
         self._name, self._eos = name, tuple(eos)
-        self._image_tokens = tuple(images)
         self._use(template, with_tools or template)
 
     def _use(self, template: ChatTemplate, with_tools: ChatTemplate) -> None:
@@ -114,7 +106,6 @@ class ChatCodec(TextCodec):
         self._guard = Guard(
             self._tokenizer,
             f"{template.literals}\0{with_tools.literals}",
-            images=self._image_tokens,
             turns=self._written(template, ((SYSTEM, CONTEXT[0]), (*CONTEXT, QUESTION), results[1])),
             written=self._written(with_tools, (*results, (SYSTEM, CONTEXT[0])), (TOOL,)),
         )
@@ -139,7 +130,6 @@ class ChatCodec(TextCodec):
         self._rest = lru_cache(CACHED)(self._encode_rest)
         self._start = lru_cache(CACHED)(self._render_start)
         self._variants = lru_cache(VARIANTS)(self._with_arguments)
-        self.image_token = self._find_image_token()
 
     def _written(
         self,
@@ -170,30 +160,6 @@ class ChatCodec(TextCodec):
             self._following(tools), self._tokenizer, self._guard.pattern, self._guard.markers
         )
 
-    def _find_image_token(self) -> int | None:
-        """Return the candidate of which a rendering of one image has one, and one of no
-        image none.
-        """
-        without, shown = (
-            [Message(role="user", content=QUESTION.content, images=images)]
-            for images in ((), (BLANK,))
-        )
-        try:
-            before, after = (
-                self._guard.encode(self._template.render(messages, prompt=True))
-                for messages in (without, shown)
-            )
-        except ChatError:
-            return None
-        return next(
-            (
-                token
-                for token in self._image_tokens
-                if (before.count(token), after.count(token)) == (0, 1)
-            ),
-            None,
-        )
-
     @classmethod
     def from_directory(
         cls,
@@ -219,16 +185,8 @@ class ChatCodec(TextCodec):
             templates[DEFAULT],
             name=str(directory),
             eos=eos_tokens(directory, read),
-            images=image_tokens(directory, read.tokenizer),
             with_tools=templates.get(WITH_TOOLS),
         )
-
-    @property
-    def no_images(self) -> str:
-        """Why messages must have no images, "" if they may."""
-        if self.image_token is not None:
-            return ""
-        return f"the chat template of {self._name} has no place for images"
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -302,11 +260,9 @@ class ChatCodec(TextCodec):
         `tools` are the declarations that the agent is shown, as in
         `ChatTemplate.render`.
         """
-        count = self._count_images(messages)
         large = sum(map(len, tools)) + sum(message.chars for message in messages) > CACHED_CHARS
         start = self._render_start if large else self._start
-        tokens = start(_blanked(messages), tuple(tools), prompt, continues)
-        return self._checked(tokens, count)
+        return start(tuple(messages), tuple(tools), prompt, continues)
 
     def extend(
         self,
@@ -323,35 +279,13 @@ class ChatCodec(TextCodec):
         They are the rest of the end of turn, `messages`, and with `prompt` the opening
         of the next turn. Raises ChatError.
         """
-        count, guarded = self._count_images(messages), self._guarded(tuple(tools))
+        guarded = self._guarded(tuple(tools))
         large = sum(message.chars for message in messages) > CACHED_CHARS
         text_after, rest = (
             (self._text_after, self._encode_rest) if large else (self._after, self._rest)
         )
-        after = text_after(_blanked(messages), prompt, guarded)
-        written = self._ending(guarded).written(sampled, after, self.decode)
-        return self._checked(rest(after, written), count)
-
-    def _count_images(self, messages: Sequence[Message]) -> int:
-        """Return the number of images. Raises ChatError if there is no place for
-        them.
-        """
-        count = sum(len(message.images) for message in messages)
-        if count and self.image_token is None:
-            raise ChatError(f"{self.no_images}, got {count}")
-        return count
-
-    def _checked(self, tokens: tuple[int, ...], images: int) -> tuple[int, ...]:
-        """Return the tokens of a rendering. Raises ChatError unless it has exactly one
-        placeholder for each image.
-        """
-        shown = 0 if self.image_token is None else tokens.count(self.image_token)
-        if shown != images:
-            raise ChatError(
-                f"{self._name}: chat template must show each of {images} images once, got {shown} "
-                "placeholders"
-            )
-        return tokens
+        after = text_after(tuple(messages), prompt, guarded)
+        return rest(after, self._ending(guarded).written(sampled, after, self.decode))
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a scripted turn: its text, and what ends the agent's
@@ -458,15 +392,3 @@ class ChatCodec(TextCodec):
         if not before and not self._guard.pattern.match(after):
             before = LETTER
         return tuple(self._guard.encode(after[written:], before=before))
-
-
-def _blanked(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages with the same image in place of each: a rendering depends on
-    the places of images alone.
-    """
-    return tuple(
-        msgspec.structs.replace(message, images=(BLANK,) * len(message.images))
-        if message.images
-        else message
-        for message in messages
-    )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.schema.chat import Message
-from rollweave.schema.media import PlacedImage
 from rollweave.schema.serving import VersionSpan, spans_cover
 from rollweave.schema.work import (
     Routes,
@@ -56,9 +55,7 @@ class Conversation:
         self._routes: tuple[Routes, ...] = ()
         self._state_key = state_key
         self._messages = list(messages)
-        self._images: tuple[PlacedImage, ...] = ()
-        self._expanded = 0
-        self._append_messages(codec.start(messages), messages, SegmentKind.PROMPT)
+        self._append(codec.start(messages), SegmentKind.PROMPT)
         self.prompt_tokens = len(self._tokens)
 
     def __len__(self) -> int:
@@ -71,26 +68,6 @@ class Conversation:
         conversation.
         """
         return tuple(self._tokens)
-
-    @property
-    def images(self) -> tuple[PlacedImage, ...]:
-        """Return the images so far, with their placeholders among `tokens`."""
-        return self._images
-
-    @property
-    def context_tokens(self) -> int:
-        """Return the number of tokens so far, with those of images as the engine
-        counted them: of images after the last turn, only the placeholders.
-        """
-        return len(self._tokens) + self._expanded
-
-    @property
-    def has_stray_placeholder(self) -> bool:
-        """True if the agent has sampled the placeholder of an image, so that no engine
-        could tell where the images of this conversation are.
-        """
-        token = self._codec.image_token
-        return token is not None and self._tokens.count(token) != len(self._images)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -125,17 +102,13 @@ class Conversation:
         logprobs: Sequence[float],
         versions: Sequence[VersionSpan],
         *,
-        exact: bool = True,
         finish_reason: str = "stop",
         routes: Routes | None = None,
-        prompt_tokens: int = 0,
     ) -> str:
         """Append the agent's turn as the engine sampled it, and return its text.
-        `prompt_tokens` is the engine's count of what precedes it, 0 if unknown.
 
-        `versions` must cover the tokens without gaps. A turn that is not `exact`,
-        because the engine returned text only, is no output: nothing may be trained on
-        it. Raises ValueError if the result is inconsistent.
+        `versions` must cover the tokens without gaps. Raises ValueError if the result
+        is inconsistent.
         """
         if self._after_turn():
             raise ValueError("add_turn must be followed by observe, got add_turn twice")
@@ -149,17 +122,13 @@ class Conversation:
                 f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
             )
         start = len(self._tokens)
-        if self._images and prompt_tokens:
-            self._expanded = max(0, prompt_tokens - start)
-        for span in versions if exact else ():
+        for span in versions:
             self._append(
                 tokens[span.start : span.end],
                 SegmentKind.OUTPUT,
                 span.version,
                 logprobs[span.start : span.end],
             )
-        if not exact:
-            self._append(tokens, SegmentKind.OBSERVATION)
         self._routes = with_routes(self._routes, routes)
         self._turns.append(
             _Turn(start, len(self._tokens), self._state_key, finish_reason=finish_reason)
@@ -185,7 +154,7 @@ class Conversation:
             raise ChatError("a turn must be followed by at least one message, got none")
         turn = self._turns[-1]
         tokens = self._codec.extend(self._tokens[turn.start : turn.end], messages, prompt=not last)
-        self._append_messages(tokens, messages, SegmentKind.OBSERVATION)
+        self._append(tokens, SegmentKind.OBSERVATION)
         self._messages += messages
         self._state_key = state_key
 
@@ -196,7 +165,6 @@ class Conversation:
             segments=tuple(self._segments),
             logprobs=tuple(self._logprobs),
             routes=self._routes,
-            images=tuple(placed.reference() for placed in self._images),
             turns=tuple(
                 TurnSpan(
                     start=turn.start,
@@ -211,12 +179,6 @@ class Conversation:
 
     def _after_turn(self) -> bool:
         return bool(self._turns) and self._turns[-1].end == len(self._tokens)
-
-    def _append_messages(
-        self, tokens: Sequence[int], messages: Sequence[Message], kind: SegmentKind
-    ) -> None:
-        self._images += self._codec.placed(tokens, messages, start=len(self._tokens))
-        self._append(tokens, kind)
 
     def _append(
         self,

@@ -1,9 +1,9 @@
 """Keeps text of messages from becoming markers: the tokens with which a chat template
-marks turns, tool calls and images.
+marks turns and tool calls.
 
 The spellings of markers in messages are delimited before the template renders them, and
-tokenized without added tokens afterwards. Markers are special tokens, placeholders of
-images, and the other added tokens that the template writes, except white space.
+tokenized without added tokens afterwards. Markers are special tokens and the other
+added tokens that the template writes, except white space.
 """
 
 import functools
@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.rollout.chat.template import CLOSE, HOLE, OPEN, ChatError
-from rollweave.schema.chat import Message, ToolCall, message_of
+from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.text import valid
 
 CACHED_SPELLINGS: Final = 1024
@@ -33,14 +33,13 @@ class Guard:
         tokenizer: Tokenizer,
         literals: str,
         *,
-        images: Sequence[int],
         turns: set[int],
         written: set[int],
     ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         written = (written | turns) & added.keys()
-        special = {id for id, token in added.items() if token.special or id in images}
+        special = {id for id, token in added.items() if token.special}
         named = {id for id, token in added.items() if token.content in literals}
         texts = {id: token.content for id, token in added.items() if token.content}
         self.markers = {
@@ -51,7 +50,7 @@ class Guard:
         """The spelling of each marker, and its token."""
         self.pattern = re.compile(f"(?<!{OPEN})(?:{pattern_of(self.markers) or '(?!)'})")
         """Matches markers that the template writes, in a rendering."""
-        self.unwritten = frozenset(special - written - named - set(images))
+        self.unwritten = frozenset(special - written - named)
         """Special tokens that are in no rendering, as far as is known."""
         own = [text for text, id in self.markers.items() if id in special | turns]
         self._of_agent, self._of_others = map(_text_of, (own, self.markers))
@@ -74,7 +73,10 @@ class Guard:
         return [
             msgspec.structs.replace(
                 message,
-                **self._content(message),
+                content=self._text(
+                    message.content,
+                    self._of_agent if message.role == "assistant" else self._of_others,
+                ),
                 tool_calls=tuple(
                     ToolCall(
                         id=self._text(call.id),
@@ -113,17 +115,6 @@ class Guard:
             elif piece:
                 ids += self._literal(piece)
         return ids
-
-    def _content(self, message: Message) -> dict[str, Any]:
-        """Return the guarded content, and where images stand in it."""
-        spelled = self._of_agent if message.role == "assistant" else self._of_others
-        if not message.images:
-            return {"content": self._text(message.content, spelled)}
-        parts = [
-            self._text(part, spelled) if isinstance(part, str) else part for part in message.parts()
-        ]
-        guarded = message_of(parts, role=message.role)
-        return {"content": guarded.content, "image_places": guarded.image_places}
 
     def _text(self, text: str, spelled: re.Pattern[str] | None = None) -> str:
         spelled = spelled or self._of_others

@@ -40,7 +40,6 @@ from rollweave.rollout.chat.thoughts import Thinking, thinking_of
 from rollweave.rollout.chat.tools import openai_message
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.media import Image
 
 RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "documents", *NAMES))
 """Names that a rendering gives a template, and that no client can set."""
@@ -185,7 +184,7 @@ class ChatTemplate:
         self.literals = "\0".join((*texts, *strings))
         """The text that the template may write by itself, in pieces."""
         self.takes_text = True
-        """False if messages must be lists of parts, even without images."""
+        """False if messages must be lists of parts."""
         self._arguments_of: Callable[[str], Any] = _parsed
         self._id_of: Callable[[str], str] = str
         self._find_form()
@@ -193,7 +192,7 @@ class ChatTemplate:
 
     def _find_form(self) -> None:
         """Find out in which form the template takes a text (perhaps only in a list of
-        parts, in templates for images), and a tool call.
+        parts), and a tool call.
         """
         text = Message(role="user", content="\u2042text\u2042")
         shown = (self._renders([text], text.content, parts) for parts in (False, True))
@@ -280,7 +279,6 @@ class ChatTemplate:
         plain = openai_message(
             self._with_ids(message),
             arguments=self._arguments_of,
-            image=_image_part,
             as_parts=not self.takes_text,
         )
         return {
@@ -302,11 +300,6 @@ class ChatTemplate:
 def _short_id(id: str) -> str:
     """Return an id of nine letters and digits, as some templates require it."""
     return "".join(filter(str.isalnum, id))[-9:].rjust(9, "0")
-
-
-def _image_part(image: Image) -> dict[str, Any]:
-    del image  # a template only says where it is
-    return {"type": "image"}
 
 
 def _parsed(arguments: str) -> Any:

@@ -17,7 +17,6 @@ from rollweave.rollout.chat.thoughts import Thinking
 from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.media import PlacedImage
 from rollweave.schema.text import valid
 
 
@@ -34,10 +33,6 @@ class TextCodec:
         """Text that ends the agent's turn."""
         self.plain: TextCodec = self
         """The codec of plain text, which no chat template changes."""
-        self.image_token: int | None = None
-        """The placeholder of an image, of which a rendering has one for each image;
-        None if the chat template has no place for images.
-        """
 
     @classmethod
     def of_checkpoint(cls, directory: Path) -> "TextCodec":
@@ -73,11 +68,6 @@ class TextCodec:
     def shows_tools(self) -> bool:
         """True if the chat template shows the agent its tools."""
         return False
-
-    @property
-    def no_images(self) -> str:
-        """Why messages must have no images, "" if they may."""
-        return "there is no chat template" if self.image_token is None else ""
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -177,20 +167,6 @@ class TextCodec:
         texts = {token.content: id for id, token in tokens.items()}
         return {text: texts[text] for text in sorted(texts, key=len, reverse=True)}
 
-    def placed(
-        self, tokens: Sequence[int], messages: Iterable[Message], *, start: int = 0
-    ) -> tuple[PlacedImage, ...]:
-        """Return the images of messages that are rendered as `tokens`, the first of
-        which is token `start` of the sequence.
-        """
-        images = [image for message in messages for image in message.images]
-        if not images:
-            return ()
-        places = [at for at, token in enumerate(tokens, start) if token == self.image_token]
-        return tuple(
-            PlacedImage(at=at, image=image) for at, image in zip(places, images, strict=True)
-        )
-
     def end_overlap(self, sampled: Sequence[int]) -> int:
         """Return how many of the last sampled tokens belong to the end of the turn that
         a chat template writes.
@@ -259,20 +235,3 @@ def eos_tokens(directory: Path, read: CheckpointTokenizer) -> list[int]:
     size = config.get("vocab_size") or inner.get("vocab_size")
     found = [*ids, *([] if token is None else [token])]
     return [id for id in found if not isinstance(size, int) or 0 <= id < size]
-
-
-def image_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that the checkpoint names as placeholders of images, the more
-    specific ones first: `image_token_id` of config.json, or what its processor or
-    tokenizer call the token of an image, or of its beginning.
-    """
-    config = read_json(directory / "config.json")
-    named = [config.get(name) for name in ("image_token_id", "image_token_index")]
-    for file in ("processor_config.json", "tokenizer_config.json"):
-        texts = read_json(directory / file)
-        for name in ("image_token", "boi_token"):
-            text = texts.get(name)
-            text = text.get("content") if isinstance(text, dict) else text
-            named.append(tokenizer.token_to_id(text) if isinstance(text, str) else None)
-    named += [config.get(name) for name in ("boi_token_index", "boi_token_id")]
-    return list(dict.fromkeys(token for token in named if isinstance(token, int)))

@@ -13,7 +13,6 @@ from typing import Any, Final, NoReturn, Protocol
 
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
-from rollweave.schema.media import Image
 
 
 class ParsedReply(Struct, frozen=True, kw_only=True):
@@ -98,28 +97,18 @@ def tool_format_of(template: str) -> ToolFormat | None:
     return Hermes() if Hermes.call_start in template else None
 
 
-def image_part(image: Image) -> dict[str, Any]:
-    """Return an image as a part of a message in OpenAI's API."""
-    return {"type": "image_url", "image_url": {"url": image.url}}
-
-
 def openai_message(
     message: Message,
     *,
     arguments: Callable[[str], Any] = str,
-    image: Callable[[Image], dict[str, Any]] = image_part,
     as_parts: bool = False,
 ) -> dict[str, Any]:
     """Return a message in the form of OpenAI's API. `arguments` changes the JSON text
-    of a call's arguments, and `image` makes the part that an image is. The content is a
-    list of parts if there are images, or with `as_parts`.
+    of a call's arguments. With `as_parts`, the content is a list of parts.
     """
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.images or as_parts:
-        fields["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else image(part)
-            for part in message.parts()
-        ]
+    if as_parts:
+        fields["content"] = [{"type": "text", "text": message.content}] if message.content else []
     if message.tool_calls:
         fields["tool_calls"] = openai_calls(message, arguments=arguments)
     if message.tool_call_id:

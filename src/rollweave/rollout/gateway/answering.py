@@ -44,9 +44,7 @@ from rollweave.schema.rollouts import IDEMPOTENCY_KEY
 from rollweave.schema.serving import GenerateResult
 
 MAX_BODY: Final = 96 * 2**20
-"""Maximum bytes of a request: the images of a prompt in base64 (`PROMPT_IMAGE_BYTES`),
-and the text of a million tokens.
-"""
+"""Maximum bytes of a request: the text of a million tokens, and the JSON around it."""
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds of silence after which a stream sends a comment: proxies give up after about

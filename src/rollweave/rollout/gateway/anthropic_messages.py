@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from rollweave.io.http.messages import OpenModel, image_at, other_than, with_parts
+from rollweave.io.http.messages import OpenModel, other_than
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.thoughts import seal, unseal
 from rollweave.rollout.gateway.blocks import TEXT, THOUGHTS, BlockStream, typed_event
@@ -31,7 +31,6 @@ from rollweave.rollout.gateway.requests import (
 )
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
 from rollweave.schema.chat import Message, Role, ToolCall
-from rollweave.schema.media import Image
 from rollweave.schema.serving import Constraint
 
 ERROR: Final = "Error: "
@@ -67,18 +66,6 @@ class _Text(OpenModel):
     text: str
 
 
-class _Source(OpenModel):
-    type: str = Field(max_length=64)
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-
-class _Image(OpenModel):
-    type: Literal["image"]
-    source: _Source
-
-
 class _Use(OpenModel):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
@@ -95,10 +82,10 @@ class _Thinking(OpenModel):
 class _Other(OpenModel):
     """A block that no chat template shows."""
 
-    type: other_than("text", "image", "tool_use", "tool_result", "thinking")  # type: ignore[valid-type]
+    type: other_than("text", "tool_use", "tool_result", "thinking")  # type: ignore[valid-type]
 
 
-_Shown = _Text | _Image | _Other
+_Shown = _Text | _Other
 
 
 class _Result(OpenModel):
@@ -108,7 +95,7 @@ class _Result(OpenModel):
     is_error: bool | None = None
 
 
-_Block = _Text | _Image | _Use | _Result | _Thinking | _Other
+_Block = _Text | _Use | _Result | _Thinking | _Other
 
 
 class _Message(OpenModel):
@@ -430,7 +417,7 @@ def _system(system: str | list[_Text], reading: Reading) -> Message:
 def _assistant(blocks: list[_Block], path: str, reading: Reading) -> Message:
     text, thoughts, calls = "", "", list[ToolCall]()
     for place, block in enumerate(blocks):
-        if isinstance(block, _Result | _Image):
+        if isinstance(block, _Result):
             raise bad(f"{path}.{place}.type", "must be text, thinking or tool_use", block.type)
         if isinstance(block, _Other):
             reading.leave(f"{path}.{place}.type", block.type, "must be text, thinking or tool_use")
@@ -489,18 +476,14 @@ def _shown(
     """Return the message with this content, the blocks from number `first` on."""
     if isinstance(content, str):
         return Message(role=role, content=before + content, **fields)
-    parts: list[str | Image] = [before]
+    parts = [before]
     for place, block in enumerate(content, first):
         if isinstance(block, _Other):
             parts.append(_other(block, f"{path}.{place}", reading))
             continue
         reading.others(f"{path}.{place}.", block)
-        parts.append(
-            block.text
-            if isinstance(block, _Text)
-            else _image(block, f"{path}.{place}.source", reading)
-        )
-    return with_parts(reading, path, parts, role=role, **fields)
+        parts.append(block.text)
+    return Message(role=role, content="".join(parts), **fields)
 
 
 def _other(block: _Other, path: str, reading: Reading) -> str:
@@ -512,13 +495,4 @@ def _other(block: _Other, path: str, reading: Reading) -> str:
         text = source.get("data")
         if isinstance(text, str):
             return text
-    return reading.placeholder(f"{path}.type", block.type, "must be text or image")
-
-
-def _image(block: _Image, path: str, reading: Reading) -> str | Image:
-    source = block.source
-    reading.others(f"{path}.", source)
-    if source.type != "base64":
-        what, rule = f"an image behind a {source.type}", "must be base64"
-        return reading.placeholder(f"{path}.type", what, rule)
-    return image_at(reading, f"{path}.data", source.data or "", of=Image.of_base64)
+    return reading.placeholder(f"{path}.type", block.type, "must be text")

@@ -10,7 +10,7 @@ server cannot read is `Unread`: the session ignores it and records that, or refu
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -105,15 +105,15 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 class Unread(Struct, frozen=True, kw_only=True):
     """A field that is not honored because nothing here can read it. `rule` is what a
-    session says that refuses it; `action` is what another session does with it. With
-    `needs` (thoughts or images), only a model without them cannot read the field.
+    session says that refuses it; `action` is what another session does with it. A model
+    that has thoughts can read a field `of_thoughts`.
     """
 
     field: str
     value: Any
     rule: str
     action: str = "ignored"
-    needs: Literal["", "thoughts", "images"] = ""
+    of_thoughts: bool = False
 
     def recorded(self) -> Ignored:
         """Return the entry of the trace: equal for the same place in other messages."""
@@ -174,20 +174,8 @@ class Reading:
         """Return thoughts of the agent, which a model without thoughts is not shown."""
         if text:
             rule = "must be empty: this model's chat template has no thoughts"
-            self.unread.append(Unread(field=field, value=text, rule=rule, needs="thoughts"))
+            self.unread.append(Unread(field=field, value=text, rule=rule, of_thoughts=True))
         return text
-
-    def image(self, field: str) -> None:
-        """Note an image, in whose place a model without images is shown a text."""
-        self.unread.append(
-            Unread(
-                field=field,
-                value="an image",
-                rule="must be no image",
-                action="replaced by a text",
-                needs="images",
-            )
-        )
 
     def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
         """Leave out a part of a message; return the text in its place."""

@@ -278,7 +278,6 @@ class ServingFront:
             sampling=Sampling(seed=secrets.randbits(63)),
             pinned=False,
             aside=self._aside,
-            no_images="Rollweave's own engine computes text only",
         )
 
     async def _generate(

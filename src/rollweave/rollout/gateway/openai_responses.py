@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
-from rollweave.io.http.messages import OpenModel, linked_image, other_than, read_detail, with_parts
+from rollweave.io.http.messages import OpenModel, other_than
 from rollweave.rollout.chat.thoughts import seal, unseal
 from rollweave.rollout.gateway.blocks import THOUGHTS, BlockStream, typed_event
 from rollweave.rollout.gateway.fields import Reading, template_asks
@@ -33,7 +33,6 @@ from rollweave.rollout.gateway.requests import (
 from rollweave.rollout.gateway.responses import ChatReply, Json, ReplyHead
 from rollweave.rollout.gateway.responses_tools import CALLS, OUTPUTS, call_of, item_of, read_tools
 from rollweave.schema.chat import Message, Role, ToolCall
-from rollweave.schema.media import Image
 from rollweave.schema.serving import Constraint
 
 TOO_LONG: Final = (
@@ -47,21 +46,14 @@ class _Part(OpenModel):
     text: str
 
 
-class _Image(OpenModel):
-    type: Literal["input_image"]
-    image_url: str | None = None
-    file_id: str | None = None
-    detail: str | None = None
-
-
 class _OtherPart(OpenModel):
-    type: other_than("input_text", "output_text", "text", "input_image")  # type: ignore[valid-type]
+    type: other_than("input_text", "output_text", "text")  # type: ignore[valid-type]
 
 
 class _Message(OpenModel):
     type: Literal["message"] = "message"
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[_Part | _Image | _OtherPart], Field(fail_fast=True)]
+    content: str | Annotated[list[_Part | _OtherPart], Field(fail_fast=True)]
 
 
 class _Call(OpenModel):
@@ -93,9 +85,7 @@ class _Output(OpenModel):
     id: str | None = None
     name: str | None = None
     output: (
-        str
-        | Annotated[list[_Part | _Image | _OtherPart | dict[str, Any]], Field(fail_fast=True)]
-        | None
+        str | Annotated[list[_Part | _OtherPart | dict[str, Any]], Field(fail_fast=True)] | None
     ) = None
 
 
@@ -529,12 +519,12 @@ def _shown(
 ) -> Message:
     if isinstance(content, str):
         return Message(role=role, content=content, **fields)
-    parts = list[str | Image]()
+    parts = list[str]()
     for place, part in enumerate(content):
         field = f"{path}.{place}."
         if isinstance(part, _OtherPart):
             text = (part.model_extra or {}).get("refusal")
-            rule = "must be text or input_image"
+            rule = "must be text"
             parts.append(
                 text
                 if isinstance(text, str)
@@ -542,9 +532,5 @@ def _shown(
             )
             continue
         reading.others(field, part)
-        if isinstance(part, _Image):
-            read_detail(reading, field + "detail", part.detail)
-            parts.append(linked_image(reading, field + "image_url", part.image_url or "file:"))
-        else:
-            parts.append(part.text)
-    return with_parts(reading, path, parts, role=role, **fields)
+        parts.append(part.text)
+    return Message(role=role, content="".join(parts), **fields)

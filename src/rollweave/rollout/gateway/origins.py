@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollweave.rollout.chat.tools import call_key
-from rollweave.schema.chat import Message, image_key
+from rollweave.schema.chat import Message
 from rollweave.schema.work import Origin, SequenceCause
 
 MOST_COMPARED: Final = 32
@@ -130,4 +130,4 @@ def _hash(message: Message) -> int:
     if message.role == "assistant":
         key = (message.role, message.content.strip(), call_key(message.tool_calls))
         return hash((*key, message.thoughts.strip()) if message.thoughts else key)
-    return hash((message.role, message.content, message.name, *image_key(message)))
+    return hash((message.role, message.content, message.name))

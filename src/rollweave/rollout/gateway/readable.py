@@ -17,7 +17,6 @@ from rollweave.rollout.gateway.fields import Unread, resolve
 from rollweave.rollout.gateway.refusals import bad
 from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.chat import Message
-from rollweave.schema.media import Image
 from rollweave.schema.work import Ignored, Unreadable
 
 MOST: Final = 100
@@ -32,35 +31,30 @@ OTHERS: Final = "(other fields)"
 
 
 def readable(
-    chat: ChatRequest, codec: TextCodec, *, no_images: str, unreadable: Unreadable
+    chat: ChatRequest, codec: TextCodec, *, unreadable: Unreadable
 ) -> tuple[ChatRequest, list[Unread]]:
     """Return the request as the model can be shown it, and the fields that it lacks.
-    `no_images` is why messages must have no images, "" if they may.
-
     Raises RequestError for what must be refused.
     """
     if chat.prompt is not None:
         unread = list(chat.unread)
-        _check(unread, unreadable, no_images)
+        _check(unread, unreadable)
         return chat, unread
     thinks = codec.thinking is not None
     arguments, left = resolve(chat.asks, codec.template_variables, thinks=thinks)
     if len(arguments) > MAX_ARGUMENTS:
         rule = f"must have at most {MAX_ARGUMENTS} characters of JSON"
         raise bad("chat_template_kwargs", rule, arguments)
-    missing = {"images": bool(no_images), "thoughts": not thinks}
-    unread = [*(one for one in chat.unread if not one.needs or missing[one.needs]), *left]
+    unread = [*(one for one in chat.unread if not (one.of_thoughts and thinks)), *left]
     if chat.tools and chat.call is None and not _shows_tools(codec, arguments):
         rule = "must be none: this model's chat template shows none"
         unread.append(Unread(field="tools", value=len(chat.tools), rule=rule, action="left out"))
         chat = msgspec.structs.replace(chat, tools=(), reads_calls=False)
-    _check(unread, unreadable, no_images)
+    _check(unread, unreadable)
     return (
         msgspec.structs.replace(
             chat,
-            messages=tuple(
-                _shown(message, codec.thinking, images=not no_images) for message in chat.messages
-            ),
+            messages=tuple(_shown(message, codec.thinking) for message in chat.messages),
             template_arguments=arguments or chat.template_arguments,
             asks=(),
             unread=(),
@@ -76,26 +70,14 @@ def _shows_tools(codec: TextCodec, arguments: str) -> bool:
         return True
 
 
-def _check(unread: Iterable[Unread], unreadable: Unreadable, no_images: str) -> None:
+def _check(unread: Iterable[Unread], unreadable: Unreadable) -> None:
     if unreadable == "refuse":
         for one in unread:
-            why = f": {no_images}" if one.needs == "images" else ""
-            raise bad(one.field, one.rule + why, one.value)
+            raise bad(one.field, one.rule, one.value)
 
 
-def _shown(message: Message, thinking: Thinking | None, *, images: bool) -> Message:
-    """Return the message with its thoughts apart, if the model has any, and with a text
-    in place of each image unless it is shown `images`.
-    """
-    if message.images and not images:
-        parts = [
-            f"[image of type {part.media_type}, which this model cannot see]"
-            if isinstance(part, Image)
-            else part
-            for part in message.parts()
-        ]
-        text = "".join(part for part in parts if isinstance(part, str))
-        message = msgspec.structs.replace(message, content=text, images=(), image_places=())
+def _shown(message: Message, thinking: Thinking | None) -> Message:
+    """Return the message with its thoughts apart, if the model has any."""
     if message.role != "assistant":
         return message
     if thinking is None:

@@ -28,12 +28,10 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
-from rollweave.rollout.chat.template import ChatError
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.chat.tools import call_key
 from rollweave.rollout.gateway.origins import Conversation, origin
-from rollweave.schema.chat import Message, image_key
-from rollweave.schema.media import PlacedImage, keys_of
+from rollweave.schema.chat import Message
 from rollweave.schema.serving import GenerateResult, openai_finish_reason, spans_cover
 from rollweave.schema.work import (
     Origin,
@@ -69,16 +67,6 @@ class Call:
     digest: bytes
     prompt: tuple[int, ...]
     prompt_tokens: int
-    images: tuple[PlacedImage, ...] = ()
-    """The images of its prompt, until it is in a sequence."""
-    known_expansion: int = 0
-    """Number of tokens that the images of the call with which its prompt begins have
-    beyond their placeholders, as far as the engine has counted them.
-    """
-    expansion: int = 0
-    """Number of tokens that the images of this prompt have beyond their placeholders; 0
-    until the engine has counted them.
-    """
     text: str | None = None
     conversation: Conversation | None = None
     """Its conversation until it is in a sequence; None of a completion."""
@@ -106,30 +94,15 @@ class Call:
         return self.result.tokens
 
     @property
-    def context(self) -> "_Context":
-        """Return all tokens of the conversation, up to the end of the agent's message,
-        and the images among them.
+    def context(self) -> tuple[int, ...]:
+        """Return all tokens of the conversation, up to the end of the agent's
+        message.
         """
         assert self.result is not None, "only an answered call has an end"
-        # read before `branch`, which another thread sets before it empties them
-        prompt, images = self.prompt, self.images
+        prompt = self.prompt  # before `branch`, which another thread sets before it empties it
         if self.branch is None:
-            return _Context(prompt + self.result.tokens, images)
-        placed = tuple(image for image in self.branch.images if image.at < self.end)
-        return _Context(tuple(self.branch.tokens[: self.end]), placed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """The tokens of a prompt, and the images of its placeholders."""
-
-    tokens: tuple[int, ...] = ()
-    images: tuple[PlacedImage, ...] = ()
-
-    def followed_by(
-        self, tokens: tuple[int, ...], images: tuple[PlacedImage, ...] = ()
-    ) -> "_Context":
-        return _Context(self.tokens + tokens, self.images + images)
+            return prompt + self.result.tokens
+        return tuple(self.branch.tokens[: self.end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +112,7 @@ class Prepared:
     are `shown`, and the conversation, None of a completion.
     """
 
-    context: _Context
+    context: tuple[int, ...]
     recognized: list[Call]
     digest: bytes
     shown: frozenset[int]
@@ -155,25 +128,21 @@ class _Branch:
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
     routes: tuple[Routes, ...] = ()
-    images: tuple[PlacedImage, ...] = ()
     origin: Origin | None = None
     conversation: Conversation = field(default_factory=Conversation)
     """The newest call's, with its answer."""
 
     def is_prefix_of(self, call: Call) -> bool:
-        """Return whether the call's prompt begins with all that is here: the same
-        tokens, and the same images at their placeholders.
-        """
+        """Return whether the call's prompt begins with all tokens that are here."""
         prompt = call.prompt
         return (
             len(self.tokens) <= len(prompt)
             and self.tokens[-1] == prompt[len(self.tokens) - 1]
             and (tuple(self.tokens) == prompt[: len(self.tokens)])
-            and keys_of(self.images) == keys_of(call.images[: len(self.images)])
         )
 
     def append_turn(self, call: Call, result: GenerateResult) -> None:
-        prompt, self.images = call.prompt, call.images
+        prompt = call.prompt
         kind = SegmentKind.OBSERVATION if self.tokens else SegmentKind.PROMPT
         given = prompt[len(self.tokens) :]
         self._append(given, [0.0] * len(given), kind)
@@ -198,7 +167,6 @@ class _Branch:
             turns=tuple(self.turns),
             routes=self.routes,
             origin=self.origin,
-            images=tuple(placed.reference() for placed in self.images),
         )
 
     def _append(
@@ -270,10 +238,8 @@ class SessionRecorder:
             number=self.calls,
             key=key,
             digest=prepared.digest,
-            prompt=context.tokens,
-            prompt_tokens=len(context.tokens),
-            images=context.images,
-            known_expansion=_expansion(context, recognized),
+            prompt=context,
+            prompt_tokens=len(context),
             text=prompt if isinstance(prompt, str) else None,
             conversation=prepared.conversation,
             shown=prepared.shown,
@@ -302,7 +268,6 @@ class SessionRecorder:
             if prompt is None
             else self._text_context(prompt)
         )
-        _check_placeholders(codec, context)
         conversation = None
         if prompt is None:
             conversation = Conversation.of(messages, tools, arguments, shown)
@@ -325,8 +290,6 @@ class SessionRecorder:
         assert call.state is CallState.PENDING, f"a call is answered once, and was {call.state}"
         _check(result)
         call.result, call.state = result, CallState.ANSWERED
-        if call.images and result.prompt_tokens:
-            call.expansion = max(0, result.prompt_tokens - call.prompt_tokens)
         if call.text is not None:
             text = call.text + self._codec.decode(result.tokens)
             self._by_text.setdefault(_text_key(text), []).append(call)
@@ -381,7 +344,7 @@ class SessionRecorder:
         call.end, call.branch = len(branch.tokens), branch
         if call.conversation is not None and call.message is not None:
             branch.conversation = call.conversation.with_answer(call.message)
-        call.prompt, call.images = (), ()
+        call.prompt = ()
         call.conversation, call.message, call.continues = None, None, None
 
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -421,12 +384,12 @@ class SessionRecorder:
         tools: Sequence[str],
         digests: Sequence[bytes],
         shown: frozenset[int],
-    ) -> tuple[_Context, list[Call]]:
+    ) -> tuple[tuple[int, ...], list[Call]]:
         """Return the tokens of a conversation and of the opening of the next turn, and
         the recognized calls, whose sampled tokens are part of it. The thoughts of the
         messages `shown` are among them.
         """
-        context = _Context()
+        context: tuple[int, ...] = ()
         last: tuple[int, ...] = ()  # tokens of the last message that is the agent's
         recognized: list[Call] = []
         since, begun = self._begun(digests, shown)
@@ -447,7 +410,7 @@ class SessionRecorder:
                 recognized.append(_preferred(known))
                 last = recognized[-1].message_tokens
                 last += self._codec.encode_literal(rest, after="\n") if rest else ()
-                context = context.followed_by(last)
+                context += last
                 since = place + 1
         return _render(context, codec, last, messages[since:], tools), recognized
 
@@ -499,58 +462,33 @@ class SessionRecorder:
         longest = max(begun, key=len)
         return self._by_stopped_text[longest], text[len(longest) :]
 
-    def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[_Context, list[Call]]:
+    def _text_context(self, prompt: str | tuple[int, ...]) -> tuple[tuple[int, ...], list[Call]]:
         """Return the tokens of a completion's prompt, and the completion with which it
         begins, whose tokens are part of it.
         """
         if not isinstance(prompt, str):
-            return _Context(prompt), []
+            return prompt, []
         for length in sorted({length for length, _ in tuple(self._by_text)}, reverse=True):
             known = self._by_text.get(_text_key(prompt[:length])) if length <= len(prompt) else None
             if known:
                 call, rest = _preferred(known), prompt[length:]
                 more = self._codec.encode_literal(rest, after="\n") if rest else ()
-                return _Context(call.context.tokens + more), [call]
-        return _Context(self._codec.encode_literal(prompt)), []
+                return call.context + more, [call]
+        return self._codec.encode_literal(prompt), []
 
 
 def _render(
-    context: _Context,
+    context: tuple[int, ...],
     codec: TextCodec,
     last: tuple[int, ...],
     messages: Sequence[Message],
     tools: Sequence[str],
-) -> _Context:
+) -> tuple[int, ...]:
     """Return the context with the messages that follow the agent's `last` message, or
     begin the conversation.
     """
-    tokens = codec.extend(last, messages, tools=tools) if last else codec.start(messages, tools)
-    images = codec.placed(tokens, messages, start=len(context.tokens))
-    return context.followed_by(tokens, images)
-
-
-def _expansion(context: _Context, recognized: Sequence[Call]) -> int:
-    """Return the number of tokens by which the images of a context are known to exceed
-    their placeholders: those of the call that it continues.
-    """
-    if not recognized or len(recognized[0].context.images) > len(context.images):
-        return 0
-    return recognized[0].expansion
-
-
-def _check_placeholders(codec: TextCodec, context: _Context) -> None:
-    """Raise ChatError if the agent, or a prompt in tokens, has written the placeholder
-    of an image: no engine could tell then where the images are.
-    """
-    token = codec.image_token
-    if token is None or not context.images:
-        return
-    count = context.tokens.count(token)
-    if count != len(context.images):
-        raise ChatError(
-            f"a conversation with images must have a placeholder for each of "
-            f"{len(context.images)}, got {count}: the agent has written one"
-        )
+    rest = codec.extend(last, messages, tools=tools) if last else codec.start(messages, tools)
+    return context + rest
 
 
 def _message_key(message: Message) -> tuple[object, ...]:
@@ -558,8 +496,7 @@ def _message_key(message: Message) -> tuple[object, ...]:
     white space around an answer and the ids of its calls do not count.
     """
     if message.role != "assistant":
-        key = (message.role, message.content, message.tool_call_id, message.name)
-        return (*key, *image_key(message)) if message.images else key
+        return (message.role, message.content, message.tool_call_id, message.name)
     said = (message.role, message.content.strip(), call_key(message.tool_calls))
     return (*said, message.thoughts.strip()) if message.thoughts else said
 
@@ -589,8 +526,6 @@ def _preferred(calls: Sequence[Call], message: Message | None = None) -> Call:
 
 
 def _check(result: GenerateResult) -> None:
-    if result.text_only:
-        raise ValueError("a result must have the tokens that an engine sampled, got text only")
     count = len(result.tokens)
     if not count or len(result.logprobs) != count:
         raise ValueError(

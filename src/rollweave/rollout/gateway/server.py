@@ -39,7 +39,7 @@ from rollweave.rollout.gateway.apis import COUNTS, add_apis, apis, model_object
 from rollweave.rollout.gateway.aside import Aside
 from rollweave.rollout.gateway.refusals import RequestError
 from rollweave.rollout.gateway.responses import Api, Json
-from rollweave.rollout.gateway.sessions import NO_IMAGES, Generate, Session, SessionLimits
+from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import Ignored, TokenSequence, Unreadable
@@ -106,13 +106,11 @@ class Gateway:
         limits: SessionLimits | None = None,
         sampling: Sampling | None = None,
         pinned: bool = False,
-        no_images: str = NO_IMAGES,
         unreadable: Unreadable = "ignore",
     ) -> Access:
         """Open a new session. `sampling` holds the defaults of a request, or with
-        `pinned` always applies. With `no_images` "", messages may have images;
-        otherwise it says why not. Fields that neither the model nor its chat template
-        can read are ignored and recorded, or with `unreadable` "refuse" refused.
+        `pinned` always applies. Fields that neither the model nor its chat template can
+        read are ignored and recorded, or with `unreadable` "refuse" refused.
 
         Raises ValueError for an id that is taken or cannot be part of a path.
         """
@@ -135,7 +133,6 @@ class Gateway:
             pinned=pinned,
             aside=self._aside,
             unconstrained=self._unconstrained,
-            no_images=no_images,
             unreadable=unreadable,
         )
         self._sessions[id] = session

@@ -34,7 +34,6 @@ from rollweave.rollout.gateway.responses import read_turn
 from rollweave.schema.base import Struct, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
-from rollweave.schema.media import prompt_error
 from rollweave.schema.serving import (
     Constraint,
     FinishReason,
@@ -48,17 +47,13 @@ from rollweave.schema.work import StopReason, Unreadable
 T = TypeVar("T")
 
 Generate = Callable[..., Awaitable[GenerateResult]]
-"""`generate(session, tokens, sampling, on_tokens)` samples the agent's turn. In a
-session that takes images it also has `images`, a tuple of `PlacedImage`.
+"""`generate(session, tokens, sampling, on_tokens)` samples the agent's turn.
 
 If the client reads the turn while it is sampled, `on_tokens` may be called with its
 tokens delta by delta; one that starts at 0 begins the turn anew. Raises EngineError if
 that fails; may be cancelled.
 """
 
-
-NO_IMAGES: Final = "this session takes none"
-"""Why a session has no images unless its owner says otherwise."""
 
 MAX_CHARS_PER_TOKEN = 16
 """Maximum characters of messages and tools for each token of the context; larger
@@ -143,7 +138,7 @@ class Session:
     `sampling` holds the defaults of a request; if `pinned` it always applies.
     `aside` does large work beside the event loop.
     `unconstrained` is why the engines cannot constrain answers; "" if they can.
-    `no_images` is why messages must have no images; "" if they may. `unreadable` says
+    `unreadable` says
     whether fields that neither the model nor its template can read are ignored, and
     recorded in `ignored`, or refused. `call_prefix` begins the ids of tool calls, which
     are unique within the session.
@@ -161,7 +156,6 @@ class Session:
         pinned: bool,
         aside: Aside,
         unconstrained: str = "",
-        no_images: str = NO_IMAGES,
         unreadable: Unreadable = "ignore",
         call_prefix: str = "",
     ) -> None:
@@ -181,7 +175,7 @@ class Session:
         """The messages of the last answered request, and its answer."""
         self.closed = False
         self._codec, self._tools, self._generate = codec, tools, generate
-        self._sampling, self._pinned, self._no_images = sampling, pinned, no_images
+        self._sampling, self._pinned = sampling, pinned
         self._turns: dict[Call, Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampled_tokens = 0
@@ -199,8 +193,7 @@ class Session:
         """Return the request as the agent can be shown it, and what was left out of it.
         Raises RequestError.
         """
-        codec = self._codec
-        return readable(chat, codec, no_images=self._no_images, unreadable=self.unreadable)
+        return readable(chat, self._codec, unreadable=self.unreadable)
 
     def prompt_of(self, chat: ChatRequest) -> tuple[int, ...]:
         """Return the tokens of a request's prompt. Raises RequestError."""
@@ -208,7 +201,7 @@ class Session:
         try:
             return self.recorder.prepare(
                 chat.messages, chat.tools, arguments=chat.template_arguments
-            ).context.tokens
+            ).context
         except ChatError as error:
             raise RequestError(400, f"{chat.source}: {error}", param=chat.source) from error
 
@@ -388,10 +381,6 @@ class Session:
             raise RequestError(400, f"{name}: {error}", param=name) from error
         if chat.tools:
             self._check_tools(chat)
-        images = [image for message in chat.messages for image in message.images]
-        why = self._no_images and f"must have no images, got {len(images)}: {self._no_images}"
-        if images and (problem := why or prompt_error(images)):
-            raise RequestError(400, f"{chat.source} {problem}", param=chat.source)
 
     def _check_size(self, chat: ChatRequest) -> None:
         """Raise RequestError for a text that is too long to be tokenized."""
@@ -474,7 +463,7 @@ class Session:
         """Return how to sample the call. Raises RequestError if a limit is exceeded."""
         limits = self.limits
         self._check_quota()
-        used = len(call.prompt) + call.known_expansion
+        used = len(call.prompt)
         room = limits.context - used
         if room < 1:
             raise self._too_long(
@@ -547,13 +536,7 @@ class Session:
         try:
             async with asyncio.timeout(self.limits.turn_s):
                 on_tokens = turn.on_tokens if chat.stream else None
-                more = {} if self._no_images else {"images": turn.call.images}
-                result = await self._generate(
-                    self.id, turn.call.prompt, sampling, on_tokens, **more
-                )
-            if result.finish is FinishReason.CONTEXT:
-                text = f"{chat.source} must fit: {result.error}"
-                raise self._too_long(chat.source, text, tokens=len(turn.call.prompt))
+                result = await self._generate(self.id, turn.call.prompt, sampling, on_tokens)
             if result.finish is FinishReason.REFUSED:
                 constraint = sampling.constraint
                 assert constraint is not None, "only a constraint is refused"

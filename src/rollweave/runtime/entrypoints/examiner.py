@@ -25,7 +25,7 @@ from rollweave.schema.errors import ConfigError
 
 def examine(assignment: Assignment) -> Iterator[Examined]:
     """Yield the results, in order."""
-    config = RunConfig.model_validate_json(assignment.config)
+    config = RunConfig.checked(assignment.config)
     match assignment.what:
         case "domains":
             for index in range(assignment.first, len(config.tasks)):

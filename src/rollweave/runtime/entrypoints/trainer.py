@@ -39,7 +39,7 @@ def build(spec: TrainerSpec, worker: Worker) -> tuple[TrainerReady, Trainer]:
     base of adapters is warmed up before it gets its name, so that all read the same
     one.
     """
-    config = RunConfig.model_validate_json(spec.config)
+    config = RunConfig.checked(spec.config)
     torch.set_num_threads(TRAINER_THREADS)
     model_dir = Path(spec.model)
     ranks = worker.join_ranks(config.model.device) if worker.world_size > 1 else ALONE

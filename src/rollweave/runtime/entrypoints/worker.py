@@ -33,7 +33,7 @@ from rollweave.schema.rollouts import (
 async def serve(parent: Parent, spec: WorkerSpec) -> None:
     """Serve until `StopRolloutWorker`, or the end of the parent."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    config = RunConfig.model_validate_json(spec.config)
+    config = RunConfig.checked(spec.config)
     clock = RunClock()
     decode, outbox = decoder_of(RolloutWorkerCommand), Outbox(parent)
 

@@ -18,7 +18,7 @@ from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.hosts.hosts import LOOPBACK
 from rollweave.runtime.hosts.resources import resources
 from rollweave.schema.config.cluster import ClusterConfig
-from rollweave.schema.errors import ConfigError, HostError
+from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import (
     AgentEnded,
     AgentPending,
@@ -95,10 +95,10 @@ def launcher_of(
 
 
 def check_launcher(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if the launcher needs a package that is not installed."""
+    """Raise FieldError if the launcher needs a package that is not installed."""
     if cluster.launcher == "ray" and missing_from("ray"):
-        raise ConfigError(
-            f"cluster.launcher ray must be installed ({how_to_install('ray')}), got none"
+        raise FieldError(
+            "cluster.launcher", f"be installed ({how_to_install('ray')})", cluster.launcher
         )
 
 

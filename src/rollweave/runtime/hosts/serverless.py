@@ -17,7 +17,7 @@ from rollweave.runtime.hosts import user_files
 from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, FieldError
 from rollweave.schema.serverless import (
     DeployedFunction,
     DeployedRole,
@@ -33,14 +33,15 @@ REMOVE_S = 20.0
 
 
 def check_platform(config: RunConfig) -> None:
-    """Raise ConfigError if functions are to be deployed, and Ray Serve is not
+    """Raise FieldError if functions are to be deployed, and Ray Serve is not
     installed.
     """
     for number, reward in enumerate(config.rewards):
         if reward.deployed and missing_from("serverless"):
-            raise ConfigError(
-                f"rewards.{number}.run serverless of a function needs Ray Serve "
-                f"({how_to_install('serverless')}), got none"
+            raise FieldError(
+                f"rewards.{number}.run",
+                f"be left out without Ray Serve ({how_to_install('serverless')})",
+                f"{reward.run} of a function",
             )
 
 

@@ -25,7 +25,7 @@ from rollweave.envs.registry import reference_of
 from rollweave.sandbox import image_reference, unpacking
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
-from rollweave.schema.errors import ConfigError, HostError
+from rollweave.schema.errors import FieldError, HostError
 from rollweave.schema.hosts import UserModule
 
 BYTES = 64 << 20
@@ -107,12 +107,12 @@ def of_worker(reference: str) -> UserFiles:
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
-    """Return the variables that `cluster.env` names. Raises ConfigError for one that is
+    """Return the variables that `cluster.env` names. Raises FieldError for one that is
     not set.
     """
     for name in names:
         if name not in os.environ:
-            raise ConfigError(f"cluster.env must name variables that are set, got {name}")
+            raise FieldError("cluster.env", "name variables that are set", name)
     return {name: os.environ[name] for name in names}
 
 
@@ -120,7 +120,7 @@ def pack(user: UserFiles, listed: Iterable[str]) -> bytes:
     """Return an archive of the files of `user` and of those `listed` in
     `cluster.files`; b"" if there are none.
 
-    Raises ConfigError.
+    Raises FieldError.
     """
     here = Path.cwd()
     named = [Path(os.path.normpath(here / name)) for name in user.paths]
@@ -135,14 +135,15 @@ def pack(user: UserFiles, listed: Iterable[str]) -> bytes:
             for count, path in enumerate(files, start=1):
                 size += path.stat().st_size
                 if size > BYTES or count > FILES:
-                    raise ConfigError(
-                        f"cluster.files must have at most {FILES} files and {BYTES >> 20} MiB, "
-                        "with the modules and files that the tasks name, got more, among them "
-                        f"{path}"
+                    raise FieldError(
+                        "cluster.files",
+                        f"have at most {FILES} files and {BYTES >> 20} MiB, with the modules and "
+                        "files that the tasks name",
+                        f"more, among them {path}",
                     )
                 opened.add(path, arcname=str(path.relative_to(here)), recursive=False)
     except OSError as error:
-        raise ConfigError(f"cluster.files must be readable, got {error}") from error
+        raise FieldError("cluster.files", "be readable", error) from error
     return gzip.compress(archive.getvalue(), 1)
 
 
@@ -250,7 +251,7 @@ def _is_below(name: str) -> bool:
 def _chosen(files: Iterable[str], here: Path) -> Iterator[Path]:
     for name in files:
         if not _is_below(name):
-            raise ConfigError(f"cluster.files must be files and folders below {here}, got {name}")
+            raise FieldError("cluster.files", f"be files and folders below {here}", name)
         yield Path(os.path.normpath(here / name))
 
 

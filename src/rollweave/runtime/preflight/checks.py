@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, FieldError
 
 FORCED = "--force"
 """Name of the checks whose failure `--force` has overridden."""
@@ -46,6 +46,11 @@ def warn(name: str, detail: str) -> Check:
 
 def fail(name: str, detail: str) -> Check:
     return Check(name=name, status=Status.FAIL, detail=detail)
+
+
+def refused(error: FieldError, within: str = "") -> Check:
+    """Return the failure that an error is, of a field in the section `within`."""
+    return fail(f"{within}.{error.field}".removeprefix("."), error.problem)
 
 
 def failures(checks: Sequence[Check]) -> list[Check]:

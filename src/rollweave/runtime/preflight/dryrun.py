@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rollweave.core.membership import first_engines
 from rollweave.engine.servers.attached import check_servers
-from rollweave.engine.servers.kinds import engines_refuse_images, kind_of
+from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
 from rollweave.io.sockets import bound_socket
@@ -23,14 +23,13 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.preflight import examiner
-from rollweave.runtime.preflight.checks import FORCED, Check, fail, must_pass, ok, warn
+from rollweave.runtime.preflight.checks import FORCED, Check, fail, must_pass, ok, refused, warn
 from rollweave.runtime.preflight.environments import (
     REPEATED,
     Declared,
     Domain,
     examine_domain,
     examine_rules,
-    refuse_images,
 )
 from rollweave.runtime.preflight.layout import COMPUTED, Layout
 from rollweave.runtime.preflight.machine import cores
@@ -44,12 +43,10 @@ from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.base import EngineId, Struct
-from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, CorruptJournalError
+from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
 from rollweave.schema.hosts import Resources
-from rollweave.schema.media import TRAINS_TEXT
 from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
@@ -119,17 +116,13 @@ def plan(
         *_cpu(config, hosts),
         *_servers(config, elsewhere=hosts is not None),
         *_restrictions(config, domains),
-        *refuse_images(
-            (domain.name for domain in domains if domain.shows_images),
-            TRAINS_TEXT if trains else engines_refuse_images(config),
-        ),
         *_rewards(config, elsewhere=hosts is not None),
         *_relays(config),
         *_cluster(config, hosts, declared.images),
         *_predictor(config),
         *model_checks,
         *_target(config),
-        *_without_effect(config),
+        *_conflicts(config),
     ]
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
 
@@ -158,13 +151,11 @@ def _users_code(
     return rules, domains, [check for _, checks in examined for check in checks]
 
 
-def _without_effect(config: RunConfig) -> Iterator[Check]:
-    """Refuse settings without effect, also of a configuration that comes from no
-    file.
+def _conflicts(config: RunConfig) -> Iterator[Check]:
+    """Refuse settings that exclude each other, also of a configuration that comes from
+    no file.
     """
-    for line in without_effect(config):
-        key, _, detail = line.partition(" ")
-        yield fail(key, detail)
+    yield from map(refused, config.broken_rules())
     if config.model.device != "cuda" and config.cluster is None:
         for degree in sorted({group.degree for group in config.engines if group.degree > cores()}):
             yield warn(
@@ -297,9 +288,8 @@ def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
     directory = Path(config.run.dir) / config.run.name
     try:
         server = server_spec(config, group, degree=group.degree, directory=directory)
-    except ConfigError as error:
-        name, _, rule = str(error).partition(" ")
-        return fail(f"{field}.{name}", rule)
+    except FieldError as error:
+        return refused(error, field)
     assert config.model.path is not None, "its server has a checkpoint"
     assert group.server is not None, "the configuration has addresses of servers only"
     kind = kind_of(group.server)
@@ -344,9 +334,8 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
     """
     try:
         check_platform(config)
-    except ConfigError as error:
-        field, _, rule = str(error).partition(" ")
-        yield fail(field, rule)
+    except FieldError as error:
+        yield refused(error)
     asked = [(n, one) for n, one in enumerate(config.rewards) if one.function is None]
     if elsewhere or not asked:
         return
@@ -358,9 +347,8 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
         domain = reward.tasks[0] if reward.tasks else config.tasks[0].name
         try:
             value = check_reward(reward, domain=domain, limit_s=REWARD_S)
-        except ConfigError as error:
-            field, _, rule = str(error).partition(" ")
-            yield fail(f"{where}.{field}", rule)
+        except FieldError as error:
+            yield refused(error, where)
         except EpisodeStopError as error:
             yield fail(f"{where}.{reward.kind}", str(error))
         else:
@@ -371,9 +359,8 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
 def _predictor(config: RunConfig) -> Iterator[Check]:
     try:
         check_installed(config)
-    except ConfigError as error:
-        field, _, problem = str(error).partition(": ")
-        yield fail(field, problem)
+    except FieldError as error:
+        yield refused(error)
 
 
 def _cluster(
@@ -400,9 +387,8 @@ def _cluster(
         user_files.pack(user_files.of_run(config, images), cluster.files)
         if cluster.address is not None:
             bound_socket(cluster.host, cluster.port).close()
-    except ConfigError as error:
-        field, _, problem = str(error).partition(" ")
-        yield fail(field, problem)
+    except FieldError as error:
+        yield refused(error)
     except OSError as error:
         yield fail(
             "cluster.address",

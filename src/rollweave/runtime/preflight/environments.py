@@ -18,7 +18,7 @@ import msgspec
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
-from rollweave.envs.images import images_of, shows_images
+from rollweave.envs.images import images_of
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.rules import named, rule
 from rollweave.envs.tasks import TaskSource
@@ -32,6 +32,7 @@ from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.run import Faults
 from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -77,8 +78,6 @@ class Domain(Struct, frozen=True, kw_only=True):
     """True if prompts that are too long are to be left out, instead of refused."""
     first: tuple[Message, ...] = ()
     """First messages of an episode; none if none was started."""
-    shows_images: bool = False
-    """True if observations have images, as the class says."""
     tools: tuple[str, ...] = ()
     """Tools that are offered to the agent, as its chat template shows them."""
 
@@ -119,7 +118,6 @@ def examine_domain(
         if config.warmup.steps:
             transcripts, check = _transcripts(kind, task, where)
             checks.append(check)
-        shows = declares_images(task)
         drawn, repeated = _draw(config, task)
         checks += repeated
         _check_references(config, drawn)
@@ -150,25 +148,9 @@ def examine_domain(
         prompts=prompts,
         drops_overlong=drops is not None and bool(drops(copied(task.options))),
         first=first,
-        shows_images=shows,
         tools=tools,
     )
     return domain, checks
-
-
-def declares_images(task: TaskConfig) -> bool:
-    """Return whether the domain's class says that its agent is shown images. Raises
-    BrokenError.
-    """
-    return _guarded(
-        lambda: shows_images(task.env, task.options), PATIENCE_S, "shows_images must return"
-    )
-
-
-def refuse_images(domains: Iterable[str], reason: str) -> Iterator[Check]:
-    """Refuse these task domains, which show images, if there is a `reason` to."""
-    for name in domains if reason else ():
-        yield fail(f"{name}.env", f"{name}.env must show no images: {reason}")
 
 
 def examine_rules(config: RunConfig) -> Iterator[Check]:
@@ -334,7 +316,7 @@ def _check_references(config: RunConfig, drawn: Task) -> None:
 
 
 def _only(config: RunConfig, task: TaskConfig) -> RunConfig:
-    return config.model_copy(update={"tasks": (task,), "faults": {}})
+    return config.model_copy(update={"tasks": (task,), "faults": Faults()})
 
 
 def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:

@@ -16,7 +16,7 @@ from rollweave.io.cpu import computed_dtype, describe_computation
 from rollweave.runtime.hosts.cluster import slot_of
 from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.resources import devices as gpus
-from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
+from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, refused, warn
 from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
 from rollweave.runtime.preflight.memory import (
     Part,
@@ -28,6 +28,7 @@ from rollweave.runtime.preflight.memory import (
 )
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import FieldErrors
 from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import Device, HostSlot, RankSlot, Resources
 from rollweave.weights.checkpoint import ModelShape
@@ -306,8 +307,8 @@ def check_layout(
     count = sum(len(host.devices) for host in hosts)
     try:
         config.check_on_gpus(groups_on_gpus(config, [host.slot for host in hosts]))
-    except ValueError as error:
-        yield fail("model.device", str(error))
+    except FieldErrors as error:
+        yield from map(refused, error.errors)
     config = with_device(config, hosts)
     if config.model.device == "cuda" and not count:
         yield fail("model.device", f"must be cpu on hosts without GPUs, got {config.model.device}")

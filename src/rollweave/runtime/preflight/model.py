@@ -15,7 +15,7 @@ from rollweave.io.extras import how_to_install, missing_from
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.template import DEFAULT, ChatTemplate, configured
 from rollweave.runtime.checkpoints import EXPORT, Checkpoints, is_model
-from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, warn
+from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, refused, warn
 from rollweave.runtime.preflight.environments import Domain
 from rollweave.runtime.preflight.layout import (
     COMFORT,
@@ -40,7 +40,7 @@ from rollweave.runtime.preflight.prompts import examine_prompts, named, overlong
 from rollweave.runtime.preflight.tokens import check_tokens, describe_template
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, HostError, TrainerError, WeightsError
+from rollweave.schema.errors import ConfigError, FieldError, HostError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.adapters import (
@@ -328,9 +328,8 @@ def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape, *, elsewhe
         sizes = adapter_sizes(shape, lora)
         if lora.path is not None and config.model.path is not None and not elsewhere:
             check_adapter(Path(lora.path), sizes, lora, base=Path(config.model.path))
-    except ConfigError as error:
-        name, _, rule = str(error).partition(" ")
-        return fail(name, rule)
+    except FieldError as error:
+        return refused(error)
     share = trained_parameters(config, shape) / parameters(shape)
     count = f"{trained_parameters(config, shape):,} weights in {len(sizes) // 2} layers"
     return ok("lora", f"{count}, {100 * share:.2g} % of the model")
@@ -373,9 +372,8 @@ def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: boo
         stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divided)
     except TrainerError as error:
         return fail(name, str(error))
-    except ConfigError as error:
-        field, _, rule = str(error).partition(" ")
-        return fail(field, rule)
+    except FieldError as error:
+        return refused(error)
     if config.algorithm.routing_replay and experts is None:
         return _WITHOUT_EXPERTS
     for layer in _layers_with_adapters(config, shape):

@@ -2,28 +2,19 @@
 
 import contextlib
 
-from rollweave.engine.servers.kinds import engines_refuse_images
 from rollweave.envs.registry import resolve
 from rollweave.runtime.preflight.checks import Check, must_pass
-from rollweave.runtime.preflight.environments import (
-    Domain,
-    declares_images,
-    examine_domain,
-    refuse_images,
-)
+from rollweave.runtime.preflight.environments import Domain, examine_domain
 from rollweave.runtime.preflight.model import check_context, check_prompts, without_overlong
 from rollweave.schema.base import copied
 from rollweave.schema.config.root import RunConfig
 
 
 def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
-    """Check that engines take the images that tasks show, and that the model has room
-    for the longest sequences, unless only registered engines compute them. Leave out
-    overlong prompts, as `leave_out_overlong` does.
+    """Check that the model has room for the longest sequences, unless only registered
+    engines compute them. Leave out overlong prompts, as `leave_out_overlong` does.
     """
     if config.serve.engines == "local":
-        shown = (f"tasks.{at}" for at, task in enumerate(config.tasks) if declares_images(task))
-        must_pass(list(refuse_images(shown, engines_refuse_images(config))))
         must_pass(check_context(config))
     return leave_out_overlong(config)
 

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rollweave.schema.config.values import Section
+from rollweave.schema.errors import FieldError
 
 PRIORITIES = ("fcfs", "round_robin", "shortest_first", "longest_first")
 PLACEMENTS = (
@@ -105,16 +106,12 @@ class AblationConfig(Section):
         known = (*PRIORITIES, *PLACEMENTS, *MIGRATIONS)
         for name in self.policies:
             if name not in known:
-                raise ValueError(
-                    f"ablation.policies must be among {', '.join(known)}, got {name!r}"
-                )
+                raise FieldError("policies", f"be among {', '.join(known)}", repr(name))
         for kind in (PRIORITIES, PLACEMENTS, MIGRATIONS):
             chosen = [name for name in self.policies if name in kind]
             if len(chosen) > 1:
-                raise ValueError(
-                    f"ablation.policies must have at most one of {', '.join(kind)}, got "
-                    f"{' and '.join(chosen)}"
-                )
+                rule = f"have at most one of {', '.join(kind)}"
+                raise FieldError("policies", rule, " and ".join(chosen))
         return self
 
     @property

@@ -213,4 +213,4 @@ class TeacherConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_address(cls, url: str) -> str:
-        return parse_address(url, field="teacher.url")
+        return parse_address(url, field="url")

@@ -13,6 +13,7 @@ from rollweave.schema.config.values import (
     Variable,
     matching,
 )
+from rollweave.schema.errors import FieldError
 
 ENDPOINT = r"(\[[0-9a-fA-F:.]+\]|[^\[\]:@/?#\s]+):[0-9]{1,5}"
 """Pattern of an address and a port."""
@@ -79,13 +80,11 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _launcher_has_what_it_needs(self) -> Self:
         if self.hosts is None and self.launcher != "ray":
-            raise ValueError(f"cluster.hosts must be given with launcher {self.launcher}")
+            raise FieldError("hosts", f"be given with launcher {self.launcher}", "none")
         if self.address is None and self.launcher == "manual":
-            raise ValueError("cluster.address must be given with launcher manual")
+            raise FieldError("address", "be given with launcher manual", "none")
         if self.port >= 1 << 16:
-            raise ValueError(
-                f"cluster.address must have a port below {1 << 16}, got {self.address}"
-            )
+            raise FieldError("address", f"have a port below {1 << 16}", self.address)
         return self
 
 
@@ -143,7 +142,6 @@ class WorkersConfig(Section):
     @model_validator(mode="after")
     def _minimum_is_at_most_count(self) -> Self:
         if self.minimum is not None and self.minimum > self.count:
-            raise ValueError(
-                f"workers.minimum must be at most workers.count ({self.count}), got {self.minimum}"
-            )
+            rule = f"be at most workers.count ({self.count})"
+            raise FieldError("minimum", rule, self.minimum)
         return self

@@ -56,9 +56,6 @@ class EngineConfig(Section):
     token_env: Variable | None = Field(
         None, description="Environment variable that holds the token of the servers at address."
     )
-    token_file: str | None = Field(
-        None, description="File that holds the token of the servers at address."
-    )
     borrowed: Flag = Field(
         False,
         description="Borrow up to `count` serving engines that lend their slack, those with the "

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from rollweave.schema.config.values import Positive, PositiveInt, Section
+from rollweave.schema.errors import FieldError
 from rollweave.schema.hosts import Device, Resources
 
 GIB = 1 << 30
@@ -76,7 +77,7 @@ class HostsFile(Section):
         names: set[str] = set()
         for name in (name for host in self.hosts for name in host.names):
             if name in names:
-                raise ValueError(f"hosts must have distinct names, got {name!r} a second time")
+                raise FieldError("hosts", "have distinct names", f"{name!r} a second time")
             names.add(name)
         return self
 

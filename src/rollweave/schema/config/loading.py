@@ -15,10 +15,9 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollweave.schema.config.effects import without_effect
 from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, FieldError, FieldErrors
 from rollweave.schema.hosts import Resources
 from rollweave.schema.packing import DEPTH, LEAST, MOST, is_deep
 from rollweave.schema.text import valid
@@ -58,59 +57,6 @@ RULES = {
 (`schema/config/values.matching`).
 """
 
-FORMER = {
-    "algorithm.is_cap": "is gone: an importance weight is at most 2",
-    "algorithm.kl_until": "is gone: with algorithm.kl_direction forward, the term ends at 90 %",
-    "allocation.every": "is gone: allocation plans after every step",
-    "engines.block_tokens": "is gone: a KV block has 16 tokens",
-    "engines.prefix_cache": "ablation.without",
-    "model.scratch.context": "is gone: the longest tasks.max_tokens",
-    "model.scratch.ffn": "is gone: three times model.scratch.hidden",
-    "model.scratch.head_dim": "is gone: a head is 16 wide",
-    "model.scratch.heads": "is gone: model.scratch.hidden / 16",
-    "model.scratch.init_std": "is gone: random weights have a standard deviation of 0.12",
-    "model.scratch.kv_heads": "is gone: model.scratch.hidden / 32",
-    "model.scratch.rope_theta": "is gone: the base of the rotary embeddings is 100",
-    "rollout.env_stepping": "ablation.without",
-    "rollout.eval_slots": "rollout.max_running",
-    "rollout.init_slots": "rollout.max_running",
-    "rollout.migration": "ablation.policies",
-    "rollout.min_members": "is gone: a group is trained on with at least two members",
-    "rollout.placement": "ablation.policies",
-    "rollout.priority": "ablation.policies",
-    "rollout.repack": "ablation.without",
-    "rollout.reward": "ablation.without",
-    "rollout.top_k": "is gone: training samples without top-k",
-    "run.checkpoint_s": "run.checkpoint_every",
-    "serve.host": "is gone: give `rollweave serve --host`",
-    "serve.hosts": "is gone: give `rollweave serve --allow-host`",
-    "serve.keep": "is gone: the results of the newest 100,000 rollouts are kept",
-    "serve.port": "is gone: give `rollweave serve --port`",
-    "serve.queue": "is gone: at most 10,000 rollouts wait",
-    "serve.queue_mb": "is gone: unfinished requests use at most 1,024 MiB",
-    "serve.token_env": "is gone: give `rollweave serve --token-env`",
-    "sim.colocated": "trainer.colocated",
-    "sim.controller_s": "is gone: a simulated controller takes no time",
-    "sim.profile": "sim.gpu",
-    "sim.serverless": "is gone: simulated rewards are computed at once",
-    "sim.trainer_gpu": "is gone: the trainer has the engines' GPU, or an h800 for h20",
-    "sim.workloads": "tasks.env",
-    "tasks.warmup_weight": "is gone: the warm-up draws from all task domains alike",
-    "trainer.beta2": "is gone: AdamW's second beta is 0.95",
-    "trainer.threads": "is gone: a trainer process has one CPU thread",
-    "warmup.lr": "is gone: 0.01 from scratch, trainer.lr for a checkpoint",
-    "warmup.observations": "is gone: a model from scratch predicts them, a checkpoint does not",
-    "watchdog.start_s": "watchdog.train_s",
-    "watchdog.weights_s": "watchdog.train_s",
-    "weights.delta": "ablation.without",
-}
-"""Settings of earlier versions: the one that replaces it, or why it is gone."""
-
-FORMER_VALUES = {("ablation.without", "disaggregation"): "trainer.colocated"}
-"""Settings and their values of earlier versions: the setting that replaces the
-value.
-"""
-
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read TOML file `path`, apply `overrides` (`rollout.alpha=2`,
@@ -132,10 +78,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> 
     """
     data = _parse(text, name)
     touched = [_override(data, override) for override in overrides]
-    config = validated(RunConfig, data, name, touched)
-    if idle := without_effect(config):
-        raise ConfigError("\n".join(f"{name}: {line}" for line in idle))
-    return config
+    return validated(RunConfig, data, name, touched)
 
 
 def validated(
@@ -150,8 +93,9 @@ def validated(
         return file.model_validate(data)
     except ValidationError as error:
         lines = [
-            _line(detail, file, name, touched)
+            line
             for detail in _own([_as_written(detail, data) for detail in error.errors()])
+            for line in _lines(detail, file, name, touched)
         ]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
@@ -276,9 +220,14 @@ def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
     """Remove the index of a single [engines] section, which is read as a list of
     one.
     """
-    place = detail["loc"]
-    if place[:2] == ("engines", 0) and isinstance(data.get("engines"), dict):
+    if not isinstance(data.get("engines"), dict):
+        return detail
+    place, context = detail["loc"], detail.get("ctx", {})
+    if place[:2] == ("engines", 0):
         detail["loc"] = (place[0], *place[2:])
+    if isinstance(error := context.get("error"), FieldErrors):
+        fields = [one.of(one.field.replace("engines.0.", "engines.", 1)) for one in error.errors]
+        context["error"] = FieldErrors(fields)
     return detail
 
 
@@ -297,29 +246,35 @@ def _own(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     ]
 
 
-def _line(
+def _lines(
     detail: ErrorDetails,
     file: type[BaseModel],
     name: str,
     touched: Sequence[tuple[str | int, ...]],
-) -> str:
+) -> list[str]:
     where = tuple(part for part in detail["loc"])
     source = f"{OVERRIDES} (and {name})" if where in touched else name
     field = ".".join(map(str, where))
-    named = ".".join(part for part in where if isinstance(part, str))
-    if (now := FORMER_VALUES.get((named, str(detail["input"])))) is not None:
-        return f"{source}: {named} {detail['input']} is now {now}"
     if detail["type"] == "extra_forbidden":
-        if (now := FORMER.get(named)) is not None:
-            return f"{source}: {field} {now if now.startswith('is gone') else f'is now {now}'}"
-        return f"{source}: unknown key {field}{_suggestion(file, where)}{_pointer(file, where)}"
+        return [f"{source}: unknown key {field}{_suggestion(file, where)}{_pointer(file, where)}"]
     if detail["type"] == "missing":
-        return f"{source}: {field} must be set, got nothing"
+        return [f"{source}: {field} must be set, got nothing"]
     message, kind = detail["msg"], detail["type"]
-    if kind == "value_error":  # a rule of our own, which names field and value itself
-        return f"{source}: {message.removeprefix('Value error, ')}"
+    if kind == "value_error":  # a rule of our own
+        return [f"{source}: {error}" for error in _broken_rules(detail["ctx"]["error"], where)]
     rule = message if kind not in RULES else RULES[kind].format_map(detail.get("ctx", {}))
-    return f"{source}: {field or 'the file'} must {rule}, got {_short(detail['input'])}"
+    return [f"{source}: {field or 'the file'} must {rule}, got {_short(detail['input'])}"]
+
+
+def _broken_rules(error: Exception, where: Sequence[str | int]) -> Sequence[FieldError]:
+    """Return the errors of a validator at `where`, with the keys of a file: a section
+    names its own fields, and a validator of a single field names this field.
+    """
+    if isinstance(error, FieldErrors):
+        return error.errors
+    assert isinstance(error, FieldError), "validators raise no other errors"
+    section = where[:-1] if where and where[-1] == error.field else where
+    return [error.of(".".join(map(str, [*section, *filter(None, [error.field])])))]
 
 
 def _short(value: Any) -> str:

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from rollweave.schema.config.values import Positive, PositiveInt, Section, listed
+from rollweave.schema.errors import FieldError
 
 HEAD_DIM = 16
 """Width of an attention head of a model from scratch; two heads share keys and
@@ -86,7 +87,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.scratch is None):
-            raise ValueError("model must have exactly one of path and [model.scratch]")
+            given = "neither" if self.path is None else "both"
+            raise FieldError("", "have exactly one of path and [model.scratch]", given)
         return self
 
 

@@ -1,9 +1,8 @@
 """The reference of all settings, read from the sections themselves: type, default,
-sentence, and where a setting has an effect.
+sentence, and when a setting must be left out.
 """
 
 import difflib
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rollweave.schema.config.effects import IN_MODE, RULES
+from rollweave.schema.config.conflicts import CONFLICTS
 from rollweave.schema.config.loading import model_in
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError
 
 LARGEST = 2**63
@@ -48,12 +46,8 @@ class Setting:
     required: bool
     default: str | None
     description: str
-    modes: tuple[str, ...]
-    """The modes in which it has an effect; none if it has in all."""
-    condition: str
-    """Why it has no effect beside the defaults of all others, for which it is refused
-    there; empty if it has one.
-    """
+    conflicts: tuple[str, ...]
+    """Sentences that say when it must be left out."""
 
     @property
     def shown_default(self) -> str:
@@ -117,7 +111,7 @@ def _parts(
     plain, inner = list[Setting](), list[tuple[str, type[BaseModel], FieldInfo]]()
     for name, field in model.model_fields.items():
         place = f"{key}.{name}" if key else name
-        nested = Faults if place == "faults" else model_in(field.annotation)
+        nested = model_in(field.annotation)
         if nested is not None:
             inner.append((place, nested, field))
         else:
@@ -131,7 +125,7 @@ def _parts(
 
 def _header(place: str, field: FieldInfo) -> str:
     kind = get_origin(field.annotation)
-    if kind is dict and place != "faults":
+    if kind is dict:
         return f"[{place}.NAME]"
     return f"[[{place}]]" if kind is tuple else f"[{place}]"
 
@@ -144,9 +138,6 @@ def _sentence(model: type[BaseModel]) -> str:
 def _setting(
     key: str, field: FieldInfo, schema: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> Setting:
-    why = _refusals().get(key, {})
-    in_mode = {mode: text for mode, text in why.items() if text.startswith("in mode ")}
-    others = [text for text in why.values() if not text.startswith("in mode ")]
     required = field.is_required()
     default = None if required else field.get_default(call_default_factory=True)
     return Setting(
@@ -155,29 +146,15 @@ def _setting(
         required=required,
         default=None if default is None else _toml(default),
         description=" ".join((field.description or "").split()),
-        modes=tuple(mode.value for mode in ModeName if mode not in in_mode) if in_mode else (),
-        condition=others[0] if others else "",
+        conflicts=tuple(_left_out(key)),
     )
 
 
-@functools.cache
-def _refusals() -> dict[str, dict[ModeName, str]]:
-    """Return, for each setting, why it has no effect in a mode, beside defaults."""
-    assert IN_MODE.startswith("in mode ")
-    refusals: dict[str, dict[ModeName, str]] = {}
-    for mode in ModeName:
-        config = RunConfig.model_validate(
-            {
-                "run": {"name": "reference", "steps": 1},
-                "model": {"path": "model"},
-                "tasks": [{"env": "frozenlake"}],
-                "rollout": {"mode": mode.value},
-            }
-        )
-        for key, rule in RULES.items():
-            if (why := rule(config)) is not None:
-                refusals.setdefault(key, {})[mode] = why
-    return refusals
+def _left_out(key: str) -> Iterator[str]:
+    """Yield when a setting, or some of its values, must be left out."""
+    for conflict in CONFLICTS:
+        if (values := conflict.choices().get(key)) is not None:
+            yield f"Leave {', '.join(values) or 'it'} out {conflict.clause.text}."
 
 
 def _toml(value: Any) -> str:

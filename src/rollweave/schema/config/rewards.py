@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rollweave.schema.address import parse_url
 from rollweave.schema.config.values import Finite, Positive, Section, Variable, listed, matching
+from rollweave.schema.errors import FieldError
 
 RUBRIC_FILES = (".md", ".txt")
 """Ends of a rubric that is the path of a file."""
@@ -47,7 +48,7 @@ class JudgeConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        return parse_url(url, field="rewards.judge.url").rstrip("/")
+        return parse_url(url).rstrip("/")
 
     @property
     def has_file(self) -> bool:
@@ -57,15 +58,8 @@ class JudgeConfig(Section):
     @model_validator(mode="after")
     def _is_a_scale(self) -> Self:
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(
-                f"rewards.judge.scale must have a lower end below the upper one, got "
-                f"{list(self.scale)}"
-            )
-        if self.pairwise and self.scale != UNIT_SCALE:
-            raise ValueError(
-                "rewards.judge.scale must be left out with pairwise, whose reward is a share of "
-                f"wins, got {list(self.scale)}"
-            )
+            rule = "have a lower end below the upper one"
+            raise FieldError("scale", rule, list(self.scale))
         return self
 
 
@@ -87,12 +81,10 @@ class RewardConfig(Section):
     tasks: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
         (), description="Task domains to which it applies; all if empty."
     )
-    run: Literal["inline", "workers", "serverless"] | None = Field(
+    run: Literal["serverless"] | None = Field(
         None,
-        description="Where it is computed: inline, by the controller, or workers, by rollout "
-        "workers, which are declarations that are checked; serverless, behind its URL, or for a "
-        "function by Ray Serve, which the run deploys it on. If unset, a function runs where the "
-        "run evaluates its attempts.",
+        description="serverless: behind its URL, or for a function by Ray Serve, which the run "
+        "deploys it on. If unset, a function runs where the run evaluates its attempts.",
     )
     function: str | None = Field(
         None, description="The user's function, package.module:name (docs/REWARDS.md)."
@@ -104,9 +96,6 @@ class RewardConfig(Section):
     token_env: Variable | None = Field(
         None, description="Environment variable with the bearer token of the URL or judge."
     )
-    token_file: str | None = Field(
-        None, description="File with the bearer token of the URL or judge."
-    )
     timeout_s: Positive = Field(
         120.0,
         description="Maximum seconds for one reward, with all retries; then the attempt has no "
@@ -116,7 +105,7 @@ class RewardConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
-        return None if url is None else parse_url(url, field="rewards.url")
+        return None if url is None else parse_url(url)
 
     @property
     def deployed(self) -> bool:
@@ -137,23 +126,11 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        where = f"rewards ({self.name})"
         kinds = [kind for kind in ("function", "url", "judge") if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError(
-                f"{where} must have exactly one of function, url and judge, got "
-                f"{' and '.join(kinds) or 'none'}"
-            )
+            rule = "have exactly one of function, url and judge"
+            raise FieldError("", rule, " and ".join(kinds) or "none")
         if self.name == ENV_REWARD:
-            raise ValueError(
-                f"rewards.name must not be {ENV_REWARD}, the name of the environment's own "
-                f"reward, got {self.name!r}"
-            )
-        tokens = [name for name in ("token_env", "token_file") if getattr(self, name) is not None]
-        if self.function is not None and tokens:
-            raise ValueError(f"{where}.{tokens[0]} must be left out with a function, got one")
-        if len(tokens) > 1:
-            raise ValueError(f"{where} must have one of token_env and token_file, got both")
-        if self.run not in (None, "serverless") and self.function is None:
-            raise ValueError(f"{where}.run must be serverless with a {kinds[0]}, got {self.run}")
+            rule = f"not be {ENV_REWARD}, the name of the environment's own reward"
+            raise FieldError("name", rule, repr(self.name))
         return self

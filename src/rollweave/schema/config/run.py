@@ -17,16 +17,11 @@ from rollweave.schema.config.values import (
     matching,
 )
 
-RATES = ("env_error", "env_hang", "env_garbage", "reward_error")
-"""Kinds of injected failures; each has a rate."""
-
-Fault = Literal[
-    "env_error", "env_hang", "env_garbage", "reward_error", "latency_s", "latency_sigma"
-]
-
 
 class Faults(Section):
-    """The failures of [faults], with those that are not injected."""
+    """Failures injected into real environments, for tests and benches; none in a
+    simulation.
+    """
 
     env_error: Share = Field(0.0, description="Share of environment calls that raise.")
     env_hang: Share = Field(0.0, description="Share of environment calls that never return.")
@@ -169,5 +164,5 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _hosts_are_hosts(self) -> Self:
-        Hosts.parse(self.engine_hosts, field="serve.engine_hosts")
+        Hosts.parse(self.engine_hosts, field="engine_hosts")
         return self

@@ -1,9 +1,12 @@
 """The section `[sim]`: simulated hardware, and serving engines with their users."""
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from rollweave.schema.config.ablation import WITHOUT_USERS, Sharing
 from rollweave.schema.config.values import Count, Positive, PositiveInt, Section
+from rollweave.schema.errors import FieldError
 
 
 class SimPoolConfig(Section):
@@ -50,34 +53,21 @@ class SimServingConfig(Section):
         10.0, description="Seconds for which rollouts keep the KV of a finished turn (ROSE App. C)."
     )
 
-    def check_requests(self, sharing: Sharing) -> None:
-        """Check that the engines have users and a model for them, or neither. Raises
-        ValueError.
-        """
+    def broken_rules(self, sharing: Sharing) -> Iterator[FieldError]:
+        """Yield an error for each rule of the requests that does not hold."""
+        where = "sim.serving"
         if sharing in WITHOUT_USERS:
-            for name in ("model", "prefill", "rate", *(("trace",) if sharing != "spot" else ())):
-                value = getattr(self, name)
-                if value:
-                    raise ValueError(
-                        f"sim.serving.{name} must be left out with ablation.sharing {sharing}, "
-                        f"whose engines have no users, got {value}"
-                    )
             return
         if self.model is None:
-            raise ValueError(
-                "sim.serving.model must be given unless ablation.sharing is "
-                f"{' or '.join(WITHOUT_USERS)}, got none"
-            )
+            rule = f"be given unless ablation.sharing is {' or '.join(WITHOUT_USERS)}"
+            yield FieldError(f"{where}.model", rule, "none")
         if (self.rate is None) == (self.trace is None):
-            raise ValueError(
-                f"sim.serving must have a rate or a trace, got rate {self.rate} and trace "
-                f"{self.trace}"
+            yield FieldError(
+                where, "have a rate or a trace", f"rate {self.rate} and trace {self.trace}"
             )
         if self.prefill >= self.engines:
-            raise ValueError(
-                f"sim.serving.prefill must be less than the {self.engines} engines, got "
-                f"{self.prefill}"
-            )
+            rule = f"be less than the {self.engines} engines"
+            yield FieldError(f"{where}.prefill", rule, self.prefill)
 
 
 class SimConfig(Section):

@@ -7,7 +7,6 @@ is a prefix of its tokens.
 
 from dataclasses import dataclass
 
-from rollweave.schema.media import PlacedImage
 from rollweave.schema.work import SegmentKind, TokenSequence
 
 
@@ -16,15 +15,13 @@ class Row:
     """`completion` begins with the first sampled token and ends with the last one.
 
     `mask` and `logprobs` have its length: 1 and the log-prob for a sampled token, 0 and
-    0.0 for a token of an observation. `images` are those whose placeholders are in
-    `prompt + completion`: a trainer that leaves them out computes other log-probs.
+    0.0 for a token of an observation.
     """
 
     prompt: list[int]
     completion: list[int]
     mask: list[int]
     logprobs: list[float]
-    images: tuple[PlacedImage, ...] = ()
 
 
 def row_of(sequence: TokenSequence) -> Row | None:
@@ -38,18 +35,4 @@ def row_of(sequence: TokenSequence) -> Row | None:
         completion=list(sequence.tokens[start:end]),
         mask=[int(sampled) for sampled in sequence.output_mask()[start:end]],
         logprobs=list(sequence.logprobs[start:end]),
-        images=tuple(placed for placed in sequence.images if placed.at < end),
     )
-
-
-def text_row_of(sequence: TokenSequence) -> Row | None:
-    """Return the row of a sequence, as `row_of`, for a trainer of text. Raises
-    ValueError for a sequence with images.
-    """
-    row = row_of(sequence)
-    if row is not None and row.images:
-        raise ValueError(
-            f"a sequence must have no images for this trainer, got {len(row.images)}: it would "
-            "compute their placeholders as text"
-        )
-    return row

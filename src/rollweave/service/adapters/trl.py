@@ -25,7 +25,7 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding
 from rollweave.service.adapters.engine import TrainedEngine
-from rollweave.service.adapters.rows import Row, text_row_of
+from rollweave.service.adapters.rows import Row, row_of
 from rollweave.service.batches import DapoGroup, DapoRollouts
 from rollweave.service.client import Rollouts
 
@@ -143,7 +143,7 @@ def _completion(member: MemberStatus) -> Row:
             f"{member.id}: its context was rewritten; AsyncGRPOTrainer with RolloutWorker accepts "
             "any number"
         )
-    row = text_row_of(sequences[0]) if sequences else None
+    row = row_of(sequences[0]) if sequences else None
     if row is None:
         # nothing was sampled, but TRL requires a token
         return Row(prompt=[0], completion=[0], mask=[0], logprobs=[0.0])
@@ -249,7 +249,7 @@ class RolloutWorker:
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
             metrics = {"reward": reward, "reward_std": deviation}
             for sequence in trajectory.sequences:
-                row = text_row_of(sequence)
+                row = row_of(sequence)
                 if row is None:
                     continue
                 before = len(row.prompt)

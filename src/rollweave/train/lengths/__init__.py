@@ -7,13 +7,13 @@ from rollweave.core.policy.predict import Regressor
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.io.extras import how_to_install, missing_from
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, FieldError
 
 REGRESSORS = ("ridge", "boosted", "lm", "prompt", "history")
 
 
 def check_installed(config: RunConfig | None = None) -> None:
-    """Raise ConfigError if lengths are predicted and a package for that is missing.
+    """Raise FieldError if lengths are predicted and a package for that is missing.
 
     A predictor survives regressors that fail, so that a missing package would only make
     its predictions worse. Without `config`, lengths are predicted in any case.
@@ -21,10 +21,8 @@ def check_installed(config: RunConfig | None = None) -> None:
     if config is not None and not scheduling(config.rollout, config.ablation).predicts:
         return
     if missing := missing_from("predict"):
-        raise ConfigError(
-            f"rollout.predictor: {missing[0]} must be installed ({how_to_install('predict')}), got "
-            "none"
-        )
+        rule = f"have {missing[0]} installed ({how_to_install('predict')})"
+        raise FieldError("rollout.predictor", rule, config.rollout.predictor if config else "")
 
 
 def build_regressor(name: str, *, checkpoint: str | None = None) -> Regressor:

@@ -464,7 +464,7 @@ function readerHtml(run, read) {
   const payload = a.task.payload && Object.keys(a.task.payload).length ? `<details class="small" style="margin-top:8px"><summary class="quiet">task payload</summary><pre class="json">${esc(JSON.stringify(a.task.payload, null, 2))}</pre></details>` : "";
   const result = a.result === null ? "" : `<section class="card"><h2>Final result</h2><pre class="json">${esc(typeof a.result === "string" ? a.result : JSON.stringify(a.result, null, 2))}</pre></section>`;
   const tints = [["logprob", "log-probs"], ["version", "weight versions"], ["none", "plain"]];
-  const sequences = a.sequences.map((spans, index) => `${a.sequences.length > 1 ? `<h2>Sequence ${index + 1} of ${a.sequences.length}${a.origins[index] ? ` <span class="quiet small">${esc(a.origins[index].text)}</span>` : ""}</h2>` : ""}${spans.map((span) => spanHtml(span) + imagesHtml(run, span, a.images[index])).join("")}`).join("") || '<p class="quiet">Nothing was sampled.</p>';
+  const sequences = a.sequences.map((spans, index) => `${a.sequences.length > 1 ? `<h2>Sequence ${index + 1} of ${a.sequences.length}${a.origins[index] ? ` <span class="quiet small">${esc(a.origins[index].text)}</span>` : ""}</h2>` : ""}${spans.map(spanHtml).join("")}`).join("") || '<p class="quiet">Nothing was sampled.</p>';
   return `<div class="title"><h1 class="mono" style="font-size:22px">${esc(a.id)}${a.attempt ? `/${a.attempt}` : ""}</h1><span class="badge ${a.success === true ? "running" : a.error ? "failed" : ""}">${esc(a.stop_reason.replaceAll("_", " "))}</span><span>reward <b style="font-size:18px">${a.reward === null ? "none" : number(a.reward)}</b></span>${a.success === null ? "" : `<span class="${a.success ? "good" : "poor"}">${a.success ? "success" : "no success"}</span>`}${a.blame === "none" ? "" : `<span class="dim">blame: ${esc(a.blame)}</span>`}</div>
     ${a.error ? `<div class="note bad" style="margin-top:12px">${esc(a.error)}</div>` : ""}${read.note ? `<div class="note" style="margin-top:12px">${esc(read.note)}: tokens are shown as numbers</div>` : ""}
     <div class="reader" style="margin-top:18px"><div>
@@ -481,11 +481,6 @@ function tokenHtml(span, index) {
   if (state.tint === "logprob" && logprob !== null) { const doubt = Math.min(1, -logprob / 4); if (doubt > 0.02) style = ` style="background:color-mix(in srgb, var(--orange) ${Math.round(doubt * 70)}%, transparent)"`; }
   if (state.tint === "version") style = ` style="background:color-mix(in srgb, var(${COLORS[version % COLORS.length]}) 26%, transparent)"`;
   return `<span class="tok"${style} data-tip="${esc(`token ${span.tokens[index]}, position ${span.start + index}\nlog-prob ${logprob === null ? "–" : logprob.toFixed(4)} (${logprob === null ? "–" : `${(Math.exp(logprob) * 100).toFixed(1)} %`})\nweights version ${version}`)}">${esc(text)}</span>`;
-}
-
-function imagesHtml(run, span, images) {
-  const shown = images.filter((image) => image.at >= span.start && image.at < span.end);
-  return shown.length ? `<div class="images">${shown.map((image) => `<figure><img loading="lazy" alt="image at token ${image.at}" src="/api/image?${new URLSearchParams({ run, digest: image.digest })}"><figcaption>token ${image.at} · ${esc(image.media_type)} · <span class="mono">${esc(image.digest.slice(0, 12))}</span></figcaption></figure>`).join("")}</div>` : "";
 }
 
 function spanHtml(span) {

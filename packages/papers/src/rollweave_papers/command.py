@@ -1,0 +1,93 @@
+"""`rollweave reproduce`: runs the papers' experiments in the simulated world, and
+prints a table for each as it finishes.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from rollweave.cli.console import FAILED, check_writable, err, out, print_error
+from rollweave.io.disk import replace_file
+from rollweave.schema.errors import ConfigError
+from rollweave_papers.registry import EXPERIMENTS, select
+from rollweave_papers.running import cores, run
+from rollweave_papers.table import as_json as results_as_json
+from rollweave_papers.table import as_text, heading, page, section, sections_of
+
+BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
+"""Marks in a Markdown file between which the tables are generated."""
+
+
+def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path | None) -> None:
+    """Run the experiments of `names`, which are experiments or papers; all if there are
+    none. Tables of other experiments in the file `write` stay there if names are given.
+    Raises ConfigError.
+    """
+    experiments = select(names)
+    kept = _kept_tables(write, quick=quick, all_anew=not names) if write is not None else {}
+    rows, failures = {}, []
+    for finished in run(experiments, quick=quick, processes=cores()):
+        name = finished.experiment.name
+        if finished.error:
+            failures.append(f"{name}: {finished.error}")
+            print_error(failures[-1])
+            continue
+        rows[name] = finished.rows
+        out.print(as_text(finished.experiment, finished.rows), markup=False, soft_wrap=True)
+        done = len(rows) + len(failures)
+        progress = (
+            f"{done} of {len(experiments)}, {finished.seconds:.1f} s: "
+            f"{heading(finished.experiment)}"
+        )
+        err.print(f"[dim]{escape(progress)}[/]", soft_wrap=True)
+    results = [
+        (experiment, rows[experiment.name]) for experiment in experiments if experiment.name in rows
+    ]
+    if write is not None and not failures:
+        tables = kept | {one.name: section(one, rows) for one, rows in results}
+        ordered = [tables[name] for name in EXPERIMENTS if name in tables]
+        replace_file(write, insert_tables(page(ordered, quick=quick), write).encode())
+        out.print(f"written to {write}", markup=False, soft_wrap=True)
+    if as_json:
+        sys.stdout.write(json.dumps(results_as_json(results)) + "\n")
+    if failures:
+        raise typer.Exit(FAILED)
+
+
+def insert_tables(tables: str, file: Path) -> str:
+    """Return the text of `file` with `tables` between its two marks, or `tables` alone
+    if it has none.
+    """
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{tables}{end}{after}" if end else tables
+
+
+def _kept_tables(path: Path, *, quick: bool, all_anew: bool) -> dict[str, str]:
+    """Return the tables in the file, by their experiments, which those of other ones
+    are to join. Raises ConfigError if the file cannot be written, before the
+    experiments run.
+    """
+    check_writable("--write", path)
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--write must name a text file, or a new file, got {path}: {error}"
+        ) from error
+    _, begin, tables = text.partition(BEGIN)
+    tables, end, _ = tables.partition(END)
+    if all_anew or not (begin and end and tables.strip()):
+        return {}
+    kept = sections_of(tables, quick=quick)
+    if kept is None:
+        form = "with" if quick else "without"
+        raise ConfigError(
+            f"--write must name a file whose tables were computed {form} --quick, got {path}"
+        )
+    return kept

@@ -1,0 +1,302 @@
+"""Heddle's experiments: rollout throughput and time by scheduler, placement and GPUs of
+a worker.
+
+The quality of length prediction is in `heddle_prediction.py`, runs and measurements in
+`heddle_runs.py`. The text of our copy lacks Figures 12 to 16 except for the maximum
+gain: other rows have no published value.
+
+Invariants: the rows of a figure differ only in the subject of its section; the compared
+systems get the same batch, GPUs and engine. Lengths are the estimates of
+`core/policy/predict`, after one step's training of its regressor.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+
+from rollweave_papers import heddle_prediction
+from rollweave_papers.cluster import geometric_mean
+from rollweave_papers.heddle_runs import (
+    HYBRID,
+    MODELS,
+    OURS,
+    PAPERS,
+    SLIME,
+    STUDIED,
+    TASKS,
+    VERL,
+    Case,
+    Rollout,
+    System,
+    rollout,
+)
+from rollweave_papers.rows import Experiment, Row
+
+FULL_PARTS, FULL_STEPS = 4, 3
+"""Divisor of the cluster and steps of a full form: a quarter has 16 GPUs and 1,600
+trajectories (32B: 800), so that all of Heddle takes minutes.
+"""
+
+QUICK_PARTS, QUICK_STEPS = 32, 2
+
+WIDE, QUICK_WIDE = 8, 2
+"""GPUs of a worker in Fix-8 (Heddle §7.4), and their number where the part of the
+cluster is too small.
+"""
+
+SHORT_SLOTS = 32
+"""Slots of a worker in Fig. 14, for a third of its trajectories: with a slot for each,
+no scheduling would be needed. Our choice.
+"""
+
+NOT_IN_TEXT = "figure not in text"
+
+Rollouts = Mapping[str, Rollout]
+"""Rollouts by their name in a note."""
+
+
+def study(
+    quick: bool, cases: list[tuple[str, str]], ways: Callable[[Case], Mapping[str, Case]]
+) -> list[tuple[str, str, Rollouts, str]]:
+    """Return for each task and model: both names, the rollouts of all `ways` to run it,
+    and their scale for a note.
+    """
+    studies: list[tuple[str, str, Rollouts, str]] = []
+    for task, model in [("math", STUDIED)] if quick else cases:
+        parts, steps = (QUICK_PARTS, QUICK_STEPS) if quick else (FULL_PARTS, FULL_STEPS)
+        case = Case(task=task, model=model, system=OURS, parts=parts, steps=steps, tp=MODELS[model])
+        runs = ways(case)
+        scale = next(iter(runs.values())).describe()
+        studies.append((task, model, {name: rollout(run) for name, run in runs.items()}, scale))
+    return studies
+
+
+def speeds(runs: Rollouts) -> str:
+    """Describe the throughput of rollouts, for a note."""
+    return "tokens/s: " + ", ".join(f"{name} {one.tokens_per_s:,.0f}" for name, one in runs.items())
+
+
+def over(runs: Rollouts, name: str, *others: str) -> float:
+    """Return the throughput of `name` over that of the best of the `others`."""
+    return runs[name].tokens_per_s / max(runs[other].tokens_per_s for other in others)
+
+
+# Fig. 12.
+
+BASELINES: Mapping[str, System] = {"Verl": VERL, "Verl*": HYBRID, "Slime": SLIME}
+"""The compared systems (Heddle §7): all schedule round robin, on workers of one size;
+Verl* ignores the cache beyond a load ratio of 32.
+"""
+
+
+def fig12(quick: bool) -> list[Row]:
+    """Reproduce rollout throughput over tasks and models."""
+    row = functools.partial(Row, experiment="heddle-fig12")
+    studies = study(
+        quick,
+        [(task, model) for task in TASKS for model in MODELS],
+        lambda case: {
+            **{name: case.but(system=system) for name, system in BASELINES.items()},
+            "ours": case.but(adaptive=True),
+            "the paper's rules": case.but(system=PAPERS, adaptive=True),
+        },
+    )
+    gains = {f"{task} {model}": over(runs, "ours", *BASELINES) for task, model, runs, _ in studies}
+    what = (
+        "longest first, our exact placement and allocation, migration where it gains; every step "
+        "from the second on"
+    )
+    rows = [
+        row(
+            row="Heddle over the best baseline, maximum",
+            ours=max(gains.values()),
+            note=f"{what}; the maximum at {max(gains, key=lambda name: gains[name])}, the minimum "
+            f"over tasks and models is {min(gains.values()):.2f}; Figs. 15 and 16 show the share "
+            "of placement and allocation alone; published: up to",
+        )
+    ]
+    for name in BASELINES:
+        ratios = [over(runs, "ours", name) for *_, runs, _ in studies]
+        note = f"geometric mean, {min(ratios):.2f} to {max(ratios):.2f}; {NOT_IN_TEXT}"
+        rows.append(row(row=f"Heddle over {name}", ours=geometric_mean(ratios), note=note))
+    for task, model, runs, scale in studies:
+        fleet = f"GPUs of a worker, ours: {runs['ours'].fleet}"
+        for label, name in (
+            ("ours", "ours"),
+            ("with the paper's migration by rank", "the paper's rules"),
+        ):
+            note = (
+                f"{scale}; {speeds(runs)}; {fleet}"
+                if name == "ours"
+                else "a trajectory moves whenever its rank's worker differs"
+            )
+            rows.append(
+                row(
+                    row=f"{task}, {model}: {label}, over the best baseline",
+                    ours=over(runs, name, *BASELINES),
+                    note=note,
+                    own=True,
+                )
+            )
+    return rows
+
+
+# Fig. 14.
+
+PRIORITIES = {
+    "progressive": OURS,
+    "FCFS": OURS.but(priority="fcfs"),
+    "round robin": OURS.but(priority="round_robin"),
+    "shortest first (Autellix)": OURS.but(priority="shortest_first"),
+}
+
+
+def fig14(quick: bool) -> list[Row]:
+    """Reproduce rollout time, and the queueing delay of the longest trajectory, by
+    scheduler.
+    """
+    row = functools.partial(Row, experiment="heddle-fig14")
+    rows = []
+    for task, _, runs, scale in study(
+        quick,
+        [(task, STUDIED) for task in TASKS],
+        lambda case: {
+            name: case.but(system=system, slots=SHORT_SLOTS) for name, system in PRIORITIES.items()
+        },
+    ):
+        same = f"{scale}; our placement and migration for all; {SHORT_SLOTS} slots a GPU"
+        ours = runs["progressive"]
+        for name, one in runs.items():
+            if name != "progressive":
+                note = f"{same}; {one.seconds:,.0f} s and {ours.seconds:,.0f} s; {NOT_IN_TEXT}"
+                value = one.seconds / ours.seconds
+                rows.append(
+                    row(
+                        row=f"{task}: rollout time, {name} over progressive",
+                        ours=value,
+                        note=note,
+                    )
+                )
+        for name, one in runs.items():
+            note = "sum over its turns, mean of the steps measured"
+            label = f"{task}: queueing of the longest, {name}"
+            rows.append(row(row=label, ours=one.longest_queued_s, unit="s", note=note))
+    return rows
+
+
+# Fig. 15.
+
+PLACEMENTS = {
+    "cache-aware": OURS.but(placement="pinned", migration="never"),
+    "least load": OURS.but(placement="hybrid", migration="never"),
+    "least load alone": OURS.but(placement="least_load", migration="never"),
+    "ours": OURS,
+    "ours, never moved": OURS.but(migration="never"),
+    "ours, moved by rank": PAPERS,
+}
+"""The compared placements. All use Heddle's priority, as its ablations keep all else
+equal (§7).
+"""
+
+
+def fig15(quick: bool) -> list[Row]:
+    """Reproduce rollout throughput by placement."""
+    row = functools.partial(Row, experiment="heddle-fig15")
+    rows = []
+    for task, _, runs, scale in study(
+        quick,
+        [(task, STUDIED) for task in TASKS],
+        lambda case: {
+            **{name: case.but(system=system) for name, system in PLACEMENTS.items()},
+            **{
+                f"{name}, round robin": case.but(system=system)
+                for name, system in BASELINES.items()
+            },
+        },
+    ):
+        notes = {
+            ("ours", "cache-aware"): f"{scale}; progressive priority for all; {speeds(runs)}; "
+            f"{NOT_IN_TEXT}",
+            ("ours", "least load"): "which ignores the cache beyond a load ratio of 32; "
+            f"{NOT_IN_TEXT}",
+        }
+        alone = {
+            ("ours", "least load alone"): "which ignores the cache, as Slime does",
+            (
+                "ours",
+                *(f"{name}, round robin" for name in BASELINES),
+            ): "Verl, Verl* and Slime unchanged",
+            ("ours, never moved", "cache-aware"): "no migration",
+            ("ours, moved by rank", "cache-aware"): "the paper's migration, whenever the rank's "
+            "worker differs",
+        }
+        for names, note in (notes | alone).items():
+            against = names[1] if len(names) == 2 else "the best baseline with its own priority"
+            label = f"{task}: {names[0]} over {against}"
+            rows.append(
+                row(
+                    row=label,
+                    ours=over(runs, *names),
+                    note=note,
+                    own=names in alone,
+                )
+            )
+    return rows
+
+
+# Fig. 16.
+
+LINEAR = (
+    "in our hardware model tensor parallelism scales almost linearly: wide workers lose almost no "
+    "throughput, which leaves little to gain over them; where observations are long, adaptive "
+    "degrees lose, because a step computes as many prompt tokens on a narrow worker as on a wide "
+    "one, which the plan ignores"
+)
+
+
+def fig16(quick: bool) -> list[Row]:
+    """Reproduce rollout throughput by the number of GPUs of a worker."""
+    row = functools.partial(Row, experiment="heddle-fig16")
+    wide = f"Fix-{QUICK_WIDE if quick else WIDE}"
+    rows = []
+    for task, _, runs, scale in study(
+        quick,
+        [(task, STUDIED) for task in TASKS],
+        lambda case: {
+            "Fix-1": case,
+            wide: case.but(tp=QUICK_WIDE if quick else WIDE),
+            "adaptive": case.but(adaptive=True),
+        },
+    ):
+        note = f"{scale}; {speeds(runs)}; {NOT_IN_TEXT}"
+        why = f"GPUs of a worker: {runs['adaptive'].fleet}; {LINEAR}; {NOT_IN_TEXT}"
+        rows += [
+            row(
+                row=f"{task}: {wide} over Fix-1",
+                ours=over(runs, wide, "Fix-1"),
+                note=note,
+            ),
+            row(
+                row=f"{task}: adaptive over Fix-1",
+                ours=over(runs, "adaptive", "Fix-1"),
+                note=NOT_IN_TEXT,
+            ),
+            row(
+                row=f"{task}: adaptive over {wide}",
+                ours=over(runs, "adaptive", wide),
+                note=why,
+            ),
+        ]
+    return rows
+
+
+EXPERIMENTS = [
+    Experiment(
+        name="heddle-fig12", title="Rollout throughput", source="Heddle Fig. 12, §7.1", run=fig12
+    ),
+    heddle_prediction.EXPERIMENT,
+    Experiment(name="heddle-fig14", title="Schedulers", source="Heddle Fig. 14, §7.2", run=fig14),
+    Experiment(name="heddle-fig15", title="Placements", source="Heddle Fig. 15, §7.3", run=fig15),
+    Experiment(
+        name="heddle-fig16", title="GPUs of a worker", source="Heddle Fig. 16, §7.4", run=fig16
+    ),
+]

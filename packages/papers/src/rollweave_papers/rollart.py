@@ -1,0 +1,473 @@
+"""RollArt's evaluation (§3.1, §7.2, §7.3): modes, sizes, hardware, staleness bounds.
+
+Unless a function states otherwise: 128 GPUs, batches of 512 in groups of 8, 32K tokens
+of context, tasks drawn evenly, an engine on 1, 2 and 4 GPUs for Qwen3-8B/14B/32B, and
+where training has its own GPUs, 32 H800 (§7.1). SWE is trained with 32B alone.
+"""
+
+import functools
+from collections.abc import Iterator
+
+from rollweave_papers import rollart_costs, rollart_parts
+from rollweave_papers.cluster import NarrowOutputs, Pace, Setup, mean_of, pace, rollout_s
+from rollweave_papers.rows import Experiment, Row
+
+CONTEXT, BATCH, GPUS, TRAINER_GPUS = 32_768, 512, 128, 32
+
+GAMES = ("webshop", "frozenlake", "gem-math", "gem-game")
+"""Tasks of RollArt Table 1 without SWE."""
+
+MODELS = {"8B": ("qwen3-8b", 1), "14B": ("qwen3-14b", 2), "32B": ("qwen3-32b", 4)}
+"""Shape and GPUs of an engine."""
+
+NO_AFFINITY = (
+    "without hardware affinity, to which RollArt owes this gain (§7.2): ours has 96 H800 for "
+    "rollouts, and no H20, and gains by its bound, which by our count admits data one step older "
+    "than AReaL's (decision 2)"
+)
+
+DECODE_BOUND = (
+    "two H800 have 2.2 times the FLOP/s of six H20 (Table 2), 1.9 times after matmul efficiency, "
+    "so work bound by compute takes 0.52 of the time, and 0.28 of their memory bandwidth; in our "
+    "workload, with prefix caching, a trajectory computes 12.6k prompt tokens and samples 4.6k, "
+    "and sampling takes over 90 % of an engine's time; without caching it computes 600k and is "
+    "bound by compute"
+)
+"""Reason why FrozenLake prefers H20 here, where prefill is 77 % of its tokens (ROSE
+§2.2).
+"""
+
+QUICK = 4
+"""Divisor of GPUs and batch in quick forms."""
+
+
+def mixture(size: str) -> tuple[str, ...]:
+    return ("swe", *GAMES) if size == "32B" else GAMES
+
+
+def base(size: str, *, shrink: int = 1) -> Setup:
+    """Return RollArt's cluster for a model, `shrink` times smaller, with separate
+    rollout and training.
+    """
+    model, tp = MODELS[size]
+    return Setup(
+        model=model,
+        tasks=mixture(size),
+        context=CONTEXT,
+        rollout_gpus=(GPUS - TRAINER_GPUS) // shrink,
+        trainer_gpus=TRAINER_GPUS // shrink,
+        batch=BATCH // shrink,
+        tp=tp,
+    )
+
+
+def monolithic(setup: Setup) -> Setup:
+    """Return a cluster that uses all GPUs for rollout and training in turn: Sync and
+    Sync+ (§7.1, "a strengthened monolithic baseline" in §1).
+    """
+    gpus = setup.rollout_gpus + setup.trainer_gpus
+    return setup.but(rollout_gpus=gpus, trainer_gpus=gpus, colocated=True)
+
+
+def scale(shrink: int, steps: int) -> str:
+    """Describe the reductions against the paper, for a note."""
+    smaller = f"GPUs and batch divided by {shrink}, " if shrink > 1 else ""
+    return f"{smaller}{mean_of(steps, 'step')}"
+
+
+# Fig. 4.
+
+
+def fig4(quick: bool) -> list[Row]:
+    """Reproduce RollArt §3.1: Qwen3-8B/32K with prefix caching, on two H800 or six H20,
+    at several batch sizes (ours, because the text has none).
+    """
+    steps, sizes = (2, (32, 128)) if quick else (5, (32, 64, 128, 256))
+    h800 = Setup(
+        model="qwen3-8b",
+        tasks=("frozenlake",),
+        context=CONTEXT,
+        rollout_gpus=2,
+        trainer_gpus=2,
+        batch=8,
+        slots=256,
+    )
+    h20 = h800.but(gpu="h20", rollout_gpus=6)
+
+    def seconds(setup: Setup, task: str, batch: int) -> float:
+        return rollout_s(setup.but(tasks=(task,), batch=batch), steps=steps)
+
+    lake = {
+        size: seconds(h800, "frozenlake", size) / seconds(h20, "frozenlake", size) for size in sizes
+    }
+    uncached = {
+        size: seconds(h800.but(without=("prefix_cache",)), "frozenlake", size)
+        / seconds(h20.but(without=("prefix_cache",)), "frozenlake", size)
+        for size in sizes[: 1 if quick else 2]
+    }
+    math_ratios = {
+        size: seconds(h20, "gem-math", size) / seconds(h800, "gem-math", size) for size in sizes
+    }
+    note = mean_of(steps, "rollout")
+    row = functools.partial(Row, experiment="rollart-fig4")
+    return [
+        row(
+            row="FrozenLake, H800 time over H20 time, minimum",
+            ours=min(lake.values()),
+            note=f"{note}; {DECODE_BOUND}",
+        ),
+        *(
+            row(row=f"FrozenLake, batch {size}", ours=value, note=note)
+            for size, value in lake.items()
+        ),
+        *(
+            row(
+                row=f"FrozenLake without prefix caching, batch {size}",
+                ours=value,
+                note=note,
+            )
+            for size, value in uncached.items()
+        ),
+        *(
+            row(
+                row=f"GEM-math, H20 time over H800 time, batch {size}",
+                ours=value,
+                note=note,
+            )
+            for size, value in math_ratios.items()
+        ),
+    ]
+
+
+# Fig. 10.
+
+
+def modes(setup: Setup, steps: int) -> dict[str, Pace]:
+    """Return the five systems of §7.1, and ours, whose engines are updated at
+    publication.
+
+    Sync steps its environments by batches and scores after the rollout; the others do
+    neither. Engines receive weights while they generate in RollArt alone (§7.4).
+    """
+    alone, stopping = monolithic(setup), setup.but(without=("staging",))
+    runs = {
+        "Sync": alone.but(without=("free_stepping", "reward_overlap")),
+        "Sync+": alone,
+        "One-off": stopping.but(mode="one_step"),
+        "AReaL": stopping.but(mode="partial"),
+        "RollArt": setup.in_rollarts_order(),
+        "bounded, α=1": setup.but(mode="bounded"),
+        "bounded, α=2": setup.but(mode="bounded", alpha=2),
+    }
+    return {name: pace(run, steps=steps) for name, run in runs.items()}
+
+
+STEPS_10B = (
+    ("Sync+", "Sync"),
+    ("One-off", "Sync+"),
+    ("AReaL", "One-off"),
+    ("RollArt", "AReaL"),
+    ("RollArt", "Sync"),
+)
+"""Systems whose throughputs are compared (§7.2, "Throughput Efficiency")."""
+
+STEPS_10A = (
+    ("RollArt", "Sync+"),
+    ("RollArt", "One-off"),
+    ("RollArt", "AReaL"),
+    ("One-off", "Sync+"),
+)
+"""Systems whose step times are compared with 32B (§7.2, "Model Convergence")."""
+
+FIRST_DONE = (
+    "ours trains on the first complete groups, and defers the long tail to a later step or drops it"
+)
+
+
+def fig10b(quick: bool, *, size: str) -> list[Row]:
+    """Reproduce tokens of a global batch over step time, as means of five iterations
+    (§7.1).
+    """
+    shrink, steps = (QUICK, 2) if quick else (1, 5)
+    paces = modes(base(size, shrink=shrink), steps)
+    note = scale(shrink, steps)
+    rows = [
+        Row(
+            experiment=f"rollart-fig10b-{size.lower()}",
+            row=f"{size} throughput, {ours} over {peer}",
+            ours=paces[ours].tokens_per_s / paces[peer].tokens_per_s,
+            note="; ".join([note, *_explanations(paces, ours, peer)]),
+        )
+        for ours, peer in STEPS_10B
+    ]
+    rows += [
+        Row(
+            experiment=f"rollart-fig10b-{size.lower()}",
+            row=f"{size} step time, {peer} over {ours} (Fig. 10a)",
+            ours=paces[peer].step_s / paces[ours].step_s,
+            note="; ".join([note, *_explanations(paces, ours, peer)]),
+        )
+        for ours, peer in (STEPS_10A if size == "32B" else ())
+    ]
+    rows += [
+        Row(
+            experiment=f"rollart-fig10b-{size.lower()}",
+            row=f"{size} throughput, {name}, updated at publication, over AReaL",
+            ours=paces[name].tokens_per_s / paces["AReaL"].tokens_per_s,
+            note=note,
+            own=True,
+        )
+        for name in ("bounded, α=1", "bounded, α=2")
+    ]
+    return rows
+
+
+def _explanations(paces: dict[str, Pace], ours: str, peer: str) -> Iterator[str]:
+    """Yield reasons why a row may miss."""
+    if ours == "RollArt":
+        yield NO_AFFINITY
+    if ours in ("AReaL", "RollArt") and peer != "AReaL":
+        yield f"{FIRST_DONE} ({dropped(paces[ours]):.0%} of the started trajectories)"
+    if ours == "One-off":
+        share = paces[peer].outcome.idle("trainer")["busy"]
+        yield f"training is {share:.0%} of the time of our {peer}, which leaves little to overlap"
+    if ours == "Sync+":
+        yield (
+            "our Sync has no GPUs set apart for judging, as theirs may have (no serverless rewards)"
+        )
+
+
+def dropped(measured: Pace) -> float:
+    """Return the share of started trajectories that were dropped, in these runs as too
+    old.
+    """
+    account = measured.outcome.summary.account
+    return float(sum(account.dropped.values()) / account.started)
+
+
+SPREAD = (
+    "the spread of our outputs, which no text of the paper gives (assumption: Laminar's 99th "
+    "percentile of ten times the median): our Sync+ waits for its longest trajectories most of the "
+    "time, which more GPUs do not shorten, and RollArt does not wait for them"
+)
+"""Reason why RollArt gains more over Sync+ here, as one assumption after the other was
+changed (docs/results/papers.md).
+"""
+
+NARROW = 0.5
+"""Share of the spread of outputs that the last rows of Fig. 10c keep."""
+
+
+def fig10c(quick: bool) -> list[Row]:
+    """Reproduce Qwen3-14B on 64, 96 and 128 H800, normalized to Sync+ on 64.
+
+    By our reading, training has a quarter of them (§7.1: 32 of 128), and RollArt's
+    1.33-2.08 are the ends of its curve. Then the fewest GPUs once more, with outputs of
+    less spread, to which the gain is owed.
+    """
+    shrink, steps = (QUICK, 1) if quick else (1, 3)
+    gpus = (64, 128) if quick else (64, 96, 128)
+    rates: dict[tuple[str, int], float] = {}
+    setups = {
+        count: base("14B", shrink=shrink).but(
+            rollout_gpus=count * 3 // 4 // shrink, trainer_gpus=count // 4 // shrink
+        )
+        for count in gpus
+    }
+    for count, setup in setups.items():
+        stopping = setup.but(without=("staging",))
+        runs = {
+            "Sync+": monolithic(setup),
+            "One-off": stopping.but(mode="one_step"),
+            "AReaL": stopping.but(mode="partial"),
+            "RollArt": setup.in_rollarts_order(),
+        }
+        for name, run in runs.items():
+            rates[name, count] = pace(run, steps=steps).tokens_per_s
+    return [
+        *_by_gpus(rates, scale(shrink, steps)),
+        _narrow(setups[gpus[0]], shrink=shrink, steps=steps),
+    ]
+
+
+def _narrow(setup: Setup, *, shrink: int, steps: int) -> Row:
+    """Return RollArt over Sync+, both with outputs of less spread."""
+    narrow = functools.partial(NarrowOutputs, factor=NARROW)
+    ours, peer = (
+        pace(run, steps=steps, vary=narrow).tokens_per_s
+        for run in (setup.in_rollarts_order(), monolithic(setup))
+    )
+    return Row(
+        experiment="rollart-fig10c",
+        row=f"RollArt, 64 GPUs, over Sync+ on 64, both with {NARROW:.0%} of the spread of outputs",
+        ours=ours / peer,
+        note=f"{scale(shrink, steps)}; on a logarithmic scale, and with the same mean",
+        own=True,
+    )
+
+
+def _by_gpus(rates: dict[tuple[str, int], float], note: str) -> list[Row]:
+    return [
+        Row(
+            experiment="rollart-fig10c",
+            row=f"{name}, {count} GPUs, over Sync+ on 64",
+            ours=value / rates["Sync+", 64],
+            note="; ".join([note, *([SPREAD] if name == "RollArt" else [])]),
+        )
+        for (name, count), value in rates.items()
+        if (name, count) != ("Sync+", 64)
+    ]
+
+
+# Fig. 13.
+
+
+def fig13(quick: bool, *, size: str) -> list[Row]:
+    """Reproduce RollArt §7.3, R4: step time by the bound α.
+
+    The number of environments is the same for all α.
+    """
+    shrink, steps = (QUICK, 1) if quick else (2, 4)
+    bounds = (2, 4) if quick else (2, 3, 4, 6)
+    setup = base(size, shrink=shrink)
+    one = pace(setup.in_rollarts_order(), steps=steps)
+    gains = {
+        alpha: one.step_s / pace(setup.in_rollarts_order(alpha), steps=steps).step_s
+        for alpha in bounds
+    }
+    note = scale(shrink, steps)
+    why = (
+        f"{note}; with α=1, {dropped(one):.0%} of the started trajectories are dropped as too "
+        "old, which larger bounds avoid"
+    )
+    row = functools.partial(Row, experiment=f"rollart-fig13-{size.lower()}")
+    return [
+        row(
+            row=f"{size} step time, α=1 over the best α",
+            ours=max(1.0, *gains.values()),
+            note=why,
+        ),
+        *(
+            row(row=f"{size}, α=1 over α={alpha}", ours=gain, note=note)
+            for alpha, gain in gains.items()
+        ),
+    ]
+
+
+# Fig. 11a.
+
+
+ON_H20 = ("gem-math", "gem-game")
+"""Tasks whose turns run on H20: "mathematical and game-oriented" ones. The others are
+"prefill-heavy" (§7.3).
+"""
+
+ROLLOUT_GPUS: dict[str, dict[str, int]] = {
+    "mix": {"h800": 64, "h20": 24},
+    "H20": {"h20": 208},
+    "H800": {"h800": 72},
+}
+"""GPUs for rollouts of about equal cost (§7.3)."""
+
+SAMPLING_BOUND = (
+    "208 H20 have 2.7 times the memory bandwidth of the mix and 0.46 of its FLOP/s (Table 2); in "
+    "our workload, with prefix caching, sampling takes over 90 % of an engine's time "
+    "(rollart-fig4)"
+)
+"""Reason why H20 alone are fast here."""
+
+TAIL_BOUND = (
+    "our engines wait the rest of the time, for environments and for the longest trajectories, "
+    "which more GPUs do not shorten"
+)
+"""Reason why the mix gains little here."""
+
+
+def fig11a(quick: bool) -> list[Row]:
+    """Reproduce RollArt §7.3, R1: step times with 64 H800 and 24 H20 by task, over
+    those with 72 H800 or with 208 H20 alone. 32 H800 train.
+    """
+    shrink, steps = (8, 1) if quick else (1, 4)
+    sizes = ("8B",) if quick else tuple(MODELS)
+    rows = []
+    for size in sizes:
+        rows += _affinity(size, shrink=shrink, steps=steps)
+    return rows
+
+
+def _affinity(size: str, *, shrink: int, steps: int) -> list[Row]:
+    setup = base(size, shrink=shrink).in_rollarts_order()
+    kinds = {
+        name: {kind: gpus // shrink for kind, gpus in counts.items()}
+        for name, counts in ROLLOUT_GPUS.items()
+    }
+    prefers = {task: "h20" if task in ON_H20 else "h800" for task in setup.tasks}
+    mix = setup.but(kinds=kinds["mix"], prefers=prefers)
+    paces = {
+        "mix": pace(mix, steps=steps),
+        "any": pace(mix.but(prefers={}), steps=steps),
+        **{name: pace(setup.but(kinds=kinds[name]), steps=steps) for name in ("H20", "H800")},
+    }
+    busy = ", ".join(
+        f"{kind.upper()} {share:.0%}" for kind, share in paces["mix"].outcome.pools_busy.items()
+    )
+    note = f"{scale(shrink, steps)}; in the mix {busy} of the time at work"
+    row = functools.partial(Row, experiment="rollart-fig11a")
+    return [
+        *(
+            row(
+                row=f"{size} step time, {peer} alone over the mix by task",
+                ours=paces[peer].step_s / paces["mix"].step_s,
+                note=f"{note}; {why}",
+            )
+            for peer, why in (("H20", SAMPLING_BOUND), ("H800", TAIL_BOUND))
+        ),
+        row(
+            row=f"{size} step time, H800 alone over the mix, every task on any GPU",
+            ours=paces["H800"].step_s / paces["any"].step_s,
+            note=scale(shrink, steps),
+            own=True,
+        ),
+    ]
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="rollart-fig4",
+        title="H800 against H20, by task",
+        source="RollArt Fig. 4, §3.1",
+        run=fig4,
+    ),
+    *(
+        Experiment(
+            name=f"rollart-fig10b-{size.lower()}",
+            title=f"Throughput by mode, Qwen3-{size}",
+            source="RollArt Fig. 10a and 10b, §7.2",
+            run=functools.partial(fig10b, size=size),
+        )
+        for size in MODELS
+    ),
+    Experiment(
+        name="rollart-fig10c",
+        title="Throughput by cluster size",
+        source="RollArt Fig. 10c, §7.2",
+        run=fig10c,
+    ),
+    Experiment(
+        name="rollart-fig11a",
+        title="Hardware affinity",
+        source="RollArt Fig. 11a, §7.3",
+        run=fig11a,
+    ),
+    *(
+        Experiment(
+            name=f"rollart-fig13-{size.lower()}",
+            title=f"The bound α, Qwen3-{size}",
+            source="RollArt Fig. 13, §7.3",
+            run=functools.partial(fig13, size=size),
+        )
+        for size in MODELS
+    ),
+    *rollart_parts.EXPERIMENTS,
+    *rollart_costs.EXPERIMENTS,
+)

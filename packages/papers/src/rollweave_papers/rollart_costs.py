@@ -1,0 +1,165 @@
+"""The savings and the costs of disaggregation: reserved GPUs of a judge (RollArt §3.2,
+Fig. 6), and the transfers between clusters (§7.5).
+"""
+
+import functools
+import statistics
+
+from rollweave.sim.families import JUDGE_S
+from rollweave.sim.hardware import link
+from rollweave.sim.serverless import COLD_S, WARM_S, Serverless
+from rollweave_papers.cluster import Setup, first_step, mean_of, pace
+from rollweave_papers.rollart_parts import JUDGES, MATH_CONTEXT, updates
+from rollweave_papers.rows import Experiment, Row
+
+SWE_CONTEXT, SWE_BATCH, SWE_GPUS = 32_768, 128, 28
+"""Workload of Fig. 6, and its GPUs for rollouts."""
+
+SIZES = ("8B", "32B")
+"""Models for which rollouts wait for new weights, the ends of the ranges in §7.5."""
+
+MEGABYTE = 1e6
+
+
+def fig6(quick: bool) -> list[Row]:
+    """Reproduce RollArt §3.2: Qwen3-8B/32K on SWE with batch 128, on 28 H800 beside
+    four for a judge. The GPUs that train are ours.
+    """
+    steps = 2 if quick else 5
+    setup = Setup(
+        model="qwen3-8b",
+        tasks=("swe",),
+        context=SWE_CONTEXT,
+        rollout_gpus=SWE_GPUS,
+        trainer_gpus=32,
+        batch=SWE_BATCH,
+    )
+    used = SWE_BATCH * JUDGE_S / (JUDGES * pace(setup, steps=steps).step_s)
+    return [
+        Row(
+            experiment="rollart-fig6",
+            row="utilization of the judge's GPUs, all steps",
+            ours=100 * used,
+            unit="%",
+            note=f"{mean_of(steps, 'step')}; assumption: a verdict takes {JUDGE_S:g} s of a GPU, "
+            "as on a mathematical answer; the text has neither the seconds of a verdict nor those "
+            "of a step",
+        )
+    ]
+
+
+class _Timed(Serverless):
+    """A platform that notes what each call takes beyond its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beyond_s = list[float]()
+
+    def call(self, now: float, seconds: float) -> float:
+        wait = super().call(now, seconds)
+        self.beyond_s.append(wait - seconds)
+        return wait
+
+
+class _OnPlatform(Setup, frozen=True, kw_only=True):
+    """A setup whose rewards a given platform computes."""
+
+    platform: _Timed
+
+    def rewards(self) -> _Timed:
+        return self.platform
+
+
+def section75(quick: bool) -> list[Row]:
+    """Reproduce RollArt §7.5: the weights as in Table 4, and calls between clusters."""
+    row = functools.partial(Row, experiment="rollart-sec75", unit="s")
+    rows = []
+    for size in ("8B",) if quick else SIZES:
+        measured = updates(size, steps=3 if quick else 5)
+        both = measured.push_s + measured.pull_s
+        rows += [
+            row(
+                row=f"weights, {size}: exposed",
+                ours=measured.stopped_s,
+                note="an engine stops for its swap alone (rollart-table4)",
+            ),
+            row(
+                row=f"weights, {size}: push and pull, without overlap",
+                ours=both,
+                note="200 Gb/s at 80 %; theirs reaches 2 %, unexplained (rollart-table4)",
+            ),
+        ]
+    return [*rows, *_calls(row, batches=3 if quick else 10)]
+
+
+def _calls(row: functools.partial[Row], *, batches: int) -> list[Row]:
+    """Return the rows of calls, of environments and of serverless rewards."""
+    ethernet = link("ethernet")
+
+    def on_the_link(megabytes: float) -> float:
+        return ethernet.latency_s + megabytes * MEGABYTE / ethernet.bytes_per_s
+
+    beyond_s = [one for seed in range(batches) for one in _reward_calls(seed)]
+    volume = "the link's time for this volume alone; theirs is not one of volume, and the text "
+    return [
+        row(
+            row="environment, longest transfer (2.7 MB)",
+            ours=on_the_link(2.7),
+            note=f"{volume}does not say what else a call waits for",
+        ),
+        row(
+            row="environment, mean transfer",
+            ours=None,
+            note="to be built: transfers of environments, whose latency is an input here",
+        ),
+        row(
+            row="reward, largest payload (5.2 MB) on the link",
+            ours=on_the_link(5.2),
+            note="the part of a call that is its volume",
+        ),
+        row(
+            row="reward, longest overhead of a call",
+            ours=max(beyond_s),
+            note=f"the start of an instance from zero, {COLD_S:g} s measured with Ray Serve "
+            "without a model; the text does not say whether theirs has such calls",
+        ),
+        row(
+            row="reward, mean overhead of a call",
+            ours=statistics.fmean(beyond_s),
+            note=f"{mean_of(batches, 'rollout')} of 84 trajectories (Fig. 12), each from zero "
+            f"instances; {WARM_S * 1000:g} ms for a warm call, and the cold ones of "
+            "each batch's beginning, of which theirs have hardly any",
+        ),
+    ]
+
+
+def _reward_calls(seed: int) -> list[float]:
+    """Return the seconds beyond their work of the reward calls of one batch."""
+    setup = _OnPlatform(
+        model="qwen3-8b",
+        tasks=("gem-math",),
+        context=MATH_CONTEXT,
+        rollout_gpus=8,
+        trainer_gpus=8,
+        batch=84,
+        group_size=4,
+        platform=_Timed(),
+    )
+    first_step(setup, seed=seed)
+    return setup.platform.beyond_s
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="rollart-fig6",
+        title="A judge with reserved GPUs",
+        source="RollArt Fig. 6, §3.2",
+        run=fig6,
+    ),
+    Experiment(
+        name="rollart-sec75",
+        title="What disaggregation costs",
+        source="RollArt §7.5",
+        run=section75,
+    ),
+)

@@ -1,0 +1,453 @@
+"""The settings that exclude each other: one table, which one loop checks.
+
+A setting that cannot be beside another one, or has no effect beside it, must be left
+out, so that no user waits for the effect.
+
+Invariant: only a value that differs from the default counts, so that a configuration
+that was dumped loads as itself.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from rollweave.schema.config.ablation import MIGRATIONS, PARTITIONS, PLACEMENTS, POLICIES
+from rollweave.schema.config.algorithm import (
+    OF_CRITIC,
+    OF_TURNS,
+    CriticConfig,
+    Estimator,
+    TaskAlgorithmConfig,
+)
+from rollweave.schema.config.sections import Sections
+from rollweave.schema.config.tasks import BufferConfig
+from rollweave.schema.errors import FieldError
+
+SERVERS = ("vllm", "sglang")
+"""Kinds of engines that are inference servers."""
+
+LISTS = ("engines", "tasks", "rewards", "pools")
+"""Sections of which a file has several: each key of a setting in one stands for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A setting of a configuration, and where the settings beside it are."""
+
+    config: Sections
+    key: str
+    """The key without a number, as in `engines.kind`."""
+    field: str
+    """The key with the number of the section, as in `engines.0.kind`."""
+    item: Any
+    """The section, if a file has several such sections; else the configuration."""
+
+    def values(self, key: str) -> list[Any]:
+        """Return the values of a setting: that in the same section, else those in all
+        sections of the list; each value of a tuple by itself.
+        """
+        head, _, rest = key.partition(".")
+        if head == self.key.partition(".")[0] and self.item is not self.config:
+            found = [self.item]
+        else:
+            found, rest = [self.config], key
+        for name in rest.split("."):
+            found = [getattr(section, name) for section in found if section is not None]
+            found = [one for value in found for one in (value if _is_list(value) else [value])]
+        return found
+
+    @property
+    def estimators(self) -> set[Estimator]:
+        """The estimator of this task domain, else those of all."""
+        tasks = self.config.tasks if self.item is self.config else [self.item]
+        return {self.config.algorithm_of(task.name).advantage for task in tasks}
+
+
+class Clause(NamedTuple):
+    """A condition under which settings must be left out, in words, and as a test.
+
+    `said` are the words for one configuration, if they differ.
+    """
+
+    text: str
+    applies: Callable[[Place], object]
+    said: Callable[[Place], str] | None = None
+
+
+class Conflict(NamedTuple):
+    """Settings that must be left out where the clause applies. A setting with a value
+    (`ablation.without=repack`) must not have this value.
+    """
+
+    settings: str
+    clause: Clause
+    why: str = ""
+
+    def choices(self) -> dict[str, list[str]]:
+        """Return the keys of the settings, each with the values that it must not have;
+        with none, it must be left out whatever its value.
+        """
+        choices: dict[str, list[str]] = {}
+        for setting in self.settings.split():
+            key, _, value = setting.partition("=")
+            choices.setdefault(key, []).extend([value] if value else [])
+        return choices
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _named(key: str) -> str:
+    return f"[{key}]" if "." not in key or key in ("model.scratch", "sim.serving") else key
+
+
+def _or(values: Iterable[str]) -> str:
+    *first, last = dict.fromkeys(map(str, values))
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _unless(key: str, *values: str) -> Clause:
+    """Return the clause that a setting has another value than these, in any section."""
+    text = f"unless {key} is {_or(values)}"
+
+    def others(place: Place) -> list[Any]:
+        return [value or "unset" for value in place.values(key) if value not in values]
+
+    return Clause(text, others, lambda place: f"{text} (it is {_or(others(place))})")
+
+
+def _beside(key: str, *values: str) -> Clause:
+    """Return the clause that a setting is given, or has one of these values."""
+    text = f"with {_named(key)}"
+    if not values:
+        return Clause(text, lambda place: any(place.values(key)))
+
+    def among(place: Place) -> list[Any]:
+        return [value for value in place.values(key) if value in values]
+
+    return Clause(f"{text} {_or(values)}", among, lambda place: f"{text} {_or(among(place))}")
+
+
+def _without(*keys: str) -> Clause:
+    """Return the clause that none of the settings is given, or that all are 0."""
+    return Clause(
+        f"without {_or(map(_named, keys))}",
+        lambda place: not any(value for key in keys for value in place.values(key)),
+    )
+
+
+def _unless_estimator(*names: Estimator) -> Clause:
+    """Return the clause that no task domain has one of these estimators."""
+    text = f"unless algorithm.advantage is {_or(sorted(names))}"
+    return Clause(
+        text,
+        lambda place: not place.estimators & set(names),
+        lambda place: f"{text} (it is {_or(sorted(place.estimators))})",
+    )
+
+
+def _beside_estimator(*names: Estimator) -> Clause:
+    """Return the clause that a task domain has one of these estimators."""
+    text = "with algorithm.advantage"
+    return Clause(
+        f"{text} {_or(sorted(names))}",
+        lambda place: place.estimators & set(names),
+        lambda place: f"{text} {_or(sorted(place.estimators & set(names)))}",
+    )
+
+
+def _predicts(config: Sections) -> bool:
+    priority = config.ablation.priority or POLICIES[config.rollout.scheduling][0]
+    return priority == "longest_first" or config.placement in PARTITIONS
+
+
+def _lacks_pools(place: Place) -> bool:
+    pools = {group.pool for group in place.config.engines}
+    return len(pools) < 2 or None in pools
+
+
+def _all(section: str, model: type[BaseModel]) -> str:
+    return " ".join(f"{section}.{name}" for name in model.model_fields)
+
+
+_OF_ENGINES = [name for name in (*PLACEMENTS, *MIGRATIONS) if name not in ("pinned", "never")]
+"""Policies by which a trajectory runs on several engines."""
+
+
+def _is_overridden(place: Place) -> bool:
+    algorithm, name = place.config.algorithm, place.key.partition(".")[2]
+    return not any(task.algorithm.inherits(name, algorithm) for task in place.config.tasks)
+
+
+CONFLICTS = (
+    # Modes.
+    Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded")),
+    Conflict("rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "bounded")),
+    Conflict("ablation.without=early_updates", _unless("rollout.mode", "bounded")),
+    Conflict(
+        f"rollout.engine_batch {_all('buffer', BufferConfig)} ablation.without=repack",
+        _unless("rollout.mode", "decoupled"),
+    ),
+    Conflict(
+        "tasks.pool rollout.affinity allocation engines.borrowed "
+        + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
+        + " ablation.without=free_stepping ablation.without=reward_overlap",
+        _beside("rollout.mode", "decoupled"),
+        "in which each engine launches trajectories of all domains, and keeps them",
+    ),
+    Conflict(
+        "trainer.colocated",
+        _unless("rollout.mode", "sync"),
+        "the only one that does not train while it rolls out",
+    ),
+    # Algorithms.
+    Conflict("algorithm.gamma tasks.algorithm.gamma", _unless_estimator(*OF_TURNS)),
+    Conflict(
+        "algorithm.reward_weight tasks.algorithm.reward_weight teacher",
+        _unless_estimator("distill"),
+    ),
+    Conflict(_all("critic", CriticConfig), _unless_estimator(*OF_CRITIC)),
+    Conflict(
+        "lora trainer.tensor_parallel",
+        _beside_estimator(*OF_CRITIC),
+        "whose critic is trained in full, and not divided",
+    ),
+    Conflict(
+        "rollout.temperature",
+        _beside_estimator("distill"),
+        "whose teacher gives log-probs at temperature 1",
+    ),
+    Conflict(
+        "rollout.dynamic_sampling",
+        _beside_estimator("distill"),
+        "which also learns from groups of equal rewards",
+    ),
+    Conflict(
+        "tasks.env_weight",
+        _beside_estimator(*OF_TURNS),
+        "which takes each turn's reward from the environment",
+    ),
+    Conflict(
+        _all("algorithm", TaskAlgorithmConfig),
+        Clause("where each task domain has its own", _is_overridden),
+    ),
+    Conflict("algorithm.kl_direction", _without("algorithm.kl")),
+    Conflict(
+        "algorithm.kl_direction",
+        Clause("with several trainer.ranks", lambda place: place.config.trainer.ranks > 1),
+    ),
+    Conflict(
+        "algorithm.routing_replay",
+        _unless("engines.kind", "vllm"),
+        "which returns the experts that it chooses",
+    ),
+    Conflict(
+        "algorithm.routing_replay engines.phase",
+        Clause(
+            "without the prefix cache (ablation.without)",
+            lambda place: "prefix_cache" in place.config.ablation.without,
+        ),
+        "which keeps the KV to move and the chosen experts",
+    ),
+    Conflict(
+        "algorithm.routing_replay lora.path",
+        _beside("model.scratch"),
+        "which has random weights and no experts",
+    ),
+    Conflict(
+        "trainer.tensor_parallel",
+        _unless("model.implementation", "transformers"),
+        "whose models have the plan",
+    ),
+    # Task domains, rewards and evaluations.
+    Conflict("tasks.weight", Clause("with one task domain", lambda p: len(p.config.tasks) == 1)),
+    Conflict(
+        "rollout.group_size",
+        Clause(
+            "where each task domain has its own",
+            lambda place: len(place.config.own_group_sizes()) == len(place.config.tasks),
+        ),
+    ),
+    Conflict(
+        "tasks.env_weight",
+        Clause(
+            "without [[rewards]] for the domain",
+            lambda place: not place.config.rewards_of(place.item.name),
+        ),
+    ),
+    Conflict("tasks.pin", _unless("rollout.affinity", "learned")),
+    Conflict("tasks.pin", _without("tasks.pool")),
+    Conflict("rewards.token_env", _beside("rewards.function")),
+    Conflict(
+        "rewards.judge.scale", _beside("rewards.judge.pairwise"), "whose reward is a share of wins"
+    ),
+    Conflict("eval.stop_at", _without("eval.every"), "since periodic evaluations reach it"),
+    Conflict(
+        "eval.episodes",
+        Clause(
+            "without eval.every",
+            lambda place: not place.config.eval.every and place.config.eval.final_episodes,
+        ),
+        "since the last evaluation has eval.final_episodes",
+    ),
+    Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
+    Conflict("rollout.spare_groups=learned", _without("rollout.dynamic_sampling")),
+    Conflict(
+        "rollout.predictor",
+        Clause("where no policy predicts lengths", lambda place: not _predicts(place.config)),
+    ),
+    Conflict(
+        "ablation.policies=rank ablation.policies=gain",
+        Clause(
+            f"unless the placement is {_or(PARTITIONS)}",
+            lambda place: place.config.placement not in PARTITIONS,
+        ),
+    ),
+    Conflict("warmup.batch", _without("warmup.steps")),
+    Conflict("faults.latency_sigma", _without("faults.latency_s")),
+    # Engines.
+    Conflict("engines.python engines.args engines.address", _unless("engines.kind", *SERVERS)),
+    Conflict(
+        "engines.python engines.args engines.degree allocation algorithm.routing_replay",
+        _beside("engines.address"),
+        "whose servers already run",
+    ),
+    Conflict("engines.address", _beside("model.scratch"), "which no running server has loaded"),
+    Conflict("engines.token_env", _without("engines.address")),
+    Conflict("engines.deterministic", _beside("engines.kind", "vllm")),
+    Conflict(
+        "engines.prefill_chunk_tokens",
+        _beside("engines.kind", *SERVERS),
+        "whose args have --max-num-batched-tokens or --chunked-prefill-size",
+    ),
+    Conflict(
+        "engines.borrowed trainer.colocated",
+        _beside("engines.kind", *SERVERS),
+        "whose servers keep their memory",
+    ),
+    Conflict(
+        "engines.phase",
+        Clause("with address or kind sglang", lambda place: not place.item.moves_kv),
+        "whose engines cannot move KV",
+    ),
+    Conflict("engines.borrowed", _unless("engines.phase", "both")),
+    Conflict("engines.borrowed", _without("sim.serving"), "which describes the engines that lend"),
+    Conflict("engines.borrowed allocation ablation.without=staging", _beside("trainer.colocated")),
+    Conflict(
+        "rollout.top_p",
+        Clause(
+            "with engines.kind vllm unless all temperatures are 0 or 1",
+            lambda place: "vllm" in place.values("engines.kind") and place.config.scales_logprobs,
+        ),
+    ),
+    Conflict(
+        "sim.serving.model sim.serving.prefill sim.serving.rate",
+        _beside("ablation.sharing", "serverless", "spot"),
+        "whose engines have no users",
+    ),
+    Conflict(
+        "sim.serving.trace",
+        _beside("ablation.sharing", "serverless"),
+        "whose engines have no users",
+    ),
+    # Hosts.
+    Conflict(
+        "ablation.without=cuda_graphs trainer.save_memory=optimizer",
+        _beside("model.device", "cpu"),
+    ),
+    Conflict(
+        "ablation.without=cuda_graphs",
+        Clause(
+            "where all engines are servers or deterministic",
+            lambda place: all(
+                group.server is not None or group.deterministic for group in place.config.engines
+            ),
+        ),
+    ),
+    Conflict("weights.transport ablation.without=deltas", _without("weights.relays", "cluster")),
+    Conflict(
+        "weights.relays",
+        Clause(
+            "with [cluster] or [pools]",
+            lambda place: place.config.cluster is not None or place.config.pools,
+        ),
+        "whose hosts have one each",
+    ),
+    Conflict("pools", _without("cluster", "sim")),
+    Conflict("pools.site", _without("cluster")),
+    Conflict(
+        "rollout.affinity",
+        Clause("unless each group of engines is in one of several pools", _lacks_pools),
+    ),
+    Conflict("workers.pool", _without("workers.count")),
+    Conflict(
+        "workers.idle_s",
+        Clause(
+            "while the number of workers does not change (workers.minimum)",
+            lambda place: not place.config.workers.elastic,
+        ),
+    ),
+    Conflict("cluster.ray", _unless("cluster.launcher", "ray")),
+    Conflict(
+        "sandbox.mirror sandbox.cache_dir sandbox.cache_gb",
+        _beside("sandbox.backend", "zygote", "plain"),
+        "with the host's image only",
+    ),
+)
+"""The settings, when they must be left out, and why."""
+
+
+def conflicts(config: Sections) -> list[FieldError]:
+    """Return an error for each setting that must be left out."""
+    errors: dict[str, FieldError] = {}
+    for settings, clause, why in CONFLICTS:
+        for setting in settings.split():
+            key, _, choice = setting.partition("=")
+            for place, value in _changed(config, key):
+                if choice and choice not in (value if _is_list(value) else (value,)):
+                    continue
+                if place.field not in errors and clause.applies(place):
+                    said = clause.text if clause.said is None else clause.said(place)
+                    rule = f"{said}, {why}" if why else said
+                    errors[place.field] = _error(place.field, rule, value, choice)
+    return list(errors.values())
+
+
+def _changed(config: Sections, key: str) -> Iterator[tuple[Place, Any]]:
+    """Yield each place of a setting whose value differs from the default, and this
+    value.
+    """
+    head, _, rest = key.partition(".")
+    found: list[tuple[str, Any, str]] = [(key, config, key)]
+    if head in LISTS and rest:
+        items = getattr(config, head)
+        numbered = items.items() if isinstance(items, Mapping) else enumerate(items)
+        found = [(f"{head}.{number}.{rest}", item, rest) for number, item in numbered]
+    for field, item, path in found:
+        section, (*sections, name) = item, path.split(".")
+        for part in sections:
+            section = None if section is None else getattr(section, part)
+        if section is None:
+            continue
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        if (value := getattr(section, name)) != default:
+            yield Place(config=config, key=key, field=field, item=item), value
+
+
+def _error(field: str, rule: str, value: Any, choice: str) -> FieldError:
+    if choice:
+        verb = "have" if _is_list(value) else "be"
+        return FieldError(field, f"not {verb} {choice} {rule}", choice)
+    be = "be false" if isinstance(value, bool) else "be left out"
+    return FieldError(field, f"{be} {rule}", _shown(value))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if _is_list(value):
+        return ", ".join(map(_shown, value))
+    return "a section" if isinstance(value, BaseModel | Mapping) else str(value)

@@ -1,0 +1,196 @@
+"""All sections of the user's configuration, and what follows from them.
+
+`schema/config/root.py` has the rules between the settings.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from rollweave.schema.config.ablation import POLICIES, AblationConfig
+from rollweave.schema.config.algorithm import (
+    OF_CRITIC,
+    AlgorithmConfig,
+    CriticConfig,
+    TeacherConfig,
+)
+from rollweave.schema.config.cluster import ClusterConfig, PoolConfig, WorkersConfig
+from rollweave.schema.config.engines import AllocationConfig, EngineConfig
+from rollweave.schema.config.model import HEAD_DIM, VLLM_HEAD_DIM, LoraConfig, ModelConfig
+from rollweave.schema.config.rewards import RewardConfig
+from rollweave.schema.config.rollout import RolloutConfig
+from rollweave.schema.config.run import (
+    Faults,
+    RunSection,
+    SandboxConfig,
+    ServeConfig,
+    WatchdogConfig,
+)
+from rollweave.schema.config.simulation import SimConfig
+from rollweave.schema.config.tasks import BufferConfig, TaskConfig
+from rollweave.schema.config.training import EvalConfig, TrainerConfig, WarmupConfig, WeightsConfig
+from rollweave.schema.config.values import Section
+
+SIMULATED_MODEL = "sim.model"
+"""`model.path` of a run that is only simulated, where [model] is missing: it has no
+weights.
+"""
+
+
+class Sections(Section):
+    run: RunSection
+    model: ModelConfig
+    tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
+    rollout: RolloutConfig = RolloutConfig()
+    engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)] = (EngineConfig(),)
+    allocation: AllocationConfig | None = None
+    buffer: BufferConfig = BufferConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    lora: LoraConfig | None = None
+    teacher: TeacherConfig | None = None
+    rewards: tuple[RewardConfig, ...] = ()
+    warmup: WarmupConfig = WarmupConfig()
+    cluster: ClusterConfig | None = None
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    workers: WorkersConfig = WorkersConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    faults: Faults = Faults()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    sim: SimConfig | None = None
+    serve: ServeConfig = ServeConfig()
+    ablation: AblationConfig = AblationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simulated_model(cls, data: Any) -> Any:
+        """Fill in a model for a run that is only simulated: it has no weights, and its
+        shape is `sim.model`.
+        """
+        if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
+            return {**data, "model": {"path": SIMULATED_MODEL, "device": "cuda"}}
+        return data
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _one_group(cls, engines: Any) -> Any:
+        return (engines,) if isinstance(engines, dict | EngineConfig) else engines
+
+    @field_serializer("engines")
+    def _as_given(self, engines: tuple[EngineConfig, ...]) -> Any:
+        decided = {"count", "degree"} if self.allocation is not None else set()
+        groups = [group.model_dump(exclude=decided) for group in engines]
+        return groups[0] if len(groups) == 1 else groups
+
+    def own_group_sizes(self) -> dict[str, int]:
+        """Return the group size of each task domain that sets one."""
+        return {task.name: task.group_size for task in self.tasks if task.group_size is not None}
+
+    def group_size(self, name: str) -> int:
+        """Return the number of trajectories in a group of task domain `name`."""
+        return self.own_group_sizes().get(name, self.rollout.group_size)
+
+    def own_algorithms(self) -> dict[str, AlgorithmConfig]:
+        """Return the algorithm of each task domain that differs from the run's."""
+        algorithms = {task.name: task.algorithm.over(self.algorithm) for task in self.tasks}
+        return {name: own for name, own in algorithms.items() if own != self.algorithm}
+
+    def algorithm_of(self, name: str) -> AlgorithmConfig:
+        """Return the algorithm of task domain `name`."""
+        return self.own_algorithms().get(name, self.algorithm)
+
+    @property
+    def has_critic(self) -> bool:
+        """True if the estimator of any task domain needs a critic."""
+        return any(self.algorithm_of(task.name).advantage in OF_CRITIC for task in self.tasks)
+
+    def distills(self, name: str) -> bool:
+        """Return whether task domain `name` learns from the teacher."""
+        return self.algorithm_of(name).advantage == "distill"
+
+    @property
+    def max_tokens(self) -> int:
+        """The maximum number of tokens of any trajectory: the context of a model from
+        scratch.
+        """
+        return max(task.max_tokens for task in self.tasks)
+
+    @property
+    def head_dim(self) -> int:
+        """The width of an attention head of a model from scratch."""
+        return VLLM_HEAD_DIM if any(group.kind == "vllm" for group in self.engines) else HEAD_DIM
+
+    @property
+    def _with_heads(self) -> str:
+        kind = "vllm" if self.head_dim == VLLM_HEAD_DIM else "embedded"
+        return f"{kind} (a model from scratch with heads of {self.head_dim})"
+
+    @property
+    def published_dtype(self) -> str:
+        """The number format of published weights, as torch names it."""
+        return self.weights.dtype or self.model.dtype
+
+    def strays_from(self, former: "Sections") -> list[str]:
+        """Return the settings that a run started as `former` cannot continue with, one
+        line per problem.
+
+        Weights have a fixed shape, the buffer holds trajectories of its domains, and
+        the seed keeps held-out tasks apart.
+        """
+        fixed: dict[str, tuple[Any, Any]] = {"run.seed": (former.run.seed, self.run.seed)}
+        then, now = (
+            former.model.model_dump(exclude={"dtype", "device"}),
+            self.model.model_dump(exclude={"dtype", "device"}),
+        )
+        fixed |= {f"model.{field}": (then[field], now[field]) for field in then}
+        fixed["lora"] = (_shown(former.lora), _shown(self.lora))
+        if self.model.scratch is not None:
+            fixed["engines.kind"] = (former._with_heads, self._with_heads)
+        envs = {task.name: task.env for task in self.tasks}
+        fixed |= {
+            f"tasks ({task.name}).env": (task.env, envs.get(task.name)) for task in former.tasks
+        }
+        names = {task.name for task in self.tasks}
+        fixed |= {  # buffered trajectories have the teacher's log-probs, or lack them
+            f"tasks ({task.name}).algorithm.advantage": (
+                former.algorithm_of(task.name).advantage,
+                self.algorithm_of(task.name).advantage,
+            )
+            for task in former.tasks
+            if task.name in names and former.distills(task.name) != self.distills(task.name)
+        }
+        if self.model.scratch is not None and self.max_tokens > former.max_tokens:
+            # the model was built for no longer sequences
+            fixed["tasks.max_tokens"] = (former.max_tokens, self.max_tokens)
+        return [
+            f"{field} must stay as the run began, {before!r}, got {after!r}"
+            for field, (before, after) in fixed.items()
+            if before != after
+        ]
+
+    def rewards_of(self, name: str) -> tuple[RewardConfig, ...]:
+        """Return the rewards of task domain `name` beside that of its environment."""
+        return tuple(one for one in self.rewards if not one.tasks or name in one.tasks)
+
+    def pools_of(self, pool: str | None) -> tuple[str, ...]:
+        """Return a pool and its fallbacks; empty if `pool` is None, for any host."""
+        return () if pool is None else (pool, *self.pools[pool].fallback)
+
+    @property
+    def placement(self) -> str:
+        """The placement of turns: that of [ablation], or the preset's."""
+        return self.ablation.placement or POLICIES[self.rollout.scheduling][1]
+
+    @property
+    def scales_logprobs(self) -> bool:
+        """True if vLLM must return log-probs at the request's temperature, since its
+        own are at temperature 1.
+        """
+        return not {self.eval.temperature, self.rollout.temperature} <= {0.0, 1.0}
+
+
+def _shown(lora: LoraConfig | None) -> dict[str, Any] | None:
+    return None if lora is None else lora.model_dump()

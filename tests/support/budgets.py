@@ -1,0 +1,76 @@
+"""The size of the project beside what it should be: `make budgets` prints the table,
+and `tests/test_budgets.py` holds the ceilings.
+
+A ceiling may only fall. Where the aim is reached, it is the aim; a feature that needs
+more room names what leaves.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import rollweave
+from rollweave.core.state import Engine, Trajectory
+from rollweave.schema.config.conflicts import CONFLICTS
+from rollweave.schema.config.loading import settings_of
+from rollweave.schema.config.root import RunConfig
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/rollweave"
+
+
+class Budget(NamedTuple):
+    """A measure of the project."""
+
+    name: str
+    measure: Callable[[], int]
+    ceiling: int
+    aim: int
+
+
+def _lines(paths: Iterable[Path]) -> list[int]:
+    return [len(path.read_bytes().splitlines()) for path in paths]
+
+
+def _broken_rules() -> int:
+    """Count the rules between values, each of which yields an error of its own."""
+    sections = (SOURCE / "schema/config").glob("*.py")
+    return sum(path.read_text().count("yield FieldError(") for path in sections)
+
+
+BUDGETS = (
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 126_500, 98_000),
+    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 652, 460),
+    Budget(
+        "lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 12_000, 6_000
+    ),
+    Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 51, 20),
+    Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 43, 25),
+    Budget("settings", lambda: len(settings_of(RunConfig)), 180, 130),
+    Budget("rows of settings that exclude each other", lambda: len(CONFLICTS), 60, 30),
+    Budget("rules between values of settings", _broken_rules, 30, 30),
+    Budget("public names", lambda: len(rollweave.__all__), 60, 40),
+    Budget(
+        "lines of benchmarks",
+        lambda: sum(_lines((ROOT / "benchmarks").rglob("*.py"))),
+        21_200,
+        10_000,
+    ),
+    Budget(
+        "lines of the largest file of benchmarks",
+        lambda: max(_lines((ROOT / "benchmarks").rglob("*.py"))),
+        621,
+        300,
+    ),
+    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 111_000, 90_000),
+)
+
+
+def main() -> None:
+    print(f"{'':42}{'now':>9}{'ceiling':>9}{'aim':>9}")
+    for name, measure, ceiling, aim in BUDGETS:
+        print(f"{name:42}{measure():>9,}{ceiling:>9,}{aim:>9,}")
+
+
+if __name__ == "__main__":
+    main()
