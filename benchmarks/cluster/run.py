@@ -208,7 +208,7 @@ class ClusterRun(RunUnderTest):
             replay = Replay(path, config, rules=rules_of(config))
             for _, event, commands in replay:
                 state = replay.core.state
-                host_of = {engine.id: engine.host for engine in state.engines.values()}
+                host_of = {engine.id: engine.seat.host for engine in state.engines.values()}
                 for command in commands:
                     match command:
                         case Migrate(number=number, source=source, target=target):
@@ -237,7 +237,7 @@ class ClusterRun(RunUnderTest):
         state = self.state()
         numbers = {number for number, slot in state.hosts.up.items() if slot.name == host}
         return any(
-            engine.host in numbers and engine.status is EngineStatus.SERVING
+            engine.seat.host in numbers and engine.status is EngineStatus.SERVING
             for engine in state.engines.values()
         )
 

@@ -255,7 +255,8 @@ def join_alternating(run: ClusterRun, hosts: HostsByHand) -> None:
         joined = HOSTS - len(stopped)
 
         def are_joined(count: int = joined) -> bool:
-            return len(run.state().chain.order) == count
+            part = part_of(run.state())
+            return part is not None and len(part.order) == count
 
         run.wait(are_joined, PATIENCE_S, f"{joined} relays")
         os.kill(stopped.pop(host), signal.SIGCONT)
