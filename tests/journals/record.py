@@ -121,7 +121,7 @@ def recorded(tape: Tape) -> Recording | None:
 
 def _recorded(tape: Tape, *, splits: bool) -> Recording | None:
     try:
-        config = tape.config.model_dump_json()
+        config = tape.config.model_dump_json(exclude_unset=True)
         core = Core(RunConfig.model_validate_json(config))
         digests = bytearray()
         last = len(tape.entries) - 1

@@ -110,7 +110,7 @@ def test_engines_have_the_gpus_of_their_pool(tmp_path: Path) -> None:
     for pool, name in (("compute", "h800"), ("bandwidth", "h20")):
         expected = EngineCost(gpu=gpu(name), model=shape, tp=4)
         assert decode_step(engines[pool, 4], 8, 8000) == decode_step(expected, 8, 8000)
-        assert engines[pool, 4].abilities.kv_tokens == expected.kv_tokens
+        assert engines[pool, 4].kv_tokens == expected.kv_tokens
     other, _ = costs_of(
         pooled(tmp_path, sim={"model": "qwen3-8b", "pools": {"bandwidth": {"gpu": "a100"}}})
     )
@@ -201,7 +201,7 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
         world.step()
     assert [*state.engines][3:] == ["e5"]
     stand_in = state.engines["e5"]  # type: ignore[index]
-    assert (stand_in.pool, len(state.hosts.unplaced)) == ("compute", 1)
+    assert (stand_in.seat.pool, len(state.hosts.unplaced)) == ("compute", 1)
     while stand_in.version < 0:
         world.step()
     world.join_host("bandwidth")
