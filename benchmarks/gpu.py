@@ -30,13 +30,7 @@ from benchmarks.batches import random_batch
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.harness import Harness
 from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
-from rollweave.runtime.preflight.memory import (
-    Part,
-    engine_parts,
-    kv_bytes,
-    parameters,
-    rank_parts,
-)
+from rollweave.runtime.preflight.memory import Part, engine_parts, kv_bytes, parameters, rank_parts
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import EngineError, RollweaveError
@@ -543,19 +537,22 @@ class _Subject:
 
     def _config(self, savings: Sequence[str] = ()) -> RunConfig:
         case = self._case
-        return RunConfig.model_validate(
+        config = RunConfig.model_validate(
             {
                 "run": {"name": "bench"},
                 "model": {"path": str(self._path), "dtype": case.dtype, "device": self._device},
                 "tasks": [{"env": "none", "max_tokens": case.train}],
                 "rollout": {"groups_per_step": 2, "group_size": 4},
-                "trainer": {"micro_tokens": 4 * case.train, "save_memory": tuple(savings)},
+                "trainer": {"micro_tokens": 4 * case.train},
                 "engines": {
                     "kv_tokens": max(self._spec.kv_tokens, -(-case.train // 16) * 16),
                     "max_slots": self._spec.max_slots,
                 },
             }
         )
+        # a CPU, on which a run is refused this, measures the same code
+        trainer = config.trainer.model_copy(update={"save_memory": tuple(savings)})
+        return config.model_copy(update={"trainer": trainer})
 
     def _trainer(self, savings: Sequence[str] = ()) -> Trainer:
         self._trained = 0

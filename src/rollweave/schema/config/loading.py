@@ -220,9 +220,14 @@ def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
     """Remove the index of a single [engines] section, which is read as a list of
     one.
     """
-    place = detail["loc"]
-    if place[:2] == ("engines", 0) and isinstance(data.get("engines"), dict):
+    if not isinstance(data.get("engines"), dict):
+        return detail
+    place, context = detail["loc"], detail.get("ctx", {})
+    if place[:2] == ("engines", 0):
         detail["loc"] = (place[0], *place[2:])
+    if isinstance(error := context.get("error"), FieldErrors):
+        fields = [one.of(one.field.replace("engines.0.", "engines.", 1)) for one in error.errors]
+        context["error"] = FieldErrors(fields)
     return detail
 
 
