@@ -74,7 +74,8 @@ format: .venv/ready-test
 .venv/ready: pyproject.toml $(wildcard packages/*/pyproject.toml) constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e packages/papers -e ".[all]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e packages/envs -e packages/papers
 	touch $@
 
 .venv/ready-test: .venv/ready

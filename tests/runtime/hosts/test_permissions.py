@@ -276,6 +276,7 @@ WARM = {"tasks": [{"env": "tests.support.game:Game"}], "warmup": {"steps": 1}}
     [
         ({}, (), {}, ""),
         ({"warmup": {"steps": 1}}, (), {}, ""),
+        ({**WARM, "tasks": [{"env": "code"}]}, (), {}, ""),
         ({"workers": {"count": 1}}, (), {"user_code": True}, ""),
         (
             {"workers": {"count": 1}},

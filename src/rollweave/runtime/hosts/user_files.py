@@ -43,6 +43,9 @@ UNPACK_S = 60.0
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 """Pattern of an option that may name one of the user's functions."""
 
+OURS = ("rollweave", "rollweave_envs")
+"""Modules of this repository's packages, which a host's operator installed."""
+
 PATH = re.compile(r"[^/\n][^\n]{0,1000}[./][^\n]*")
 """Pattern of an option that may name a file."""
 
@@ -198,7 +201,7 @@ def _rubrics(config: RunConfig) -> Iterator[str]:
 
 def _module(setting: str, value: str, reference: str) -> Iterator[UserModule]:
     module = re.split(r"[.:]", reference)[0]
-    if module != "rollweave" and _found(module) is not None:
+    if module not in OURS and _found(module) is not None:
         yield UserModule(setting=setting, value=value, module=module)
 
 
