@@ -21,7 +21,7 @@ from rollweave.core.mechanisms.costs.placement import (
     in_order,
 )
 from rollweave.core.mechanisms.placement.policy.allocation import Allocation
-from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
+from tests.core.mechanisms.costs.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples
 
 SHORT = st.lists(st.integers(1, 12), min_size=1, max_size=5)

@@ -23,7 +23,7 @@ from rollweave.core.mechanisms.costs.placement import (
     by_degree,
     in_order,
 )
-from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
+from tests.core.mechanisms.costs.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples
 
 
