@@ -40,7 +40,7 @@ def layers() -> list[set[str]]:
     """The packages in the order of pyproject's contract, the highest layer first."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    (contract,) = [contract for contract in contracts if contract["type"] == "layers"]
+    (contract,) = [one for one in contracts if one["type"] == "layers" and "containers" not in one]
     return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
 
 

@@ -16,6 +16,7 @@ from benchmarks.cluster.hosts import CONTROLLERS, Hosts
 from benchmarks.soak.bench import unaccounted
 from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
+from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.core.state import EngineStatus, State
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
@@ -207,7 +208,7 @@ class ClusterRun(RunUnderTest):
             replay = Replay(path, config, rules=rules_of(config))
             for _, event, commands in replay:
                 state = replay.core.state
-                host_of = {engine.id: engine.host for engine in state.engines.values()}
+                host_of = {engine.id: engine.seat.host for engine in state.engines.values()}
                 for command in commands:
                     match command:
                         case Migrate(number=number, source=source, target=target):
@@ -220,7 +221,9 @@ class ClusterRun(RunUnderTest):
                     case MigrationDone(number=number, moved_tokens=moved):
                         counts["kv"] += moved > 0 and moves[number]
                     case WeightsFetched(relay_id=relay_id, nbytes=nbytes) if state.hosts.ranks:
-                        beside = state.relays[relay_id].host == state.hosts.ranks[0].host
+                        part = part_of(state)
+                        assert part is not None, "a relay has fetched"
+                        beside = part.relays[relay_id].host == state.hosts.ranks[0].host
                         counts["parts"] += beside and nbytes > 0
         return counts
 
@@ -234,7 +237,7 @@ class ClusterRun(RunUnderTest):
         state = self.state()
         numbers = {number for number, slot in state.hosts.up.items() if slot.name == host}
         return any(
-            engine.host in numbers and engine.status is EngineStatus.SERVING
+            engine.seat.host in numbers and engine.status is EngineStatus.SERVING
             for engine in state.engines.values()
         )
 

@@ -25,6 +25,7 @@ from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example
 from benchmarks.soak.run_under_test import RELAY
+from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import FetchWeights
@@ -254,7 +255,8 @@ def join_alternating(run: ClusterRun, hosts: HostsByHand) -> None:
         joined = HOSTS - len(stopped)
 
         def are_joined(count: int = joined) -> bool:
-            return len(run.state().chain.order) == count
+            part = part_of(run.state())
+            return part is not None and len(part.order) == count
 
         run.wait(are_joined, PATIENCE_S, f"{joined} relays")
         os.kill(stopped.pop(host), signal.SIGCONT)
@@ -269,7 +271,8 @@ def crossing_of(run: ClusterRun) -> Crossing:
     state = replay.core.state
 
     def is_far(relay_id: str | None) -> bool:
-        relay = state.relays.get(relay_id or "")
+        part = part_of(state)
+        relay = part.relays.get(relay_id or "") if part is not None else None
         return relay is not None and "far" in state.hosts.up[relay.host].pools
 
     for now, event, commands in replay:

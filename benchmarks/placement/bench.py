@@ -20,14 +20,14 @@ import numpy as np
 from benchmarks.contract import Figure, Result
 from benchmarks.placement.heddle_baselines import anneal, place_dp
 from benchmarks.placement.whole_lists import allocate, by_length, place, simulated_s
-from rollweave.core.policy.allocation import Allocation
-from rollweave.core.policy.interference import CostTable, Sample, tabulate
-from rollweave.core.policy.placement import (
+from rollweave.core.mechanisms.costs.interference import CostTable, Sample, tabulate
+from rollweave.core.mechanisms.costs.placement import (
     ByTable,
     Placement,
     Problem,
     in_order,
 )
+from rollweave.core.mechanisms.placement.policy.allocation import Allocation
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime
 from rollweave.sim.cost import EngineCost
@@ -227,7 +227,7 @@ def measured(
         "exact": "allocate: degrees, sizes and placement at once; place: homogeneous workers of "
         "degree 1; place_mixed: the fleet that allocate chose; table: tabulate",
         "anneal": "Alg. 2 with our search over its descending order as placement; its schedule is "
-        "assumed (core/policy/allocation)",
+        "assumed (core/mechanisms/placement/policy/allocation)",
     }
     ratios: list[float] = []
     for count, gpus in cases:

@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rollweave.core.policy.allocation import Allocation, by_budget, to_allocation
-from rollweave.core.policy.interference import CostTable
-from rollweave.core.policy.placement import (
+from rollweave.core.mechanisms.costs.interference import CostTable
+from rollweave.core.mechanisms.costs.placement import (
     ByTable,
     Moves,
     Placement,
     Problem,
     check_workers,
     in_order,
+)
+from rollweave.core.mechanisms.placement.policy.allocation import (
+    Allocation,
+    by_budget,
+    to_allocation,
 )
 
 COOLING, COLDEST = 0.95, 1e-3

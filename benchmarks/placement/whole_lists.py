@@ -7,14 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rollweave.core.policy.allocation import Allocation, allocate_groups
-from rollweave.core.policy.interference import (
+from rollweave.core.mechanisms.costs.interference import (
     CostTable,
     descending,
     group_s,
     limited_step_times,
 )
-from rollweave.core.policy.placement import ByTable, Placement, check_workers, place_groups
+from rollweave.core.mechanisms.costs.placement import (
+    ByTable,
+    Placement,
+    check_workers,
+    place_groups,
+)
+from rollweave.core.mechanisms.placement.policy.allocation import Allocation, allocate_groups
 from rollweave.schema.events import StepTime
 
 

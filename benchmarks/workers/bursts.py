@@ -9,8 +9,9 @@ import sys
 import time
 
 from benchmarks.workers.controller import Driver, serve
+from rollweave.core.mechanisms.cluster.state import cluster_of
+from rollweave.core.mechanisms.cluster.workers import processes
 from rollweave.core.state import State, WorkerStatus
-from rollweave.core.workers import processes
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load
 from rollweave.schema.service import RolloutRequest
@@ -75,7 +76,7 @@ class _InBursts(Driver[Bursts]):
             first_s=first_s,
             worker_s=clock.seconds,
             lost=BURSTS * self._rollouts - finished,
-            starts=state.scaling.starts,
+            starts=cluster_of(state).scaling.starts,
             largest=max(self._counts),
             least=min(self._counts),
         )

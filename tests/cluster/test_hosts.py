@@ -283,7 +283,7 @@ def test_ranks_and_trajectories_use_two_hosts(
     ) as run:
         state = run.state()
         assert {rank.host for rank in state.hosts.ranks} == {0, 1}
-        assert {engine.host for engine in state.engines.values()} == {0, 1}
+        assert {engine.seat.host for engine in state.engines.values()} == {0, 1}
         # in mode decoupled, KV moves only where engines have little left to do
         decoupled = run.config.rollout.mode is ModeName.DECOUPLED
         expected = {"parts"} if decoupled else {"kv", "parts"}
@@ -314,7 +314,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns(
     ) as run:
         state = run.state()
         assert {rank.host for rank in state.hosts.ranks} == {0, 1}
-        assert {engine.host for engine in state.engines.values()} == {0, 1}
+        assert {engine.seat.host for engine in state.engines.values()} == {0, 1}
         assert run.crossings()["parts"]
         lost = run.trainer_host()
         if not with_first_rank:
@@ -325,7 +325,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns(
         state = run.state()
         (left,) = state.hosts.up
         assert {rank.host for rank in state.hosts.ranks} == {left}
-        assert [engine.host for engine in state.engines.values()] == [left, left]
+        assert [engine.seat.host for engine in state.engines.values()] == [left, left]
         lakes.end(run)
 
 

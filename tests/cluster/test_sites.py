@@ -50,7 +50,9 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsByHa
 def first_far_relay(state: State) -> str:
     """Return the first relay of the other site."""
     return next(
-        name for name in state.chain.order if "far" in state.hosts.up[state.relays[name].host].pools
+        name
+        for name in state.mechanisms["relays"].order
+        if "far" in state.hosts.up[state.mechanisms["relays"].relays[name].host].pools
     )
 
 
@@ -78,7 +80,7 @@ def test_a_version_crosses_to_another_site_once(hosts: HostsByHand, tmp_path: Pa
         run.wait(lambda: run.trained >= 4, LIMIT_S, "four steps")
         state = run.state()
         first = first_far_relay(state)
-        victim = hosts.number(state.hosts.up[state.relays[first].host].name)
+        victim = hosts.number(state.hosts.up[state.mechanisms["relays"].relays[first].host].name)
 
         hosts.limit_sites(2.0)
 
@@ -106,11 +108,13 @@ def test_a_version_crosses_to_another_site_once(hosts: HostsByHand, tmp_path: Pa
         run.wait(lambda: run.reached > reached + 2, LIMIT_S, "two more steps")
         state = run.state()
         assert first_far_relay(state) != first
-        versions = {name: relay.versions for name, relay in state.relays.items()}
+        versions = {
+            name: relay.versions for name, relay in state.mechanisms["relays"].relays.items()
+        }
         (near,) = [
             name
-            for name in state.chain.order[1:]
-            if "near" in state.hosts.up[state.relays[name].host].pools
+            for name in state.mechanisms["relays"].order[1:]
+            if "near" in state.hosts.up[state.mechanisms["relays"].relays[name].host].pools
         ]
         assert versions[near] == [], "its host has neither the trainer nor an engine"
         summary = run.stop(LIMIT_S)

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from rollweave.core import affinity
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.costs.rates import learns_pools
+from rollweave.core.mechanisms.pools import learning as affinity
+from rollweave.core.mechanisms.pools.state import Pools
 from rollweave.core.policy.profile import DomainProfile, Worked
 from rollweave.core.policy.turn_times import Prices, TurnTime, TurnTimes
 from rollweave.core.run import Run
@@ -49,11 +51,15 @@ def teach(
     turns: int = 40,
 ) -> None:
     """Let `turns` turns of each domain finish in each of its pools, and plan."""
-    random_, state = random.Random(1), run.state.affinity
+    random_, state = random.Random(1), run.state.mechanisms["pools"]
     for name, work in works.items():
         for pool in (where or {}).get(name, tuple(hardware)):
             prices, profile = hardware[pool], state.profiles.setdefault(name, DomainProfile())
-            times = run.state.turn_times.setdefault(pool, {}).setdefault(1, TurnTimes())
+            times = (
+                run.state.mechanisms["costs"]
+                .turn_times.setdefault(pool, {})
+                .setdefault(1, TurnTimes())
+            )
             worked = state.worked.setdefault(pool, {}).setdefault(1, Worked())
             for _ in range(turns):
                 batch, context = random_.uniform(2, 8), random_.uniform(1000, 9000)
@@ -70,7 +76,7 @@ def teach(
                 times.add(time, most=256)
                 profile.add(pool, prompt=work["prompt"], output=output, batch=batch, context=4000)
                 worked.add(time, prompt=work["prompt"], context=context)
-    run.state.affinity.planned_at = -1
+    run.state.mechanisms["pools"].planned_at = -1
     affinity.plan(run)
 
 
@@ -81,7 +87,7 @@ def test_domains_move_where_they_are_done_earliest() -> None:
     assert shares["a"]["compute"] > 0.9
     assert shares["b"]["bandwidth"] > 0.9
     assert not shares["c"], "it has had no turn"
-    known = run.state.affinity.token_costs["a"]
+    known = run.state.mechanisms["pools"].token_costs["a"]
     assert known["bandwidth"].prompt.seconds > 4 * known["compute"].prompt.seconds
     assert known["bandwidth"].output.seconds < known["compute"].output.seconds
 
@@ -91,8 +97,8 @@ def test_uniform_hardware_changes_nothing() -> None:
     same = dict.fromkeys(HARDWARE, FAST_PROMPTS)
     for _ in range(5):
         teach(run, {"a": READS, "b": WRITES}, hardware=same)
-    assert not run.state.affinity.shares
-    assert not run.state.affinity.trial
+    assert not run.state.mechanisms["pools"].shares
+    assert not run.state.mechanisms["pools"].trial
 
 
 def test_a_small_gain_is_not_worth_a_change() -> None:
@@ -107,7 +113,7 @@ def test_a_wrong_declaration_is_tried_then_corrected() -> None:
     run = ready(learned(pools=("bandwidth", "compute", None))).core._run
     works = {"a": READS, "b": WRITES}
     teach(run, works, where={"a": ("bandwidth",), "b": ("compute",)})
-    state = run.state.affinity
+    state = run.state.mechanisms["pools"]
     assert not state.shares, "nothing was seen there yet"
     assert 1 / 8 < state.trial["a"]["compute"] <= 8 / 40
     teach(run, works)
@@ -135,14 +141,14 @@ def test_a_pinned_domain_stays_and_others_make_room() -> None:
     teach(run, {"a": READS, "b": WRITES})
     assert affinity.shares_now(run)["a"] == {"bandwidth": 1.0}
     assert affinity.shares_now(run)["b"] == {"compute": 1.0}
-    assert "a" not in run.state.affinity.shares
+    assert "a" not in run.state.mechanisms["pools"].shares
     assert run.state.counters.scheduling.moved_domains == 1
 
 
 def test_a_domain_that_is_where_it_should_be_does_not_move() -> None:
     run = ready(learned(pools=("compute", "compute", None))).core._run
     teach(run, {"a": READS, "b": WRITES | {"output": 8000}})
-    assert set(run.state.affinity.trial) == {"b"}
+    assert set(run.state.mechanisms["pools"].trial) == {"b"}
     assert affinity.shares_now(run)["a"] == {"compute": 1.0}
 
 
@@ -151,7 +157,7 @@ def test_a_context_grows_by_half_of_the_output_on_average() -> None:
     run, state = world.core._run, world.core.state
     one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
     engine, turn = next(iter(state.engines.values())), Turn(number=0, context_tokens=400, since=0.0)
-    state.affinity.profiles.clear()
+    state.mechanisms["pools"].profiles.clear()
     done = e.TurnDone(
         trajectory_id=one.id,
         attempt=0,
@@ -162,7 +168,7 @@ def test_a_context_grows_by_half_of_the_output_on_average() -> None:
         version=0,
     )
     affinity.learn_turn(run, one, engine, turn, done, None)
-    assert state.affinity.profiles["a"].context == 410
+    assert state.mechanisms["pools"].profiles["a"].context == 410
 
 
 def test_a_domain_that_grows_tenfold_moves_within_three_steps() -> None:
@@ -178,13 +184,13 @@ def test_a_domain_that_grows_tenfold_moves_within_three_steps() -> None:
 def test_attempts_follow_the_shares_and_keep_their_pool() -> None:
     world = ready(learned())
     run, state = world.core._run, world.core.state
-    state.affinity.shares = {"a": {"compute": 0.25, "bandwidth": 0.75}}
-    state.affinity.given = {}
+    state.mechanisms["pools"].shares = {"a": {"compute": 0.25, "bandwidth": 0.75}}
+    state.mechanisms["pools"].given = {}
     pools: dict[str, set[str]] = {}
     while world.finish is None:
         world.step()
         if state.trainer.status is TrainerStatus.TRAINING:
-            state.affinity.planned_at = state.trainer.step + 1  # no other plan
+            state.mechanisms["pools"].planned_at = state.trainer.step + 1  # no other plan
         for name, trajectory in state.trajectories.items():
             if trajectory.pool and state.groups[trajectory.group_id].name == "a":
                 pools.setdefault(f"{name}/{trajectory.attempt}", set()).add(trajectory.pool)
@@ -192,14 +198,14 @@ def test_attempts_follow_the_shares_and_keep_their_pool() -> None:
     assert all(len(of) == 1 for of in pools.values()), "an attempt keeps its pool"
     share = sum(of == {"compute"} for of in pools.values()) / len(pools)
     assert share == pytest.approx(0.25, abs=0.15)
-    assert run.learns_affinity
+    assert learns_pools(run)
 
 
 def test_a_pool_without_engines_gets_no_attempts() -> None:
     world = ready(learned())
     run, state = world.core._run, world.core.state
-    state.affinity.shares = {"a": {"compute": 0.5, "bandwidth": 0.5}}
-    for engine in [one for one in state.engines.values() if one.pool == "bandwidth"]:
+    state.mechanisms["pools"].shares = {"a": {"compute": 0.5, "bandwidth": 0.5}}
+    for engine in [one for one in state.engines.values() if one.seat.pool == "bandwidth"]:
         world.feed(e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="killed"))
     one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
     assert {affinity.pool_of_attempt(run, one) for _ in range(5)} == {"compute"}
@@ -209,15 +215,15 @@ def test_a_pool_without_engines_gets_no_attempts() -> None:
 def test_a_snapshot_keeps_what_was_learned() -> None:
     world = ready(learned())
     teach(world.core._run, {"a": READS, "b": WRITES})
-    before: Any = world.core.state.affinity
+    before: Any = world.core.state.mechanisms["pools"]
     world.lose_controller()
-    assert world.core.state.affinity == before
+    assert world.core.state.mechanisms["pools"] == before
 
 
 @pytest.mark.parametrize("changed", [{"rollout": {"affinity": "declared"}}, {"pin": True}])
 def test_a_run_that_is_resumed_with_other_settings_follows_these(changed: dict[str, Any]) -> None:
     world = ready(learned(pools=("bandwidth", "compute", None)))
-    world.core.state.affinity.shares = {"a": {"compute": 1.0}}
+    world.core.state.mechanisms["pools"].shares = {"a": {"compute": 1.0}}
     if "pin" in changed:
         world.config = learned(pools=("bandwidth", "compute", None), pin="a")
     else:
@@ -227,4 +233,6 @@ def test_a_run_that_is_resumed_with_other_settings_follows_these(changed: dict[s
     core = Core.restore(world.core.snapshot(), world.config)
     state = core.state
     one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
-    assert affinity.pool_of_attempt(core._run, one) == ""
+    used = core._run.uses(Pools)
+    assert used is ("pin" in changed)
+    assert not used or affinity.pool_of_attempt(core._run, one) == ""

@@ -2,8 +2,10 @@
 
 import pytest
 
-from rollweave.core import assignment
-from rollweave.core.assignment import KV_KEPT_TURNS, REPLAN_GROWTH
+from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.placement import assignment
+from rollweave.core.mechanisms.placement.assignment import KV_KEPT_TURNS, REPLAN_GROWTH
 from rollweave.core.policy.priority import overdue_rank
 from rollweave.schema.base import EngineId
 from tests.support.states import E0, E1, members, running
@@ -16,17 +18,17 @@ def test_kv_holds_those_that_claim_it_first() -> None:
     run = running(10, 10, 10, engine=E0)
     engine = run.state.engines[E0]
     assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True, True, False]
-    engine.kv_tokens = 120
+    engine.abilities.kv_tokens = 120
     assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True] * 3
-    engine.kv_tokens = 10
+    engine.abilities.kv_tokens = 10
     assert [assignment.fits_in_kv(run, one, engine) for one in members(run)] == [True, False, False]
 
 
 def test_a_stranger_comes_after_all_residents() -> None:
     run = running(10, 10, 10, engine=E0)
     first = members(run)[0]
-    first.kv_resident = False
-    run.reindex(first)
+    work_of(run, first).kv_resident = False
+    reindex(run, first)
     assert not assignment.fits_in_kv(run, first, run.state.engines[E0])
     assert assignment.fits_in_kv(run, first, run.state.engines[E1])
 
@@ -37,18 +39,20 @@ def test_kv_does_not_hold_back_a_trajectory_that_is(exempt: str) -> None:
     last = members(run)[-1]
     match exempt:
         case "unpredicted":
-            last.predicted_at_turn = -1
+            work_of(run, last).predicted_at_turn = -1
         case "overdue":
             assert last.turn is not None
             last.turn.rank = overdue_rank(last.turn.arrival)
         case "slow tools":
-            run.state.domains["a"].tool_s = 2.1
+            run.state.mechanisms["lengths"].domains["a"].tool_s = 2.1
     assert assignment.fits_in_kv(run, last, run.state.engines[E0])
 
 
 def test_tools_as_slow_as_turns_are_worth_the_kv() -> None:
     run = running(10, 10, 10, engine=E0)
-    run.state.domains["a"].tool_s = run.state.domains["a"].turn_s
+    run.state.mechanisms["lengths"].domains["a"].tool_s = (
+        run.state.mechanisms["lengths"].domains["a"].turn_s
+    )
     assert not assignment.fits_in_kv(run, members(run)[-1], run.state.engines[E0])
 
 
@@ -61,16 +65,16 @@ def test_no_kv_is_kept_for_environments_that_work_long() -> None:
     assert not assignment.fits_in_kv(run, last, run.state.engines[E0])
     run.now += 0.1
     assert assignment.fits_in_kv(run, last, run.state.engines[E0])
-    run.state.engines[E0].kv_tokens = 79
+    run.state.engines[E0].abilities.kv_tokens = 79
     assert not assignment.fits_in_kv(run, last, run.state.engines[E0]), "one is left"
-    run.state.domains["a"].turn_s = 1e9
+    run.state.mechanisms["lengths"].domains["a"].turn_s = 1e9
     assert not assignment.fits_in_kv(run, last, run.state.engines[E0])
 
 
 def test_an_empty_cache_takes_any_context() -> None:
     run = running(10, 10, engine=E0)
     away, last = members(run)
-    run.state.engines[E0].kv_tokens = 10
+    run.state.engines[E0].abilities.kv_tokens = 10
     away.turn, run.now = None, 100.0
     assert assignment.fits_in_kv(run, last, run.state.engines[E0])
 
@@ -82,15 +86,15 @@ def test_the_engine_that_is_done_first_is_the_least_loaded() -> None:
     run = running(50, 20)
     first, second = members(run)
     for one, engine_id in ((first, E0), (second, E1)):
-        one.assigned_engine = engine_id
-        run.reindex(one)
+        work_of(run, one).assigned_engine = engine_id
+        reindex(run, one)
     engines = run.state.engines
     assert assignment.work_s(run, engines[E0]) > assignment.work_s(run, engines[E1]) > 0
     assert assignment.least_loaded(run) is engines[E1]
     assert assignment.least_loaded(run, among=[E0]) is engines[E0]
     assert assignment.least_loaded(run, among=[]) is None
-    second.assigned_engine = E0
-    run.reindex(second)
+    work_of(run, second).assigned_engine = E0
+    reindex(run, second)
     assert assignment.work_s(run, engines[E1]) == 0.0
     engines[E1].draining = True
     assert assignment.least_loaded(run) is engines[E0]
@@ -108,15 +112,15 @@ def test_ranks_are_planned_once_and_again_after_growth() -> None:
     others = {assignment.engine_of_rank(run, one) for one in short}
     assert len({home, *others}) == 2, "both engines get some"
     plans = run.state.counters.scheduling.plans
-    assert (plans, run.state.partitions[""].planned) == (1, 4)
-    assert sum(share.size for share in run.state.partitions[""].shares) == 4
-    run.state.partitions[""].predictions = int(4 * REPLAN_GROWTH)
+    assert (plans, run.state.mechanisms["placement"].partitions[""].planned) == (1, 4)
+    assert sum(share.size for share in run.state.mechanisms["placement"].partitions[""].shares) == 4
+    run.state.mechanisms["placement"].partitions[""].predictions = int(4 * REPLAN_GROWTH)
     assert assignment.engine_of_rank(run, longest) == home
     assert run.state.counters.scheduling.plans == 1
-    run.state.partitions[""].predictions += 1
+    run.state.mechanisms["placement"].partitions[""].predictions += 1
     assignment.engine_of_rank(run, longest)
     assert run.state.counters.scheduling.plans == 2
-    assert run.state.partitions[""].predictions == 0
+    assert run.state.mechanisms["placement"].partitions[""].predictions == 0
 
 
 def test_an_engine_that_drains_or_has_no_weights_gets_no_share() -> None:
@@ -134,30 +138,37 @@ def test_a_trajectory_keeps_its_engine_while_that_is_usable() -> None:
     run = running(100, 1, 1, 1)
     longest, short, *_ = members(run)
     home = assignment.engine_of_rank(run, longest)
-    short.assigned_engine = home
-    run.reindex(short)
+    work_of(run, short).assigned_engine = home
+    reindex(run, short)
     assignment.assign_usable(run, longest, [])
-    assert longest.assigned_engine == home, "its rank's, although the other one is idle"
-    longest.kv_resident = True
+    assert work_of(run, longest).assigned_engine == home, (
+        "its rank's, although the other one is idle"
+    )
+    work_of(run, longest).kv_resident = True
     assignment.assign_usable(run, longest, [])
-    assert longest.kv_resident
+    assert work_of(run, longest).kv_resident
     (other,) = {E0, E1} - {home}
     assignment.assign_usable(run, longest, [home])
-    assert (longest.assigned_engine, longest.kv_resident) == (other, False)
+    assert (work_of(run, longest).assigned_engine, work_of(run, longest).kv_resident) == (
+        other,
+        False,
+    )
     assignment.assign_usable(run, longest, [home, other])
-    assert longest.assigned_engine == home, "both have failed it: its rank decides again"
+    assert work_of(run, longest).assigned_engine == home, (
+        "both have failed it: its rank decides again"
+    )
     for engine in run.state.engines.values():
         engine.draining = True
     assignment.assign_usable(run, longest, [])
-    assert longest.assigned_engine is None
+    assert work_of(run, longest).assigned_engine is None
 
 
 def test_without_a_prediction_the_least_loaded_engine_is_chosen() -> None:
     run = running(100, 1)
     longest, short = members(run)
-    longest.assigned_engine = E0
-    run.reindex(longest)
-    short.predicted_at_turn = -1
+    work_of(run, longest).assigned_engine = E0
+    reindex(run, longest)
+    work_of(run, short).predicted_at_turn = -1
     assignment.assign_usable(run, short, [])
-    assert short.assigned_engine == E1
+    assert work_of(run, short).assigned_engine == E1
     assert run.state.counters.scheduling.plans == 0

@@ -13,7 +13,6 @@ from rollweave.core.core import Core
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, TrainerStatus
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -156,7 +155,7 @@ def test_an_engine_that_does_not_give_back_its_memory_is_restarted() -> None:
     world.start()
     until(world, c.SuspendEngine)
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.EngineSuspended)]
-    shown = [wait.what for wait in waits(world.core.state, {})]
+    shown = [wait.what for wait in world.core.waits({})]
     assert shown.count("giving its memory back for the trainer") == 2
     assert world.run_on().error == ""
     reasons = [one.reason for one in of(world, c.RestartEngine) if isinstance(one, c.RestartEngine)]
@@ -239,5 +238,5 @@ def test_what_a_released_engine_waits_for_is_the_trainer() -> None:
     world = World(colocated(), seed=1)
     world.start()
     until(world, c.TrainStep)
-    shown = [Wait(component=one.component, what=one.what) for one in waits(world.core.state, {})]
+    shown = [Wait(component=one.component, what=one.what) for one in world.core.waits({})]
     assert shown == [Wait(component="the trainer", what="training step 0")]

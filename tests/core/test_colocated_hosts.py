@@ -13,7 +13,6 @@ from rollweave.core.bindings import bind_all, engines_in_the_way
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines, next_id
 from rollweave.core.state import EngineStatus, TrainerStatus
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -67,7 +66,9 @@ class Turns(Driver):
         return self.send(e.HostJoined(host=host(number, gpus)))
 
     def places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return {one.id: (one.host, one.devices) for one in self.core.state.engines.values()}
+        return {
+            one.id: (one.seat.host, one.seat.devices) for one in self.core.state.engines.values()
+        }
 
     def ranks(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(one.host, one.devices) for one in self.core.state.hosts.ranks]
@@ -145,7 +146,7 @@ def test_the_trainer_waits_for_a_host_if_too_few_gpus_are_left() -> None:
     driver = Turns([2, 2], ranks=4, engines=4).up()
     assert of(driver.lose_host(1), c.RestartTrainer) == []
     assert driver.core.state.error == ""
-    waiting = {wait.component: wait.what for wait in waits(driver.core.state, {})}
+    waiting = {wait.component: wait.what for wait in driver.core.waits({})}
     assert waiting["the trainer on host h0"] == "no host has room for it"
     commands = driver.join_host(2, 1)
     assert of(commands, c.RestartTrainer) == []
@@ -206,7 +207,9 @@ def test_whatever_hosts_are_lost_no_gpu_has_more_than_was_counted(
         if state.error:
             return
         up = state.hosts.up
-        used = Counter((one.host, gpu) for one in state.engines.values() for gpu in one.devices)
+        used = Counter(
+            (one.seat.host, gpu) for one in state.engines.values() for gpu in one.seat.devices
+        )
         limits = {
             (place, gpu): max(1, driver.counted[place, gpu]) if place < len(gpus) else most
             for place in up
@@ -229,7 +232,7 @@ def serving(gpus: list[int], ranks: int, engines: int) -> Turns:
     driver = Turns(gpus, ranks=ranks, engines=engines).up()
     driver.publish()
     driver.engines_up()
-    for relay in list(driver.core.state.chain.order):
+    for relay in list(driver.core.state.mechanisms["relays"].order):
         load(driver, driver.hold(relay, driver.core.state.publication.id))
     assert all(
         engine.status is EngineStatus.SERVING for engine in driver.core.state.engines.values()

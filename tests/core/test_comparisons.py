@@ -151,7 +151,7 @@ def test_a_comparison_without_an_answer_is_given_up_and_named(starting: bool) ->
     """A judge that has never answered may be starting."""
     comparing = Comparing()
     core, group = comparing.core, comparing.group
-    core.state.drawing.compared = not starting
+    core.state.mechanisms["comparison"].answered = not starting
     late = group.since + 30.0 + GRACE_S + (900.0 if starting else 0.0)
     commands = core.handle(late, e.TimerFired())
     assert not [one for one in commands if isinstance(one, c.CancelComparison)]
@@ -168,7 +168,7 @@ def test_a_comparison_without_an_answer_is_given_up_and_named(starting: bool) ->
 
 def test_a_wait_for_the_groups_before_it_is_no_hang() -> None:
     comparing = Comparing(group_size=16)  # 96 requests, of which 64 are asked at once
-    comparing.core.state.drawing.compared = True
+    comparing.core.state.mechanisms["comparison"].answered = True
     since = comparing.group.since
     commands = comparing.core.handle(since + 60.0 + GRACE_S, e.TimerFired())
     assert not [one for one in commands if isinstance(one, c.CancelComparison)]

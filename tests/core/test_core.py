@@ -9,7 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.core import HANDLERS, Core
+from rollweave.core.core import Core
+from rollweave.core.kernel import HANDLERS
+from rollweave.core.mechanisms import MECHANISMS
+from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -29,16 +32,23 @@ from tests.support.properties import examples
 from tests.support.random_world import World
 from tests.support.variants import mostly_extended
 
+TABLES = (HANDLERS, *(one.handlers for one in MECHANISMS))
+"""The handlers of the kernel and of each mechanism."""
+
 
 @pytest.mark.parametrize("kind", get_args(e.Event))
-def test_every_event_has_a_handler_that_takes_it(kind: type[e.Event]) -> None:
-    hints = get_type_hints(HANDLERS[kind])
-    assert hints.pop("return") is type(None)
-    assert [hint for name, hint in hints.items() if name != "run"] == [kind]
+def test_every_event_has_handlers_that_take_it(kind: type[e.Event]) -> None:
+    handlers = [table[kind] for table in TABLES if kind in table]
+    assert handlers
+    for handler in handlers:
+        hints = get_type_hints(handler)
+        assert hints.pop("return") is type(None)
+        (hint,) = (hint for name, hint in hints.items() if name != "run")
+        assert kind in (get_args(hint) or (hint,))
 
 
 def test_every_handler_is_of_an_event() -> None:
-    assert HANDLERS.keys() == set(get_args(e.Event))
+    assert {kind for table in TABLES for kind in table} == set(get_args(e.Event))
 
 
 @settings(max_examples=examples(25))
@@ -65,17 +75,20 @@ def test_no_slot_stays_free_while_a_turn_waits(seed: int, mode: str) -> None:
         strangers = [
             one
             for one in queued
-            if not one.kv_resident and one.predicted_at_turn < 0 and one.turn and not one.turn.avoid
+            if not work_of(world.core._run, one).kv_resident
+            and work_of(world.core._run, one).predicted_at_turn < 0
+            and one.turn
+            and not one.turn.avoid
         ]
         free = [
             engine.id
             for engine in state.engines.values()
             if engine.status is EngineStatus.SERVING
             and not engine.draining
-            and len(engine.active) < engine.max_slots
+            and len(engine.active) < engine.abilities.max_slots
         ]
         assert not (strangers and free), (
-            f"{strangers[0].id} waits for {strangers[0].assigned_engine}, {free[0]} has a free slot"
+            f"{strangers[0].id} waits for {work_of(world.core._run, strangers[0]).assigned_engine}, {free[0]} has a free slot"
         )
 
 

@@ -5,8 +5,9 @@ compared.
 import msgspec
 import pytest
 
-from rollweave.core import assignment, costs
-from rollweave.core.policy.work import rate
+from rollweave.core.mechanisms.costs import rates as costs
+from rollweave.core.mechanisms.lengths.work import rate
+from rollweave.core.mechanisms.placement import assignment
 from rollweave.schema.events import StepTime
 from tests.support.states import E0, E1, TAIL, fleet, members, profile, running
 
@@ -24,7 +25,7 @@ def test_groups_cost_what_their_degrees_measured() -> None:
 
 def test_degrees_cost_the_same_if_one_is_unmeasured() -> None:
     run = fleet(1, lengths=TAIL)
-    del run.state.measured[""][2]
+    del run.state.mechanisms["costs"].measured[""][2]
     groups = costs.groups_of(run, WORKS, KINDS)
     same = rate(costs.UNMEASURED, slots=16, kv_tokens=550)
     for degree in (1, 2):
@@ -34,21 +35,21 @@ def test_degrees_cost_the_same_if_one_is_unmeasured() -> None:
 def test_an_engine_without_a_profile_has_a_rate_and_no_measurement() -> None:
     run = fleet(1, lengths=TAIL)
     engine = next(iter(run.state.engines.values()))
-    engine.max_slots, engine.kv_tokens = 0, 0
-    before = dict(run.state.measured[""])
+    engine.abilities.max_slots, engine.abilities.kv_tokens = 0, 0
+    before = dict(run.state.mechanisms["costs"].measured[""])
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == rate(profile(1, gain=1.9), slots=1, kv_tokens=1)
-    assert run.state.measured[""] == before
-    run.state.measured = {}
+    assert costs.rate_of(run, engine) == rate(profile(1, gain=1.9), slots=1, kv_tokens=1)
+    assert run.state.mechanisms["costs"].measured[""] == before
+    run.state.mechanisms["costs"].measured = {}
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
+    assert costs.rate_of(run, engine) == rate(costs.UNMEASURED, slots=1, kv_tokens=1)
     costs.joined(run, engine, (StepTime(batch=1, seconds=3.0),))
-    known = costs.rate_of(engine)
-    engine.degree = 2
+    known = costs.rate_of(run, engine)
+    engine.seat.degree = 2
     costs.joined(run, engine, ())
-    assert costs.rate_of(engine) == known, "no engine of degree 2 is measured"
-    assert run.state.measured[""][1].rate == costs.rate_of(engine)
-    assert run.state.measured[""][1].slots == 1
+    assert costs.rate_of(run, engine) == known, "no engine of degree 2 is measured"
+    assert run.state.mechanisms["costs"].measured[""][1].rate == costs.rate_of(run, engine)
+    assert run.state.mechanisms["costs"].measured[""][1].slots == 1
 
 
 def test_engines_of_different_hardware_are_measured_apart() -> None:
@@ -58,13 +59,17 @@ def test_engines_of_different_hardware_are_measured_apart() -> None:
     for last in (E0, E1):
         run = running(40, 30, 20, 10, 10, 10, 10)
         engines = run.state.engines
-        engines[E0].pool, engines[E1].pool = "compute", "bandwidth"
+        engines[E0].seat.pool, engines[E1].seat.pool = "compute", "bandwidth"
         for engine_id in sorted((E0, E1), key=lambda one: one == last):
             engine = engines[engine_id]
-            engine.max_slots, engine.kv_tokens = 16, 10**6
+            engine.abilities.max_slots, engine.abilities.kv_tokens = 16, 10**6
             costs.joined(run, engine, profile(1 if engine_id == E0 else 4, gain=2))
-        assert run.state.measured["bandwidth"][1].rate == costs.rate_of(engines[E1])
-        assert run.state.measured["compute"][1].rate == costs.rate_of(engines[E0])
+        assert run.state.mechanisms["costs"].measured["bandwidth"][1].rate == costs.rate_of(
+            run, engines[E1]
+        )
+        assert run.state.mechanisms["costs"].measured["compute"][1].rate == costs.rate_of(
+            run, engines[E0]
+        )
         places = [assignment.engine_of_rank(run, one) for one in members(run)]
         assert places[0] == E1
         assert places.count(E1) > places.count(E0) > 0
@@ -77,7 +82,7 @@ def test_hosts_without_a_pool_of_the_engine_tell_hardware_apart_by_their_pools()
     run.state.hosts.up[0] = msgspec.structs.replace(host, pools=("H20", "all"))
     engine = run.state.engines[E0]
     assert costs.kind_of(run, engine) == ("H20+all", 1)
-    engine.pool = "H20"
+    engine.seat.pool = "H20"
     assert costs.kind_of(run, engine) == ("H20", 1)
 
 
@@ -91,7 +96,9 @@ def test_another_rate_changes_the_seconds_of_the_same_work() -> None:
 
 def test_recent_lengths_are_of_all_domains() -> None:
     run = fleet(1, lengths=[3, 5])
-    run.state.domains["b"] = type(run.state.domains["a"])(lengths=[7])
+    run.state.mechanisms["lengths"].domains["b"] = type(
+        run.state.mechanisms["lengths"].domains["a"]
+    )(lengths=[7])
     assert costs.recent_lengths(run) == [3, 5, 7]
 
 

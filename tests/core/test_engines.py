@@ -3,8 +3,9 @@
 import pytest
 
 from rollweave.core import engines
+from rollweave.core.mechanisms.placement.state import Partition
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Partition
+from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.support.states import E0, E1, members, place_on_hosts, running
@@ -16,7 +17,7 @@ def serving(*, hosts: int = 0) -> Run:
     for engine in state.engines.values():
         engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 3, 5
     place_on_hosts(state, hosts)
-    state.chain.order = list(state.relays)
+    state.mechanisms["relays"].order = list(state.mechanisms["relays"].relays)
     run.fleet_changed()
     run.out = []
     return run
@@ -29,14 +30,18 @@ def of(run: Run, kind: type[c.Command]) -> list[c.Command]:
 def test_a_restart_begins_anew() -> None:
     run = serving()
     engine = run.state.engines[E0]
-    engine.consecutive_timeouts, engine.load_failures, engine.loading_id = 2, 1, 9
+    engine.failures.consecutive_timeouts, engine.failures.load_failures, engine.loading.id = 2, 1, 9
     run.now = 8.0
-    run.state.partitions = {"": Partition()}
+    run.state.mechanisms["placement"].partitions = {"": Partition()}
     engines.restart(run, engine, "stuck")
-    assert not run.state.partitions, "they had shares for it"
-    assert (engine.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
-    assert (engine.version, engine.publication_id, engine.loading_id) == (-1, -1, -1)
-    assert (engine.consecutive_timeouts, engine.load_failures, engine.since) == (0, 0, 8.0)
+    assert not run.state.mechanisms["placement"].partitions, "they had shares for it"
+    assert (engine.failures.restarts, engine.epoch, engine.status) == (1, 1, EngineStatus.STARTING)
+    assert (engine.version, engine.publication_id, engine.loading.id) == (-1, -1, -1)
+    assert (engine.failures.consecutive_timeouts, engine.failures.load_failures, engine.since) == (
+        0,
+        0,
+        8.0,
+    )
     assert of(run, c.RestartEngine) == [
         c.RestartEngine(engine_id=E0, degree=1, group=0, epoch=1, reason="stuck")
     ]
@@ -47,9 +52,9 @@ def test_a_restart_begins_anew() -> None:
 def test_an_engine_that_keeps_failing_is_removed() -> None:
     run = serving()
     engine, limit = run.state.engines[E0], run.config.watchdog.restarts
-    engine.restarts = limit - 1
+    engine.failures.restarts = limit - 1
     engines.restart(run, engine, "stuck")
-    assert engine.restarts == limit
+    assert engine.failures.restarts == limit
     engines.restart(run, engine, "stuck")
     assert list(run.state.engines) == [E1]
     assert of(run, c.RemoveEngine) == [c.RemoveEngine(engine_id=E0, reason="stuck")]
@@ -57,7 +62,7 @@ def test_an_engine_that_keeps_failing_is_removed() -> None:
     assert removal.component == E0  # type: ignore[attr-defined]
     assert run.state.error == ""
     last = run.state.engines[E1]
-    last.restarts = limit
+    last.failures.restarts = limit
     engines.restart(run, last, "stuck")
     assert run.state.error == "no engine is left; the last one (e1): stuck"
 
@@ -66,10 +71,10 @@ def test_planned_engines_and_services_outlive_the_last_engine() -> None:
     for change in ("planned", "service"):
         run = serving()
         del run.state.engines[E1]
-        run.state.allocation.pending_degrees = [1] if change == "planned" else []
+        run.state.membership.pending_degrees = [1] if change == "planned" else []
         run.state.serving = change == "service"
         engine = run.state.engines[E0]
-        engine.restarts = run.config.watchdog.restarts
+        engine.failures.restarts = run.config.watchdog.restarts
         engines.restart(run, engine, "stuck")
         assert run.state.engines == {}
         assert run.state.error == ""
@@ -79,10 +84,10 @@ def test_a_host_whose_engines_keep_failing_is_given_up() -> None:
     """Engine 0 is on host 0, and engine 1 on host 1."""
     run = serving(hosts=2)
     engine = run.state.engines[E0]
-    engine.restarts = run.config.watchdog.restarts
+    engine.failures.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
-    assert (list(run.state.engines), list(run.state.relays)) == ([E1], ["r1"])
-    assert run.state.chain.order == ["r1"]
+    assert (list(run.state.engines), list(run.state.mechanisms["relays"].relays)) == ([E1], ["r1"])
+    assert run.state.mechanisms["relays"].order == ["r1"]
     assert [command.relay_id for command in of(run, c.RemoveRelay)] == ["r0"]  # type: ignore[attr-defined]
     assert [command.engine_id for command in of(run, c.RemoveEngine)] == [E0]  # type: ignore[attr-defined]
     assert run.state.counters.watchdog == {"host_evicted": 1}
@@ -100,9 +105,9 @@ def test_a_host_stays_if_no_other_serves(elsewhere: str) -> None:
         case "draining":
             other.draining = True
     engine = run.state.engines[E0]
-    engine.restarts = run.config.watchdog.restarts
+    engine.failures.restarts = run.config.watchdog.restarts
     engines.restart(run, engine, "stuck")
-    assert list(run.state.relays) == ["r0", "r1"]
+    assert list(run.state.mechanisms["relays"].relays) == ["r0", "r1"]
     assert E0 not in run.state.engines
 
 
@@ -127,11 +132,11 @@ def test_an_engine_joins_with_or_without_weights() -> None:
         )
         engines.on_joined(run, joined)
         assert (engine.status, engine.version, engine.publication_id) == (status, version, version)
-        assert (engine.max_slots, engine.kv_tokens) == (7, 70)
+        assert (engine.abilities.max_slots, engine.abilities.kv_tokens) == (7, 70)
         engines.on_joined(
             run, e.EngineJoined(engine_id=E0, epoch=0, max_slots=9, kv_total_tokens=1)
         )
-        assert engine.max_slots == 7, "it has joined"
+        assert engine.abilities.max_slots == 7, "it has joined"
 
 
 def test_news_of_a_former_life_is_ignored() -> None:

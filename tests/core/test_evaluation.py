@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core import evaluation, training
+from rollweave.core.mechanisms.versions import binding
 from rollweave.core.run import Run
 from rollweave.core.state import Best, EngineStatus, GroupStatus, Trajectory
 from rollweave.schema import commands as c
@@ -272,7 +273,7 @@ def test_with_one_version_for_a_trajectory_an_evaluation_waits_for_weights_that_
         run.state.engines[E1].publication_id = 7
     if retained:
         evaluation.abandon_if_superseded(run, 5)
-    evaluation.abandon_if_lost(run)
+    binding.abandon_if_lost(run)
     assert (run.state.evaluations.current is None) is abandoned
 
 

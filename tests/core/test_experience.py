@@ -2,7 +2,7 @@
 
 import hashlib
 
-from rollweave.core import experience
+from rollweave.core.mechanisms.versions import experience
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Stage, Trajectory
 from rollweave.schema.base import GroupId, TrajectoryId

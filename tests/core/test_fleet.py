@@ -3,7 +3,16 @@
 import math
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.state import Engine, EngineStatus, State, Trajectory, Turn
+from rollweave.core.state import (
+    Abilities,
+    Engine,
+    EngineStatus,
+    Loading,
+    Seat,
+    State,
+    Trajectory,
+    Turn,
+)
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 
 A, B, C, D, F, G = (EngineId(name) for name in "abcdfg")
@@ -16,18 +25,20 @@ def laid_out() -> State:
     """
     state = State()
     for name, status, fields in (
-        (A, EngineStatus.SERVING, {"version": 3, "publication_id": 5, "pool": "fast"}),
+        (A, EngineStatus.SERVING, {"version": 3, "publication_id": 5, "seat": Seat(pool="fast")}),
         (B, EngineStatus.SERVING, {"version": 4, "publication_id": 6, "leaving": True}),
-        (C, EngineStatus.STARTING, {"pool": "slow"}),
+        (C, EngineStatus.STARTING, {"seat": Seat(pool="slow")}),
         (
             D,
             EngineStatus.LOADING,
-            {"version": 2, "publication_id": 4, "loading_id": 6, "pool": "big"},
+            {"version": 2, "publication_id": 4, "loading": Loading(id=6), "seat": Seat(pool="big")},
         ),
         (F, EngineStatus.STALE, {"version": 3, "publication_id": 5}),
-        (G, EngineStatus.SERVING, {"version": 1, "draining": True, "pool": "old"}),
+        (G, EngineStatus.SERVING, {"version": 1, "draining": True, "seat": Seat(pool="old")}),
     ):
-        state.engines[name] = Engine(id=name, status=status, max_slots=2, **fields)  # type: ignore[arg-type]
+        state.engines[name] = Engine(
+            id=name, status=status, abilities=Abilities(max_slots=2), **fields
+        )  # type: ignore[arg-type]
     for number, (name, rank) in enumerate(RANKS.items()):
         state.trajectories[TrajectoryId(name)] = Trajectory(
             id=TrajectoryId(name),

@@ -5,7 +5,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -37,7 +36,7 @@ def test_engines_of_a_lost_host_start_elsewhere_under_new_names() -> None:
     assert isinstance(removed, c.RemoveRelay)
     assert removed.relay_id == "r1"
     assert list(driver.core.state.engines) == ["e0", "e2", "e3"]
-    assert driver.core.state.chain.order == ["r0", "r2"]
+    assert driver.core.state.mechanisms["relays"].order == ["r0", "r2"]
 
 
 def test_reports_of_what_was_on_a_lost_host_come_too_late() -> None:
@@ -55,7 +54,10 @@ def test_an_engine_that_stands_in_for_another_moves_to_a_host_that_joins() -> No
     driver = Driver(2).up()
     driver.engines_up()
     driver.send(e.HostLost(host=1, error="silent"))
-    assert {one.id: one.host for one in driver.core.state.engines.values()} == {"e0": 0, "e2": 0}
+    assert {one.id: one.seat.host for one in driver.core.state.engines.values()} == {
+        "e0": 0,
+        "e2": 0,
+    }
     commands = driver.send(e.HostJoined(host=HostSlot(number=2, name="c")))
     assert started(commands) == [("e3", 2, ())]
     removed = [command.engine_id for command in of(commands, c.RemoveEngine)]  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ def fail(driver: Driver, engine: str, times: int) -> list[c.Command]:
 def serve(driver: Driver) -> None:
     """Let all engines load the published weights."""
     driver.engines_up()
-    for relay in list(driver.core.state.relays):
+    for relay in list(driver.core.state.mechanisms["relays"].relays):
         for command in driver.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
                 loaded = e.WeightsLoaded(
@@ -99,7 +101,7 @@ def test_engines_of_a_host_that_is_given_up_start_elsewhere() -> None:
     serve(driver)
     assert started(fail(driver, "e1", 2)) == [("e4", 0, ()), ("e5", 0, ())]
     engines = driver.core.state.engines
-    assert {engine.id: engine.host for engine in engines.values()} == dict.fromkeys(
+    assert {engine.id: engine.seat.host for engine in engines.values()} == dict.fromkeys(
         ["e0", "e2", "e4", "e5"], 0
     )
     joined = driver.send(e.HostJoined(host=HostSlot(number=2, cpus=8)))
@@ -142,7 +144,7 @@ def test_a_host_that_joins_gets_a_relay_at_the_end_of_the_chain() -> None:
     (relay,) = of(commands, c.RestartRelay)
     assert relay == c.RestartRelay(relay_id="r2", host=2, epoch=0, reason="its host has joined")
     driver.join("r2")
-    assert driver.core.state.chain.order == ["r0", "r1", "r2"]
+    assert driver.core.state.mechanisms["relays"].order == ["r0", "r1", "r2"]
     assert driver.send(e.HostJoined(host=HostSlot(number=2, name="c"))) == []
 
 
@@ -256,7 +258,7 @@ def without_room() -> Driver:
     commands = driver.send(e.HostLost(host=1, error="silent"))
     assert of(commands, c.RestartTrainer) == []
     assert driver.core.state.error == ""
-    waiting = [(wait.component, wait.what) for wait in waits(driver.core.state, {})]
+    waiting = [(wait.component, wait.what) for wait in driver.core.waits({})]
     assert ("the trainer", "no host has room for it") in waiting
     return driver
 
@@ -346,7 +348,7 @@ def test_only_the_relay_beside_the_trainer_reads_its_memory() -> None:
     driver = OnGpus(2)
     driver.join("r1")
     driver.join("r0")
-    assert driver.core.state.chain.order == ["r0", "r1"]
+    assert driver.core.state.mechanisms["relays"].order == ["r0", "r1"]
     driver.send(e.TrainerReady(epoch=0, step=0))
     driver.publish()
     assert driver.source("r0") is None
@@ -375,7 +377,7 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     driver.send(e.HostJoined(host=HostSlot(number=3, machine="m3", cpus=64)))
     driver.join("r3")
     assert driver.relay("r3").fetch is None, "there is no engine on its host"
-    driver.core.state.engines[EngineId("e3")].host = 3
+    driver.core.state.engines[EngineId("e3")].seat.host = 3
     driver.core._run.fleet_changed()
     driver.wait(1.0)
     assert driver.source("r3") == "r2"
@@ -383,7 +385,7 @@ def test_the_relay_beside_a_trainer_that_has_moved_heads_the_chain() -> None:
     assert isinstance(restart, c.RestartTrainer)
     assert [slot.host for slot in restart.ranks] == [3]
     driver.wait(1.0)
-    assert driver.core.state.chain.order == ["r3", "r1", "r2"]
+    assert driver.core.state.mechanisms["relays"].order == ["r3", "r1", "r2"]
     driver.send(e.TrainerReady(epoch=1, step=0))
     driver.publish()
     assert [driver.source(name) for name in ("r3", "r1", "r2")] == [None, "r3", "r1"]
@@ -517,7 +519,7 @@ def test_relays_of_one_site_are_neighbors_in_the_chain() -> None:
     driver = SitesDriver(6)
     for relay in ("r1", "r4", "r3", "r0", "r2", "r5"):
         driver.send(e.RelayJoined(relay_id=relay, epoch=0))
-    assert driver.core.state.chain.order == ["r2", "r4", "r0", "r1", "r3", "r5"]
+    assert driver.core.state.mechanisms["relays"].order == ["r2", "r4", "r0", "r1", "r3", "r5"]
 
 
 def test_a_version_crosses_the_link_between_sites_once() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.membership import engines_to_start, first_engines, next_id
 from rollweave.core.state import EngineStatus, Phase
 from rollweave.schema import commands as c
@@ -135,7 +136,7 @@ def test_an_engine_that_joins_is_on_a_host_that_is_up() -> None:
         )
     driver.send(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
     state = driver.core.state
-    assert {engine.id: engine.host for engine in state.engines.values()} == {
+    assert {engine.id: engine.seat.host for engine in state.engines.values()} == {
         "e1": 1,
         "e2": 2,
         "e3": 1,  # in place of that of the host that is given up
@@ -156,7 +157,7 @@ def test_an_engine_of_another_group_has_its_settings() -> None:
     run_config = config("bounded").model_copy(update={"engines": config("bounded").engines * 2})
     core = Core(run_config)
     core.handle(0.0, e.RunStarted(engines=first_engines(run_config)))
-    assert [engine.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
+    assert [engine.seat.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
     started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
     assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
     assert not any(
@@ -258,7 +259,10 @@ def test_trajectories_of_a_lost_engine_prefer_an_engine_that_stays() -> None:
     orphans = hand.on(E2)
     hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
     hand.lose(E2)
-    homes = {hand.core.state.trajectories[name].assigned_engine for name in orphans}
+    homes = {
+        work_of(hand.core._run, hand.core.state.trajectories[name]).assigned_engine
+        for name in orphans
+    }
     assert homes == {E0}
 
 

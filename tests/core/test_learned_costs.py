@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from rollweave.core import assignment, costs
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.costs import rates as costs
+from rollweave.core.mechanisms.costs.state import Use, costs_of, turn_costs_of
+from rollweave.core.mechanisms.lengths.work import rate
+from rollweave.core.mechanisms.placement import assignment
+from rollweave.core.mechanisms.placement.state import Partition
 from rollweave.core.policy.turn_times import FIRST_TURNS, TurnTime, TurnTimes
-from rollweave.core.policy.work import rate
 from rollweave.core.run import Run
-from rollweave.core.state import OnEngine, Partition, Turn, Use
+from rollweave.core.state import OnEngine, Trajectory, Turn
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from tests.support.core import config, restart_controller
 from tests.support.random_world import World
 from tests.support.states import E0, E1, profile, running
@@ -77,7 +80,7 @@ class Recorder(World):
                 seconds=elapsed,
                 output_tokens=event.output_tokens,
                 prompt_tokens=sum(prompts),
-                batch=min(turn_s / elapsed, engine.max_slots),
+                batch=min(turn_s / elapsed, engine.abilities.max_slots),
                 context=context_s / turn_s + event.output_tokens / 2,
             )
         )
@@ -122,55 +125,59 @@ def test_what_was_learned_is_a_function_of_the_events() -> None:
             replayed = Core.restore(replayed.snapshot(), run_config)
         replayed.handle(now, event)
     state = replayed.state
-    assert state.measured[""][1].prompt_s is not None
-    assert state.turn_times == world.core.state.turn_times
-    assert state.measured == world.core.state.measured
+    assert state.mechanisms["costs"].measured[""][1].prompt_s is not None
+    assert state.mechanisms["costs"].turn_times == world.core.state.mechanisms["costs"].turn_times
+    assert state.mechanisms["costs"].measured == world.core.state.mechanisms["costs"].measured
     assert replayed.snapshot() == world.core.snapshot()
 
 
 def test_engines_that_measure_themselves_learn_nothing() -> None:
     world = World(config(rollout={"scheduling": "trajectory"}), seed=1)
     world.run()
-    assert not world.core.state.turn_times
-    assert world.core.state.measured[""][1].prompt_s is None
+    assert not world.core.state.mechanisms["costs"].turn_times
+    assert world.core.state.mechanisms["costs"].measured[""][1].prompt_s is None
 
 
 def test_nothing_is_learned_where_no_policy_compares_engines() -> None:
     world = World(config(), seed=UNMEASURED_SEEDS[1])
     world.run()
-    assert not world.core.state.turn_times
+    assert "costs" not in world.core.state.mechanisms
 
 
 def test_the_first_estimate_reprices_the_kind_and_clears_the_partition() -> None:
     run = running(40, engine=E0)
     engines = run.state.engines
-    unknown = costs.rate_of(engines[E0])
+    unknown = costs.rate_of(run, engines[E0])
     assert unknown == rate(costs.UNMEASURED, slots=4, kv_tokens=100)
-    run.state.partitions = {"": Partition()}
+    run.state.mechanisms["placement"].partitions = {"": Partition()}
     for number in range(FIRST_TURNS):
-        assert costs.rate_of(engines[E1]) == unknown
+        assert costs.rate_of(run, engines[E1]) == unknown
         done(run, E0, number)
-    assert not run.state.partitions
-    measured = run.state.measured[""][1]
-    assert costs.rate_of(engines[E0]) == costs.rate_of(engines[E1]) == measured.rate
+    assert not run.state.mechanisms["placement"].partitions
+    measured = run.state.mechanisms["costs"].measured[""][1]
+    assert costs.rate_of(run, engines[E0]) == costs.rate_of(run, engines[E1]) == measured.rate
     # ten tokens in 20 s, one sequence at a time
     assert measured.rate.fixed_s + measured.rate.sequence_s == pytest.approx(2.0, rel=0.1)
-    run.state.partitions = {"": Partition()}
+    run.state.mechanisms["placement"].partitions = {"": Partition()}
     for number in range(FIRST_TURNS):
         done(run, E0, FIRST_TURNS + number)
-    assert run.state.partitions, "the estimate is the same"
+    assert run.state.mechanisms["placement"].partitions, "the estimate is the same"
 
 
 def done(run: Run, engine_id: EngineId, number: int, *, seconds: float = 20.0) -> None:
     """Let an engine sample ten tokens alone."""
     engine = run.state.engines[engine_id]
     since = 100.0 * (number + 1)
-    turn = Turn(number=number, context_tokens=0, since=since, use_before=engine.use)
-    engine.use = Use(
+    turn = Turn(number=number, context_tokens=0, since=since)
+    trajectory = Trajectory(id=TrajectoryId("g9.0"), group_id=GroupId("g9"), member=0)
+    costs.begin_attempt(run, trajectory)
+    before = costs_of(run, engine).use
+    turn_costs_of(run, trajectory).use_before = before
+    costs_of(run, engine).use = Use(
         at=since + seconds,
-        turn_s=engine.use.turn_s + seconds,
-        context_s=engine.use.context_s,
-        prompt_tokens=engine.use.prompt_tokens,
+        turn_s=before.turn_s + seconds,
+        context_s=before.context_s,
+        prompt_tokens=before.prompt_tokens,
     )
     run.now = since + seconds
     event = e.TurnDone(
@@ -182,20 +189,20 @@ def done(run: Run, engine_id: EngineId, number: int, *, seconds: float = 20.0) -
         cached_tokens=0,
         version=0,
     )
-    costs.learn_turn(run, engine, turn, event)
+    costs.learn_turn(run, trajectory, turn, engine, event)
 
 
 def test_until_then_an_engine_is_assumed_to_cost_what_others_do() -> None:
     """Else its work would be counted in other units than theirs."""
     run = running(40, 30, 20, 10)
     engines = run.state.engines
-    engines[E0].pool, engines[E1].pool = "own", "server"
+    engines[E0].seat.pool, engines[E1].seat.pool = "own", "server"
     costs.joined(run, engines[E0], profile(1, gain=2))
-    assert costs.rate_of(engines[E1]) == costs.rate_of(engines[E0])
+    assert costs.rate_of(run, engines[E1]) == costs.rate_of(run, engines[E0])
     assert costs.measured_of(run, engines[E1]) is None
     for number in range(FIRST_TURNS):
         done(run, E1, number, seconds=200.0)
-    assert costs.rate_of(engines[E1]).fixed_s > 5 * costs.rate_of(engines[E0]).fixed_s
+    assert costs.rate_of(run, engines[E1]).fixed_s > 5 * costs.rate_of(run, engines[E0]).fixed_s
     one = next(iter(run.state.trajectories.values()))
     assert assignment.engine_of_rank(run, one) == E0, "the longest is with the faster one"
 
@@ -207,7 +214,7 @@ def test_servers_are_a_class_of_their_own() -> None:
     server = group.model_copy(update={"kind": "vllm", "python": "/opt/vllm/bin/python"})
     run.config = run.config.model_copy(update={"engines": (group, server)})
     engines = run.state.engines
-    engines[E1].group = 1
+    engines[E1].seat.group = 1
     assert costs.kind_of(run, engines[E0]) == ("", 1)
     assert costs.kind_of(run, engines[E1]) == ("/vllm", 1)
 
@@ -225,10 +232,14 @@ def test_a_registered_engine_is_a_kind_by_itself_until_it_leaves() -> None:
         core.handle(0.0, joined)
     for number, (name, seconds) in enumerate(itertools.product(names, [20.0] * FIRST_TURNS)):
         done(run, name, number, seconds=seconds * (1 + 4 * (name == names[1])))
-    slow, fast = (costs.rate_of(core.state.engines[name]) for name in reversed(names))
+    slow, fast = (costs.rate_of(run, core.state.engines[name]) for name in reversed(names))
     assert slow.fixed_s == pytest.approx(5 * fast.fixed_s, rel=0.1)
     core.handle(9e9, e.EngineWithdrawn(engine_id=names[0], drain=True))
-    assert list(core.state.measured) == list(core.state.turn_times) == [names[1]]
+    assert (
+        list(core.state.mechanisms["costs"].measured)
+        == list(core.state.mechanisms["costs"].turn_times)
+        == [names[1]]
+    )
 
 
 def test_prices_that_differ_at_one_batch_size_clear_the_partition() -> None:

@@ -6,11 +6,13 @@ import math
 
 import pytest
 
-from rollweave.core import lengths
-from rollweave.core.lengths import KEPT_LENGTHS, MAX_ESTIMATE, MEAN_WEIGHT
+from rollweave.core.mechanisms.lengths import estimates as lengths
+from rollweave.core.mechanisms.lengths.estimates import KEPT_LENGTHS, MAX_ESTIMATE, MEAN_WEIGHT
+from rollweave.core.mechanisms.lengths.state import DomainLengths, work_of
+from rollweave.core.mechanisms.lengths.work import occupied
+from rollweave.core.mechanisms.placement.state import Partition
 from rollweave.core.policy.priority import UNKNOWN, level_of
-from rollweave.core.policy.work import occupied
-from rollweave.core.state import DomainStats, Partition, Trajectory
+from rollweave.core.state import Trajectory
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -47,8 +49,8 @@ class Listening(Hand):
         return self.core.state.trajectories[name]
 
     @property
-    def stats(self) -> DomainStats:
-        return self.core.state.domains["a"]
+    def stats(self) -> DomainLengths:
+        return self.core.state.mechanisms["lengths"].domains["a"]
 
     def finishes(self, name: TrajectoryId) -> None:
         self.feed(
@@ -127,7 +129,7 @@ def test_a_domain_learns_running_means() -> None:
     hand = walk()
     assert (hand.stats.prompt_tokens, hand.stats.tool_s) == (7.0, 3.0)
     assert (hand.stats.turn_s, hand.stats.turn_tokens) == (2.0, 3.0)
-    assert hand.of(FIRST).kv_demand == 20 + 3
+    assert work_of(hand.core._run, hand.of(FIRST)).kv_demand == 20 + 3
     hand.now = 11.0
     hand.done(FIRST, tokens=5)
     assert hand.stats.turn_tokens == pytest.approx(3 + MEAN_WEIGHT * (5 - 3))
@@ -166,19 +168,24 @@ def test_only_the_newest_lengths_are_kept() -> None:
 def test_a_prediction_is_the_estimate_less_what_is_sampled_since() -> None:
     hand = walk()
     first = hand.of(FIRST)
-    assert first.length_bucket == UNKNOWN
-    hand.core.state.partitions[""] = Partition(planned=9)
+    assert work_of(hand.core._run, first).length_bucket == UNKNOWN
+    hand.core.state.mechanisms["placement"].partitions[""] = Partition(planned=9)
     hand.predicted(FIRST, 1, 99.6)
-    assert (first.estimate, first.predicted_at_turn) == (100, 1)
-    assert first.kv_token_steps == round(occupied(100, context=20, growth=1.0))
-    assert first.length_bucket == level_of(103, None)
+    assert (
+        work_of(hand.core._run, first).estimate,
+        work_of(hand.core._run, first).predicted_at_turn,
+    ) == (100, 1)
+    assert work_of(hand.core._run, first).kv_token_steps == round(
+        occupied(100, context=20, growth=1.0)
+    )
+    assert work_of(hand.core._run, first).length_bucket == level_of(103, None)
     assert hand.stats.predicted_length == 103.0
-    assert hand.core.state.partitions[""].predictions == 1
+    assert hand.core.state.mechanisms["placement"].partitions[""].predictions == 1
     hand.done(FIRST, tokens=30)
-    assert first.estimate == 70
+    assert work_of(hand.core._run, first).estimate == 70
     hand.feed(hand.requests(FIRST, context=50))
     hand.done(FIRST, tokens=90)
-    assert first.estimate == 1, "at least one token is left"
+    assert work_of(hand.core._run, first).estimate == 1, "at least one token is left"
 
 
 @pytest.mark.parametrize(
@@ -186,9 +193,12 @@ def test_a_prediction_is_the_estimate_less_what_is_sampled_since() -> None:
 )
 def test_what_is_no_answer_to_the_question_changes_no_estimate(turn: int, remaining: float) -> None:
     hand = walk()
-    before = hand.of(FIRST).estimate
+    before = work_of(hand.core._run, hand.of(FIRST)).estimate
     hand.predicted(FIRST, turn, remaining)
-    assert (hand.of(FIRST).estimate, hand.of(FIRST).predicted_at_turn) == (before, -1)
+    assert (
+        work_of(hand.core._run, hand.of(FIRST)).estimate,
+        work_of(hand.core._run, hand.of(FIRST)).predicted_at_turn,
+    ) == (before, -1)
     assert hand.stats.predicted_length is None
 
 
@@ -196,11 +206,11 @@ def test_the_first_of_two_answers_counts() -> None:
     hand = walk()
     hand.predicted(FIRST, 1, 50.0)
     hand.predicted(FIRST, 1, 70.0)
-    assert hand.of(FIRST).estimate == 50
+    assert work_of(hand.core._run, hand.of(FIRST)).estimate == 50
     again = e.PredictionReady(trajectory_id=FIRST, attempt=0, turn=1, remaining_tokens=70.0)
     assert not lengths.learn_prediction(hand.core._run, hand.of(FIRST), again)
     hand.predicted(SECOND, 0, 1e300)
-    assert hand.of(SECOND).estimate == MAX_ESTIMATE
+    assert work_of(hand.core._run, hand.of(SECOND)).estimate == MAX_ESTIMATE
 
 
 def test_answers_that_came_too_late_are_counted() -> None:
@@ -217,22 +227,28 @@ def test_answers_that_came_too_late_are_counted() -> None:
 @pytest.mark.parametrize(
     ("stats", "estimate"),
     [
-        (DomainStats(), 1),
-        (DomainStats(predicted_length=40.4), 40),
-        (DomainStats(lengths=[10, 40], length_sum=50, predicted_length=7.0), 25),
+        (DomainLengths(), 1),
+        (DomainLengths(predicted_length=40.4), 40),
+        (DomainLengths(lengths=[10, 40], length_sum=50, predicted_length=7.0), 25),
     ],
 )
 def test_before_a_prediction_the_estimate_is_that_of_the_domain(
-    stats: DomainStats, estimate: int
+    stats: DomainLengths, estimate: int
 ) -> None:
     hand = walk()
-    hand.core.state.domains["a"] = stats
-    lengths.begin_attempt(hand.core._run, hand.of(FIRST))
+    hand.core.state.mechanisms["lengths"].domains["a"] = stats
     first = hand.of(FIRST)
-    assert first.estimate == estimate
-    assert (first.output_tokens, first.last_output_tokens, first.context_tokens) == (0, 0, 0)
-    assert (first.tool_s, first.kv_resident) == (0.0, False)
-    assert (first.prediction_requested_for, first.predicted_at_turn) == (-1, -1)
+    lengths.begin_attempt(hand.core._run, first)
+    assert work_of(hand.core._run, first).estimate == estimate
+    assert work_of(hand.core._run, first).last_output_tokens == 0
+    assert (work_of(hand.core._run, first).tool_s, work_of(hand.core._run, first).kv_resident) == (
+        0.0,
+        False,
+    )
+    assert (
+        work_of(hand.core._run, first).prediction_requested_for,
+        work_of(hand.core._run, first).predicted_at_turn,
+    ) == (-1, -1)
 
 
 def test_a_turn_that_outruns_the_estimate_is_assumed_half_done() -> None:
@@ -244,7 +260,7 @@ def test_a_turn_that_outruns_the_estimate_is_assumed_half_done() -> None:
     assert lengths.revise_outrun(run) == []
     run.now = 5.0 + 6.01
     (revised,) = lengths.revise_outrun(run)
-    assert (revised.id, revised.estimate) == (FIRST, round(2 * 6.01 * 1.5))
+    assert (revised.id, work_of(hand.core._run, revised).estimate) == (FIRST, round(2 * 6.01 * 1.5))
     assert lengths.revise_outrun(run) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rollweave.core import engines, membership
 from rollweave.core.membership import engines_to_start, first_engines
-from rollweave.core.state import Engine, Phase, State
+from rollweave.core.state import Engine, Phase, Seat, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot
@@ -15,7 +15,8 @@ from tests.support.states import place_on_hosts, running
 
 
 def engine(number: int, **fields: Any) -> Engine:
-    return Engine(id=EngineId(f"e{number}"), **fields)
+    seat = Seat(**{name: fields.pop(name) for name in ("degree", "group") if name in fields})
+    return Engine(id=EngineId(f"e{number}"), seat=seat, **fields)
 
 
 def state_of(*listed: Engine, next_number: int = 0) -> State:
@@ -87,7 +88,7 @@ def test_an_engine_of_a_group_that_is_gone_joins_the_first() -> None:
 
 def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
     state = state_of(engine(4, degree=2), engine(5, degree=1, draining=True), next_number=7)
-    state.allocation.pending_degrees = [1, 2]
+    state.membership.pending_degrees = [1, 2]
     assert described(engines_to_start(planned(5, [1, 2]), state)) == [
         ("e4", 2, 0),
         ("e7", 1, 0),

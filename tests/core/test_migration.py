@@ -2,8 +2,12 @@
 
 import pytest
 
-from rollweave.core import migration
-from rollweave.core.migration import MEMORY, TRANSFER_S
+from rollweave.core.mechanisms.lengths.index import index_of, reindex
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.placement import migration
+from rollweave.core.mechanisms.placement import transfers as moves
+from rollweave.core.mechanisms.placement.state import migration_of
+from rollweave.core.mechanisms.placement.transfers import MEMORY, TRANSFER_S
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Trajectory, Turn
 from rollweave.schema import commands as c
@@ -48,7 +52,7 @@ def moving() -> tuple[Run, Trajectory]:
 
 def done(run: Run, *, tokens: int = 10, error: str = "", number: int = 0) -> list[Trajectory]:
     longest = members(run)[0]
-    return migration.complete(
+    return moves.complete(
         run,
         MigrationDone(
             number=number,
@@ -62,11 +66,13 @@ def done(run: Run, *, tokens: int = 10, error: str = "", number: int = 0) -> lis
 
 def test_a_trajectory_moves_to_balance_the_engines() -> None:
     run, longest = moving()
-    (open_,) = run.state.migrations.open.values()
-    assert (open_.number, open_.since, longest.migration) == (0, run.now, 0)
-    assert run.state.migrations.next_number == 1
+    (open_,) = run.state.mechanisms["placement"].migrations.open.values()
+    assert (open_.number, open_.since, migration_of(run, longest)) == (0, run.now, 0)
+    assert run.state.mechanisms["placement"].migrations.next_number == 1
     assert migration.consider(run, longest) == []
-    assert len(run.state.migrations.open) == 1, "one at a time for each trajectory"
+    assert len(run.state.mechanisms["placement"].migrations.open) == 1, (
+        "one at a time for each trajectory"
+    )
 
 
 @pytest.mark.parametrize("hindrance", ["busy target", "exposed", "other weights", "loading"])
@@ -77,25 +83,28 @@ def test_a_move_that_does_not_pay_or_cannot_be_is_not_planned(hindrance: str) ->
     match hindrance:
         case "busy target":
             for other in others[::2]:
-                other.assigned_engine = E1
-                run.reindex(other)
+                work_of(run, other).assigned_engine = E1
+                reindex(run, other)
         case "exposed":
-            longest.context_tokens, run.state.migrations.token_s = 1000, 1000.0
+            longest.context_tokens, run.state.mechanisms["placement"].migrations.token_s = (
+                1000,
+                1000.0,
+            )
         case "other weights":
             target.publication_id = 1
         case "loading":
             target.status = EngineStatus.LOADING
     migration.consider(run, longest)
     assert transfers(run) == []
-    assert run.state.migrations.open == {}
+    assert run.state.mechanisms["placement"].migrations.open == {}
 
 
 def test_a_transfer_that_the_tool_hides_costs_nothing() -> None:
     """A thousand tokens take 30 s; so does the environment, on average."""
     run = uneven(*EIGHT)
     longest = members(run)[0]
-    longest.context_tokens, run.state.migrations.token_s = 1000, 0.03
-    run.state.domains["a"].tool_s = 30.0
+    longest.context_tokens, run.state.mechanisms["placement"].migrations.token_s = 1000, 0.03
+    run.state.mechanisms["lengths"].domains["a"].tool_s = 30.0
     migration.consider(run, longest)
     assert transfers(run) == [(longest.id, E0, E1)]
 
@@ -105,8 +114,8 @@ def test_an_engine_is_in_one_transfer_at_a_time() -> None:
     second = members(run)[1]
     migration.consider(run, second)
     assert transfers(run) == [(longest.id, E0, E1)]
-    assert second.migration == 1
-    assert run.state.migrations.open[1].since is None
+    assert migration_of(run, second) == 1
+    assert run.state.mechanisms["placement"].migrations.open[1].since is None
     assert done(run) == []
     assert transfers(run)[1:] == [(second.id, E0, E1)], "it begins when the first has ended"
 
@@ -115,29 +124,31 @@ def test_kv_that_has_moved_makes_the_target_its_engine() -> None:
     run, longest = moving()
     run.now = 4.0
     assert done(run, tokens=8) == []
-    assert (longest.assigned_engine, longest.migration) == (E1, None)
+    assert (work_of(run, longest).assigned_engine, migration_of(run, longest)) == (E1, None)
     counted = run.state.counters.scheduling
     assert (counted.migrations, counted.moved_tokens, counted.migrations_failed) == (1, 8, 0)
-    assert run.state.migrations.token_s == 4.0 / 8
-    assert run.length_index.loads[E1].tokens == 100
+    assert run.state.mechanisms["placement"].migrations.token_s == 4.0 / 8
+    assert index_of(run).loads[E1].tokens == 100
 
 
 def test_the_time_of_a_transfer_is_a_running_mean() -> None:
     run, _ = moving()
-    run.state.migrations.token_s = 2.0
+    run.state.mechanisms["placement"].migrations.token_s = 2.0
     run.now = 4.0
     done(run, tokens=8)
-    assert run.state.migrations.token_s == pytest.approx(2.0 + MEMORY * (0.5 - 2.0))
+    assert run.state.mechanisms["placement"].migrations.token_s == pytest.approx(
+        2.0 + MEMORY * (0.5 - 2.0)
+    )
 
 
 def test_kv_that_did_not_come_stays_where_it_is() -> None:
     run, longest = moving()
     run.now = 4.0
     assert done(run, tokens=0, error="lost") == []
-    assert (longest.assigned_engine, longest.migration) == (E0, None)
+    assert (work_of(run, longest).assigned_engine, migration_of(run, longest)) == (E0, None)
     counted = run.state.counters.scheduling
     assert (counted.migrations, counted.moved_tokens, counted.migrations_failed) == (0, 0, 1)
-    assert run.state.migrations.token_s == 0.0
+    assert run.state.mechanisms["placement"].migrations.token_s == 0.0
     (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
     assert "lost" in warning.message
 
@@ -146,74 +157,80 @@ def test_kv_that_moved_to_an_engine_that_drains_is_computed_again() -> None:
     run, longest = moving()
     run.state.engines[E1].draining = True
     done(run)
-    assert longest.assigned_engine == E0
+    assert work_of(run, longest).assigned_engine == E0
     run.state.engines[E0].version = -1
     run, longest = moving()
     for engine in run.state.engines.values():
         engine.draining = True
     done(run)
-    assert longest.assigned_engine is None
+    assert work_of(run, longest).assigned_engine is None
 
 
 def test_a_turn_waits_for_the_transfer_and_is_released() -> None:
     run, longest = moving()
-    assert migration.holds_turn(run, longest)
+    assert moves.holds_turn(run, longest)
     longest.turn = Turn(number=0, context_tokens=0, since=1.0)
     run.now = 4.0
     assert done(run) == [longest]
     assert run.state.counters.scheduling.exposed_s == 3.0
-    assert not migration.holds_turn(run, longest)
+    assert not moves.holds_turn(run, longest)
 
 
 def test_a_turn_does_not_wait_for_a_transfer_that_has_not_begun() -> None:
     run, _ = moving()
     second = members(run)[1]
     migration.consider(run, second)
-    assert not migration.holds_turn(run, second)
-    assert (second.migration, list(run.state.migrations.open)) == (None, [0])
+    assert not moves.holds_turn(run, second)
+    assert (migration_of(run, second), list(run.state.mechanisms["placement"].migrations.open)) == (
+        None,
+        [0],
+    )
     assert run.state.counters.scheduling.migrations_dropped == 1
 
 
 def test_an_answer_to_no_transfer_changes_nothing() -> None:
     run, longest = moving()
     assert done(run, number=7) == []
-    run.state.migrations.open[0].since = None
+    run.state.mechanisms["placement"].migrations.open[0].since = None
     assert done(run) == []
-    assert (longest.migration, longest.assigned_engine) == (0, E0)
+    assert (migration_of(run, longest), work_of(run, longest).assigned_engine) == (0, E0)
 
 
 def test_a_late_transfer_is_given_up() -> None:
     run, longest = moving()
     longest.turn = Turn(number=0, context_tokens=0, since=1.0)
     run.now = TRANSFER_S
-    assert migration.give_up_late(run) == []
+    assert moves.give_up_late(run) == []
     run.now += 0.1
-    assert migration.give_up_late(run) == [longest]
-    assert (longest.assigned_engine, run.state.migrations.open) == (E0, {})
+    assert moves.give_up_late(run) == [longest]
+    assert (
+        work_of(run, longest).assigned_engine,
+        run.state.mechanisms["placement"].migrations.open,
+    ) == (E0, {})
     assert run.state.counters.scheduling.migrations_failed == 1
 
 
 def test_a_trajectory_that_vacates_an_engine_never_returns() -> None:
     run, longest = moving()
     done(run)
-    migration.vacate(run, longest, E1, E0)
-    assert migration.holds_turn(run, longest), "even before the transfer begins"
-    assert migration.begin(run) == []
+    moves.vacate(run, longest, E1, E0)
+    assert moves.holds_turn(run, longest), "even before the transfer begins"
+    assert moves.begin(run) == []
     assert transfers(run)[-1] == (longest.id, E1, E0)
     run.state.engines[E0].draining = True
     done(run, tokens=0, error="lost", number=1)
-    assert longest.assigned_engine is None
+    assert work_of(run, longest).assigned_engine is None
 
 
 def test_a_turn_that_waits_to_vacate_is_released_if_the_target_has_changed() -> None:
     run = uneven(*EIGHT)
     longest = members(run)[0]
     longest.turn = Turn(number=0, context_tokens=0, since=1.0)
-    migration.vacate(run, longest, E0, E1)
+    moves.vacate(run, longest, E0, E1)
     run.state.engines[E1].draining = True
     run.now = 3.0
-    assert migration.begin(run) == [longest]
-    assert (longest.migration, longest.assigned_engine) == (None, None)
+    assert moves.begin(run) == [longest]
+    assert (migration_of(run, longest), work_of(run, longest).assigned_engine) == (None, None)
     counted = run.state.counters.scheduling
     assert (counted.migrations_failed, counted.migrations, counted.moved_tokens) == (1, 0, 0)
 
@@ -221,22 +238,24 @@ def test_a_turn_that_waits_to_vacate_is_released_if_the_target_has_changed() -> 
 @pytest.mark.parametrize("without", [E0, E1])
 def test_engines_that_cannot_move_kv_get_no_transfer(without: EngineId) -> None:
     run = uneven(*EIGHT)
-    run.state.engines[without].moves_kv = False
+    run.state.engines[without].abilities.moves_kv = False
     assert migration.consider(run, members(run)[0]) == []
     assert transfers(run) == []
-    assert run.state.migrations.open == {}
+    assert run.state.mechanisms["placement"].migrations.open == {}
 
 
 def test_trajectories_vacate_an_engine_that_cannot_move_kv_at_once() -> None:
     run = uneven(*EIGHT)
-    run.state.engines[E0].moves_kv = False
+    run.state.engines[E0].abilities.moves_kv = False
     leaving = members(run)
     for one in leaving:
         one.turn = Turn(number=0, context_tokens=0, since=1.0)
-        migration.vacate(run, one, E0, E1)
+        moves.vacate(run, one, E0, E1)
     run.out = []
-    assert migration.begin(run) == leaving
-    assert {(one.migration, one.assigned_engine) for one in leaving} == {(None, E1)}
+    assert moves.begin(run) == leaving
+    assert {(migration_of(run, one), work_of(run, one).assigned_engine) for one in leaving} == {
+        (None, E1)
+    }
     assert run.out == []
     counted = run.state.counters.scheduling
     assert (counted.migrations_failed, counted.moved_tokens) == (0, 0)
@@ -245,6 +264,6 @@ def test_trajectories_vacate_an_engine_that_cannot_move_kv_at_once() -> None:
 def test_an_engine_that_loads_weights_is_no_source() -> None:
     run = uneven(*EIGHT)
     source, target = (run.state.engines[engine_id] for engine_id in (E0, E1))
-    assert migration._can_take(source, target)
+    assert moves.can_take(source, target)
     source.status = EngineStatus.LOADING
-    assert not migration._can_take(source, target)
+    assert not moves.can_take(source, target)

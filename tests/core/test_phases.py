@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core import phases
 from rollweave.core.core import Core
-from rollweave.core.phases import REMEMBERED
+from rollweave.core.mechanisms.costs.caches import REMEMBERED
+from rollweave.core.mechanisms.costs.state import Spent
+from rollweave.core.mechanisms.phases import prompts as phases
 from rollweave.core.policy.disaggregation import LEAST_TOKENS, TRIAL
-from rollweave.core.state import OnEngine, Spent, Trajectory, Turn
+from rollweave.core.state import OnEngine, Trajectory, Turn
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId, TrajectoryId
@@ -59,8 +60,8 @@ class Controlled:
             self.join(slot.id)
         self.feed(e.TrainerReady(epoch=0, step=0))
         # prompts are computed ten times as fast there
-        self.core.state.phases.sampling[""] = {1: Spent(seconds=10.0, tokens=100.0)}
-        self.core.state.phases.prefill[""] = {1: Spent(seconds=1.0, tokens=100.0)}
+        self.core.state.mechanisms["costs"].sampling[""] = {1: Spent(seconds=10.0, tokens=100.0)}
+        self.core.state.mechanisms["phases"].prefill[""] = {1: Spent(seconds=1.0, tokens=100.0)}
 
     def join(self, engine_id: EngineId, epoch: int = 0, *, moves_kv: bool = True) -> None:
         self.feed(
@@ -296,10 +297,10 @@ def test_a_cancelled_attempt_leaves_nothing(moves: bool) -> None:
     aborted = [command.engine_id for command in commands if isinstance(command, c.AbortTurn)]
     assert aborted == ([] if moves else [P0])
     assert run.core.state.trajectories[name].turn is None
-    assert not run.core.state.engines[P0].prompts
+    assert not run.core.state.engines[P0].active
     if isinstance(migrate, c.Migrate):
         assert run.moved(migrate) == []
-        assert run.core.state.migrations.open == {}
+        assert run.core.state.mechanisms["placement"].migrations.open == {}
 
 
 def test_weights_that_change_meanwhile_make_the_kv_useless() -> None:
@@ -308,7 +309,7 @@ def test_weights_that_change_meanwhile_make_the_kv_useless() -> None:
     run.core.state.engines[P0].publication_id += 1
     run.core._run.fleet_changed()
     assert sampled(run.answer(start)).dispatch == 1
-    assert run.core.state.migrations.open == {}
+    assert run.core.state.mechanisms["placement"].migrations.open == {}
 
 
 def test_only_an_engine_with_the_same_weights_gets_a_prompt() -> None:
@@ -320,7 +321,7 @@ def test_only_an_engine_with_the_same_weights_gets_a_prompt() -> None:
 
 def test_an_engine_that_cannot_move_kv_gets_none() -> None:
     run = Controlled()
-    run.core.state.engines[P0].moves_kv = False
+    run.core.state.engines[P0].abilities.moves_kv = False
     sampled(run.request())
 
 
@@ -345,14 +346,14 @@ def test_one_turn_in_many_goes_the_other_way() -> None:
             start = sampled(run.moved(migrate))
         run.answer(start)
     assert 0 < sum(ways) < len(ways)
-    assert run.core.state.phases.decisions == len(ways)
+    assert run.core.state.mechanisms["phases"].decisions == len(ways)
 
 
 def test_a_move_costs_its_mean_seconds_for_each_token() -> None:
     run = Controlled().core._run
     phases.learn_move(run, 3.0, 100)
     phases.learn_move(run, 1.0, 60)
-    moved = run.state.phases.moved
+    moved = run.state.mechanisms["phases"].moved
     assert moved.tokens == REMEMBERED * 100 + 60
     assert moved.seconds == REMEMBERED * 3.0 + 1.0
 

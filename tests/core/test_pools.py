@@ -76,7 +76,7 @@ def test_a_partition_is_planned_for_each_pool() -> None:
     planned: dict[str, set[str]] = {}
     while world.finish is None:
         world.step()
-        for pool, partition in world.core.state.partitions.items():
+        for pool, partition in world.core.state.mechanisms["placement"].partitions.items():
             planned.setdefault(pool, set()).update(one.engine_id for one in partition.shares)
     assert planned["compute"] == {"e0", "e1"}
     assert planned["bandwidth"] >= {"e2", "e3"}
@@ -108,4 +108,4 @@ def test_a_pool_without_engines_is_replaced_by_its_fallback_until_one_is_back() 
 
 def _serving(world: World, pool: str) -> list[Engine]:
     engines = world.core.state.engines.values()
-    return [one for one in engines if one.pool == pool and one.status is EngineStatus.SERVING]
+    return [one for one in engines if one.seat.pool == pool and one.status is EngineStatus.SERVING]

@@ -3,6 +3,8 @@
 import pytest
 
 from rollweave.core import continuation, recovery, training, trajectories, turns
+from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.relays import fetching
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Kept, Phase, Stage, TrainerStatus, Turn
@@ -32,7 +34,7 @@ def under_way(*stages: Stage) -> Run:
             Stage.CLOSING: state.pools.closing,
         }
         pools[stage][trajectory.id] = None
-        run.reindex(trajectory)
+        reindex(run, trajectory)
     run.out = []
     return run
 
@@ -48,7 +50,9 @@ def test_what_was_under_way_is_queued_again() -> None:
     relaunched = members(run)
     assert [one.stage for one in relaunched] == [Stage.QUEUED] * 5
     assert [one.attempt for one in relaunched] == [0, 1, 1, 1, 1]
-    assert [one.worlds_lost for one in relaunched] == [0, 1, 1, 0, 1], "only what the world held"
+    assert [one.past.worlds_lost for one in relaunched] == [0, 1, 1, 0, 1], (
+        "only what the world held"
+    )
     assert list(run.state.engines) == [E0]
 
 
@@ -56,7 +60,7 @@ def test_what_was_under_way_is_queued_again() -> None:
 def test_a_trajectory_that_was_in_many_lost_worlds_is_given_up(lost: int) -> None:
     run = under_way(Stage.RUN, Stage.QUEUED)
     suspect = members(run)[0]
-    suspect.worlds_lost = lost
+    suspect.past.worlds_lost = lost
     lose(run)
     given_up = lost == MAX_WORLDS_LOST - 1
     assert run.state.counters.watchdog.get("suspects", 0) == given_up
@@ -69,7 +73,7 @@ def test_a_service_that_ended_in_order_blames_no_rollout() -> None:
         run.state.serving, run.state.phase = True, phase
         run.state.groups[GroupId("g9")].purpose = Purpose.SERVE
         lose(run)
-        assert [one.worlds_lost for one in members(run)] == [lost, 0]
+        assert [one.past.worlds_lost for one in members(run)] == [lost, 0]
         assert run.state.phase is Phase.SERVING
 
 
@@ -89,10 +93,15 @@ def test_a_world_begins_with_its_engines_and_relays() -> None:
     run = running()
     run.now = 3.0
     engines = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(3))
-    recovery.on_started(run, e.RunStarted(engines=engines, relays=2, run_id="r"))
+    begun = e.RunStarted(engines=engines, relays=2, run_id="r")
+    fetching.on_started(run, begun)
+    recovery.on_started(run, begun)
     state = run.state
     assert list(state.engines) == ["e0", "e1", "e2"]
-    assert (list(state.relays), state.chain.relayed) == (["r0", "r1"], True)
+    assert (list(state.mechanisms["relays"].relays), state.mechanisms["relays"].relayed) == (
+        ["r0", "r1"],
+        True,
+    )
     assert (state.run_id, state.trainer.since, state.serving) == ("r", 3.0, False)
 
 
@@ -115,14 +124,14 @@ def test_recorded_attempts_are_kept_for_the_next_one() -> None:
         one.attempt = 4
     lose_recorded(run, 0, 2, 3, 4)
     kept = Kept(attempt=4, initiated=3, version=3)
-    assert [one.kept for one in members(run)] == [kept, None, kept, kept, None]
+    assert [one.past.kept for one in members(run)] == [kept, None, kept, kept, None]
 
 
 @pytest.mark.parametrize(("checkpoint", "initiated"), [(2, 3), (None, 1), (3, -1)])
 def test_attempts_of_lost_weights_are_not_kept(checkpoint: int | None, initiated: int) -> None:
     run = with_checkpoint(Stage.RUN, checkpoint=checkpoint, initiated=initiated)
     lose_recorded(run, 0)
-    assert members(run)[0].kept is None
+    assert members(run)[0].past.kept is None
 
 
 def test_attempts_that_are_closing_are_not_kept() -> None:
@@ -130,8 +139,8 @@ def test_attempts_that_are_closing_are_not_kept() -> None:
     closing, running_on = members(run)
     closing.closing = StopReason.STALE
     lose_recorded(run, 0, 1)
-    assert closing.kept is None
-    assert running_on.kept is not None
+    assert closing.past.kept is None
+    assert running_on.past.kept is not None
 
 
 @pytest.mark.parametrize("serving", [True, False])
@@ -141,7 +150,7 @@ def test_a_service_loses_no_weights_with_its_controller(serving: bool) -> None:
     if serving:
         run.state.groups[GroupId("g9")].purpose = Purpose.SERVE
     lose_recorded(run, 0)
-    assert members(run)[0].kept == Kept(attempt=0, initiated=2, version=None if serving else 3)
+    assert members(run)[0].past.kept == Kept(attempt=0, initiated=2, version=None if serving else 3)
 
 
 def test_what_is_kept_at_the_loss_of_a_worker_may_lose_its_end_with_the_trainer() -> None:
@@ -151,26 +160,26 @@ def test_what_is_kept_at_the_loss_of_a_worker_may_lose_its_end_with_the_trainer(
     recorded = {one.id for one in (early, late, closing)}
     for one in members(run):
         continuation.keep_if_recorded(run, one, recorded)
-    kept = [one.kept for one in members(run)]
+    kept = [one.past.kept for one in members(run)]
     assert kept[0] == Kept(attempt=0, initiated=3, version=None)
     assert kept[2:] == [None, None], "nothing is recorded, or it is not wanted"
     continuation.restored(run, 4)
-    assert (early.kept, late.kept) == (Kept(attempt=0, initiated=3, version=4), None)
+    assert (early.past.kept, late.past.kept) == (Kept(attempt=0, initiated=3, version=4), None)
 
 
 def test_a_second_worker_may_be_lost_before_a_recorded_turn_is_repeated() -> None:
     run = with_checkpoint(Stage.QUEUED)
     (one,) = members(run)
-    one.kept = Kept(attempt=0, initiated=3, version=None)
+    one.past.kept = Kept(attempt=0, initiated=3, version=None)
     run.state.trainer.step = run.state.publication.version = 3
     continuation.take(run, one, 3)
     one.attempt, one.initiated = 1, 3
     continuation.keep_if_recorded(run, one)
-    assert one.kept == Kept(attempt=1, initiated=3, version=None)
-    one.kept = None
+    assert one.past.kept == Kept(attempt=1, initiated=3, version=None)
+    one.past.kept = None
     continuation.take(run, one, 3)
     continuation.keep_if_recorded(run, one)
-    assert one.kept is None, "this attempt has started over"
+    assert one.past.kept is None, "this attempt has started over"
 
 
 @pytest.mark.parametrize("purpose", Purpose)
@@ -179,12 +188,12 @@ def test_a_record_that_no_attempt_will_use_is_evicted(purpose: Purpose) -> None:
     run = with_checkpoint(Stage.QUEUED)
     (one,) = members(run)
     run.state.groups[GroupId("g9")].purpose = purpose
-    one.kept = Kept(attempt=0, initiated=3, version=3)
+    one.past.kept = Kept(attempt=0, initiated=3, version=3)
     continuation.forget(run, one)
     continuation.forget(run, one)
     evicted = [command for command in run.out if isinstance(command, c.Evict)]
     assert len(evicted) == (purpose is not Purpose.SERVE)
-    assert one.kept is None
+    assert one.past.kept is None
 
 
 def test_a_second_loss_keeps_what_the_first_one_kept_unless_it_is_gone() -> None:
@@ -194,19 +203,19 @@ def test_a_second_loss_keeps_what_the_first_one_kept_unless_it_is_gone() -> None
     lose_recorded(run, 0)
     first, second = members(run)
     assert first.stage is Stage.QUEUED
-    assert first.kept == Kept(attempt=0, initiated=3, version=3), "8 is of another lineage"
-    assert second.kept is None
+    assert first.past.kept == Kept(attempt=0, initiated=3, version=3), "8 is of another lineage"
+    assert second.past.kept is None
 
 
 def test_a_trainer_that_comes_back_earlier_takes_its_later_versions_along() -> None:
     run = with_checkpoint(Stage.RUN, Stage.RUN)
     first, second = members(run)
-    first.kept = Kept(attempt=0, initiated=3, version=5)
-    second.kept = Kept(attempt=0, initiated=5, version=5)
+    first.past.kept = Kept(attempt=0, initiated=3, version=5)
+    second.past.kept = Kept(attempt=0, initiated=5, version=5)
     continuation.restored(run, 5)
-    assert second.kept is not None
+    assert second.past.kept is not None
     continuation.restored(run, 4)
-    assert (first.kept, second.kept) == (Kept(attempt=0, initiated=3, version=4), None)
+    assert (first.past.kept, second.past.kept) == (Kept(attempt=0, initiated=3, version=4), None)
 
 
 def test_an_attempt_keeps_no_versions_that_its_trainer_lost_before() -> None:
@@ -218,11 +227,11 @@ def test_an_attempt_keeps_no_versions_that_its_trainer_lost_before() -> None:
     continuation.restored(run, 4)
     for one in (first, second):
         continuation.keep(run, one)
-    assert first.kept == Kept(attempt=0, initiated=1, version=2)
-    assert second.kept is None
+    assert first.past.kept == Kept(attempt=0, initiated=1, version=2)
+    assert second.past.kept is None
     first.stage = Stage.QUEUED
     continuation.take(run, first, 3)
-    assert first.restored_to is None, "the next attempt is of this lineage alone"
+    assert first.past.restored_to is None, "the next attempt is of this lineage alone"
 
 
 @pytest.mark.parametrize(("initiated", "continues"), [(3, True), (2, True), (1, False), (4, False)])
@@ -232,10 +241,10 @@ def test_the_next_attempt_counts_its_staleness_from_the_first_launch(
     run = with_checkpoint(Stage.QUEUED)  # mode bounded, alpha 1
     (one,) = members(run)
     run.state.trainer.step = run.state.publication.version = 3
-    one.kept = Kept(attempt=0, initiated=initiated, version=3)
+    one.past.kept = Kept(attempt=0, initiated=initiated, version=3)
     expected = (initiated, c.Continuation(attempt=0, version=3)) if continues else (3, None)
     assert continuation.take(run, one, 3) == expected
-    assert one.kept is None
+    assert one.past.kept is None
     assert run.state.counters.continued == continues
 
 
@@ -268,7 +277,7 @@ def test_an_attempt_is_known_by_the_life_that_launched_it() -> None:
     run = with_checkpoint(Stage.RUN, Stage.QUEUED)
     run.state.life = "ab"
     launched, waiting = members(run)
-    launched.life = "ab"
+    launched.past.life = "ab"
     assert continuation.continuable(run.state) == [(launched.id, 0, "ab")]
     names = (launched.id,)
     recovery.on_world_lost(
@@ -277,7 +286,7 @@ def test_an_attempt_is_known_by_the_life_that_launched_it() -> None:
     assert run.state.life == "cd"
     assert launched.stage is Stage.QUEUED
     assert continuation.continuable(run.state) == [(launched.id, 0, "ab")]
-    assert waiting.life == ""
+    assert waiting.past.life == ""
 
 
 def test_only_what_the_loss_of_the_trainer_dropped_is_reported() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.relays.state import RelayStatus
 from rollweave.core.policy.relay import repair
-from rollweave.core.state import EngineStatus, RelayStatus
+from rollweave.core.state import EngineStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -105,7 +106,7 @@ def test_the_faster_form_of_broadcast_is_used() -> None:
         driver.wait(seconds)
         driver.hold("r1", publication_id)
     assert forms == ["whole", "changes", "whole", "whole"]
-    assert driver.core.state.chain.broadcast_s == {"whole": 1.0, "changes": 3.0}
+    assert driver.core.state.mechanisms["relays"].broadcast_s == {"whole": 1.0, "changes": 3.0}
 
 
 @settings(max_examples=examples(60))
@@ -124,7 +125,7 @@ def test_only_the_successor_of_a_lost_relay_gets_another_source(
         successor.relay is not None and driver.relay(successor.relay).status is RelayStatus.FETCHING
     )
     assert ways(driver.lose(lost)) == ({successor.relay: successor.source} if waits else {})
-    assert driver.core.state.chain.order == list(successor.order)
+    assert driver.core.state.mechanisms["relays"].order == list(successor.order)
 
 
 def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
@@ -134,7 +135,7 @@ def test_a_restarted_relay_is_last_and_fetches_the_newest() -> None:
         driver.hold(relay, 0)
     driver.lose("r0")
     assert ways(driver.join("r0")) == {"r0": "r2"}
-    assert driver.core.state.chain.order == ["r1", "r2", "r0"]
+    assert driver.core.state.mechanisms["relays"].order == ["r1", "r2", "r0"]
     assert ways(driver.publish_again()) == {"r1": None, "r2": "r1"}, (
         "r0 is still busy with the weights before"
     )
@@ -204,7 +205,10 @@ def test_the_loss_of_the_trainer_is_blamed_on_no_relay() -> None:
         if driver.relay("r0").fetch is not None:
             driver.refuse("r0", "source")
         assert not any(isinstance(command, c.RestartRelay) for command in driver.wait(1.0))
-    assert [relay.restarts for relay in driver.core.state.relays.values()] == [0, 0]
+    assert [relay.restarts for relay in driver.core.state.mechanisms["relays"].relays.values()] == [
+        0,
+        0,
+    ]
 
 
 def test_a_relay_that_always_refuses_is_restarted() -> None:
@@ -516,7 +520,7 @@ def test_a_relay_whose_source_hangs_switches_to_the_one_before_it_and_stays_ther
     driver = Driver(4).up()
     driver.publish()
     assert ways(driver.suspect("r1")) == {"r2": "r0"}
-    assert (driver.core.state.chain.order, driver.source("r1")) == (
+    assert (driver.core.state.mechanisms["relays"].order, driver.source("r1")) == (
         ["r0", "r1", "r2", "r3"],
         "r0",
     ), "it keeps its place"
@@ -529,12 +533,12 @@ def test_the_relay_behind_a_hanging_master_fetches_from_the_trainer() -> None:
     driver.publish()
     assert ways(driver.suspect("r0")) == {"r1": None}
     assert ways(driver.recover("r0")) == {}
-    assert [driver.source(relay) for relay in driver.core.state.chain.order] == [
+    assert [driver.source(relay) for relay in driver.core.state.mechanisms["relays"].order] == [
         None,
         None,
         "r1",
     ]
-    for relay in driver.core.state.chain.order:
+    for relay in driver.core.state.mechanisms["relays"].order:
         driver.hold(relay, 0)
     assert ways(driver.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (
         "the master is what it was"
@@ -635,7 +639,7 @@ def test_a_relay_returns_to_a_stalled_source_if_there_is_no_other() -> None:
 def test_a_snapshot_without_suspicion_fields_can_be_read() -> None:
     driver = Driver(2).up()
     old = msgspec.msgpack.decode(driver.core.snapshot())
-    for relay in old["relays"].values():
+    for relay in old["mechanisms"]["relays"]["relays"].values():
         del relay["suspected_since"], relay["stalled_sources"]
     assert (
         Core.restore(msgspec.msgpack.encode(old), driver.config).snapshot()
@@ -647,7 +651,7 @@ def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
     """The rule, slowly: a responsive relay that holds these weights, or stands before
     it and is fetching them; the trainer, if all relays before it are silent.
     """
-    chain = driver.core.state.chain.order
+    chain = driver.core.state.mechanisms["relays"].order
     ahead = chain[: chain.index(relay)]
     givers: list[str | None] = [
         other
@@ -664,7 +668,7 @@ def may_give(driver: Driver, relay: str, version: int) -> list[str | None]:
 
 def step(driver: Driver, data: st.DataObject) -> list[c.Command]:
     """Any event that may happen to relays."""
-    name = data.draw(st.sampled_from(sorted(driver.core.state.relays)))
+    name = data.draw(st.sampled_from(sorted(driver.core.state.mechanisms["relays"].relays)))
     relay = driver.relay(name)
     if relay.status is RelayStatus.STARTING:
         return driver.join(name)
@@ -707,7 +711,8 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
     driver.publish()
     for _ in range(data.draw(st.integers(1, 30))):
         before = {
-            name: (relay.fetch, relay.epoch) for name, relay in driver.core.state.relays.items()
+            name: (relay.fetch, relay.epoch)
+            for name, relay in driver.core.state.mechanisms["relays"].relays.items()
         }
         commands = [
             command for command in step(driver, data) if isinstance(command, c.FetchWeights)
@@ -727,7 +732,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 assert former.source not in may_give(
                     driver, relay.id, former.publication_id
                 ) or former.source in [*relay.refused_sources, *relay.stalled_sources]
-        for name in state.chain.order:
+        for name in state.mechanisms["relays"].order:
             relay = driver.relay(name)
             fetch = relay.fetch
             version = fetch.publication_id if fetch is not None else state.publication.id
@@ -744,7 +749,7 @@ def test_every_relay_that_can_fetches_from_a_responsive_one(
                 and driver.relay(fetch.source).suspected
             ):
                 assert relay.suspected or not better, f"{name} could take from {better}"
-        for name in state.chain.order:
+        for name in state.mechanisms["relays"].order:
             seen = [name]
             while (
                 (last := driver.relay(seen[-1]).fetch) is not None
@@ -764,17 +769,20 @@ def test_all_relays_get_the_weights_once_all_respond(relays: int, data: st.DataO
     driver.publish()
     for _ in range(data.draw(st.integers(1, 20))):
         step(driver, data)
-    for name in sorted(driver.core.state.relays):
+    for name in sorted(driver.core.state.mechanisms["relays"].relays):
         if driver.relay(name).status is RelayStatus.STARTING:
             driver.join(name)
         driver.recover(name)
     state = driver.core.state
     for _ in range(3 * relays):
         driver.wait(1.0)
-        for name in state.chain.order:
+        for name in state.mechanisms["relays"].order:
             fetch = driver.relay(name).fetch
             if fetch is not None and (
                 fetch.source is None or fetch.publication_id in driver.relay(fetch.source).versions
             ):
                 driver.hold(name, fetch.publication_id)
-    assert all(state.publication.id in driver.relay(name).versions for name in state.chain.order)
+    assert all(
+        state.publication.id in driver.relay(name).versions
+        for name in state.mechanisms["relays"].order
+    )

@@ -23,7 +23,7 @@ def lending(*, turns: int = 2) -> Run:
     run = running(*[5] * turns, rollout={"scheduling": "turn"})
     for engine in run.state.engines.values():
         engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 3, 5
-    run.state.engines[E1].lent = True
+    run.state.engines[E1].abilities.lent = True
     run.fleet_changed()
     for trajectory in members(run):
         run.state.pools.run[trajectory.id] = None
@@ -34,13 +34,15 @@ def lending(*, turns: int = 2) -> Run:
 
 def place_on(run: Run, trajectory: Trajectory, engine_id: EngineId) -> None:
     """Give the queued turn of a trajectory to this engine."""
-    slots = {engine.id: engine.max_slots for engine in run.state.engines.values()}
+    slots = {engine.id: engine.abilities.max_slots for engine in run.state.engines.values()}
     for engine in run.state.engines.values():
-        engine.max_slots = slots[engine.id] if engine.id == engine_id else len(engine.active)
+        engine.abilities.max_slots = (
+            slots[engine.id] if engine.id == engine_id else len(engine.active)
+        )
     run.fleet_changed()
     dispatching.dispatch(run)
     for engine in run.state.engines.values():
-        engine.max_slots = slots[engine.id]
+        engine.abilities.max_slots = slots[engine.id]
     run.fleet_changed()
     place = trajectory.open_turn.place
     assert isinstance(place, OnEngine)
@@ -72,7 +74,7 @@ def test_an_engine_that_gave_turns_back_gets_others_once_it_has_rested(
     place_on(run, one, E1)
     run.now = 10.0
     give_back(run, one)
-    assert run.state.engines[E1].resting_until == 12.0
+    assert run.state.engines[E1].barred == {"rests": 12.0}
     assert timer(run) == 12.0, "the engine is looked at again then"
     (warning,) = [command for command in run.out if isinstance(command, c.Warn)]
     assert (warning.component, warning.message) == (E1, "gave turns back: gets no others for 2 s")
@@ -99,13 +101,13 @@ def test_a_turn_that_was_given_back_waits_for_another_engine_that_takes_turns() 
     place_on(run, one, E1)
     give_back(run, one)
     own = run.state.engines[E0]
-    own.max_slots = 0
+    own.abilities.max_slots = 0
     run.fleet_changed()
     run.now = 60.0
     turns.end_rests(run)
     dispatching.dispatch(run)
     assert isinstance(one.open_turn.place, Queued)
-    own.max_slots = 4
+    own.abilities.max_slots = 4
     run.fleet_changed()
     dispatching.dispatch(run)
     assert one.open_turn.place == OnEngine(engine=E0, given=1)
@@ -119,7 +121,7 @@ def test_all_turns_of_one_stall_are_one_return() -> None:
     give_back(run, first)
     give_back(run, second)
     engine = run.state.engines[E1]
-    assert (engine.returns, engine.resting_until) == (1, 2.0)
+    assert (engine.failures.returns, engine.barred) == (1, {"rests": 2.0})
     assert run.state.counters.turns_returned == 2
 
 
@@ -139,7 +141,7 @@ def test_rests_follow_a_slow_reference(steps: list[tuple[str, int]]) -> None:
         run.now += seconds
         turns.end_rests(run)
         resting = run.now < until
-        assert (engine.resting_until is not None) == resting
+        assert ("rests" in engine.barred) == resting
         assert run.fleet.loads[E1].slots == (0 if resting else 4)
         if what == "wait" or resting:
             continue
@@ -152,7 +154,7 @@ def test_rests_follow_a_slow_reference(steps: list[tuple[str, int]]) -> None:
             )
             until = run.now + min(60.0, 2.0 * 2**since)
         else:
-            engine.returns = 0  # as `turns.on_done` does
+            engine.failures.returns = 0  # as `turns.on_done` does
             turn = one.open_turn
             run.fleet.vacate(engine, one.id, turn)
             turn.dispatch += 1
@@ -165,7 +167,7 @@ def test_a_turn_that_is_done_ends_the_growth() -> None:
     (one,) = members(run)
     place_on(run, one, E1)
     engine = run.state.engines[E1]
-    engine.returns = 5
+    engine.failures.returns = 5
     turns.on_done(
         run,
         e.TurnDone(
@@ -178,4 +180,4 @@ def test_a_turn_that_is_done_ends_the_growth() -> None:
             version=3,
         ),
     )
-    assert engine.returns == 0
+    assert engine.failures.returns == 0

@@ -119,7 +119,7 @@ def test_a_task_that_a_worker_has_to_draw_starts_the_first_one() -> None:
     assert of(run.commands, c.DrawTask)
     assert [one.worker_id for one in of(run.commands, c.RestartWorker)] == ["w0"]
     assert run.statuses == [STARTING, STOPPED, STOPPED]
-    assert run.core.state.scaling.starts == 1
+    assert run.core.state.mechanisms["cluster"].scaling.starts == 1
 
 
 def test_there_is_no_worker_until_an_engine_serves() -> None:
@@ -340,4 +340,6 @@ def test_the_random_runs_do_grow_and_shrink() -> None:
     commands = [one for commands in world.commands for one in commands]
     assert len(of(commands, c.RestartWorker)) > 3
     assert len(of(commands, c.RemoveWorker)) > 3
-    assert world.core.state.scaling.starts == len(of(commands, c.RestartWorker))
+    assert world.core.state.mechanisms["cluster"].scaling.starts == len(
+        of(commands, c.RestartWorker)
+    )

@@ -377,7 +377,7 @@ def test_lengths_of_rollouts_are_predicted_where_a_policy_needs_them(
     assert fits == len(world.delivered) // 8 > 1
     state = world.core.state
     assert state.counters.scheduling.plans > 0
-    assert all(stats.lengths for stats in state.domains.values())
+    assert all(stats.lengths for stats in state.mechanisms["lengths"].domains.values())
 
 
 def calls_with_busy_engines(engines: int) -> int:

@@ -178,10 +178,10 @@ def test_the_newest_turn_runs_first_and_alone() -> None:
     engines.restart(run, run.state.engines[E0], "lost: killed", lost=True)
     older, newer = members(run)
     assert list(run.state.turns.suspects) == [newer.id, older.id]
-    assert run.state.engines[E0].doubted == {0: 2}
+    assert run.state.engines[E0].failures.doubted == {0: 2}
     dispatching.dispatch(run)
     other = run.state.engines[E1]
-    assert (list(other.active), other.isolates) == ([newer.id], newer.id)
+    assert (list(other.active), other.failures.isolates) == ([newer.id], newer.id)
     assert not other.open
     assert list(run.state.turns.suspects) == [older.id]
 
@@ -191,9 +191,9 @@ def test_the_loss_counts_as_the_engine_s_own_once_all_have_an_answer() -> None:
     engine = run.state.engines[E0]
     engines.restart(run, engine, "lost: killed", lost=True)
     for trajectory in reversed(members(run)):
-        assert engine.restarts == 0
+        assert engine.failures.restarts == 0
         attempts.acquit(run, trajectory.open_turn)
-    assert (engine.restarts, engine.doubted) == (1, {})
+    assert (engine.failures.restarts, engine.failures.doubted) == (1, {})
 
 
 @pytest.mark.parametrize("why", ["loading", "borrowed", "its host is gone"])
@@ -218,7 +218,7 @@ def test_a_turn_that_timed_out_before_its_engine_was_restarted_is_a_suspect() ->
     watchdog.check_deadlines(run)
     assert engine.epoch == 1, "two turns in a row have no answer"
     assert set(suspects_of(run)) == {older.id, newer.id}
-    assert engine.unanswered == {}
+    assert engine.failures.unanswered == {}
 
 
 def test_a_suspect_that_timed_out_again_is_to_blame() -> None:
@@ -234,13 +234,13 @@ def test_a_suspect_that_timed_out_again_is_to_blame() -> None:
         f"turn 0 of {older.id}/0, at task t of a, is given up: engines e1 and e0 were lost while "
         "they had it"
     )
-    assert run.state.engines[E0].excused == 1
+    assert run.state.engines[E0].failures.excused == 1
 
 
 def test_a_single_engine_that_never_finishes_a_turn_is_removed_in_the_end() -> None:
     run = two_turns()
     engine = run.state.engines[E0]
-    engine.excused, engine.restarts = MOST_EXCUSED, run.config.watchdog.restarts
+    engine.failures.excused, engine.failures.restarts = MOST_EXCUSED, run.config.watchdog.restarts
     members(run)[0].open_turn.suspicion = Suspicion(engine=E0, epoch=0)
     engines.restart(run, engine, "lost: killed", lost=True)
     engines.restart(run, engine, "lost: killed", lost=True)

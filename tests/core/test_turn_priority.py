@@ -1,6 +1,8 @@
 """Ranks of turns that an engine has, and what promotes them."""
 
-from rollweave.core import dispatching, turn_priority
+from rollweave.core import dispatching
+from rollweave.core.mechanisms.lengths import ranks as turn_priority
+from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.policy.priority import OVERTAKES, overdue_rank
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Queued, Trajectory
@@ -15,7 +17,7 @@ def crowded() -> Run:
     """An engine of two slots has three turns, of ranks 5, 4 and 1."""
     run = running(10, 10, 10)
     engine = run.state.engines[E0]
-    engine.status, engine.max_slots = EngineStatus.SERVING, SLOTS
+    engine.status, engine.abilities.max_slots = EngineStatus.SERVING, SLOTS
     run.fleet_changed()
     for number, (one, rank) in enumerate(zip(members(run), (5.0, 4.0, 1.0), strict=True)):
         one.open_turn.rank, one.open_turn.arrival = rank, number
@@ -50,7 +52,7 @@ def test_a_turn_that_was_overtaken_too_often_is_promoted() -> None:
 def test_an_engine_with_a_slot_for_each_turn_has_no_victims() -> None:
     run = crowded()
     run.state.engines[E0].turns_given += 100
-    run.state.engines[E0].max_slots = 3
+    run.state.engines[E0].abilities.max_slots = 3
     run.fleet_changed()
     turn_priority.promote_overdue(run)
     assert reranked(run) == []
@@ -59,13 +61,13 @@ def test_an_engine_with_a_slot_for_each_turn_has_no_victims() -> None:
 def test_a_new_estimate_changes_the_rank_of_a_turn_on_its_engine() -> None:
     run = crowded()
     one = victim(run)
-    one.length_bucket = 7
+    work_of(run, one).length_bucket = 7
     turn_priority.rerank(run, one)
     assert reranked(run) == [(one.id, 7.0)]
     turn_priority.rerank(run, one)
     assert len(reranked(run)) == 1, "the same rank is not sent again"
     one.open_turn.rank = overdue_rank(one.open_turn.arrival)
-    one.length_bucket = 3
+    work_of(run, one).length_bucket = 3
     turn_priority.rerank(run, one)
     assert len(reranked(run)) == 1, "an overdue turn keeps its rank"
 
@@ -76,7 +78,11 @@ def test_a_new_estimate_changes_the_rank_of_a_turn_that_waits() -> None:
     turn = one.open_turn
     run.fleet.vacate(run.state.engines[E0], one.id, turn)
     run.state.turns.queue[one.id] = None
-    turn.place, turn.rank, one.length_bucket = Queued(engine=None, given=0, tiebreak=0.0), 1.0, 7
+    turn.place, turn.rank, work_of(run, one).length_bucket = (
+        Queued(engine=None, given=0, tiebreak=0.0),
+        1.0,
+        7,
+    )
     dispatching.requeue(run, QueuedTurn(one, turn, turn.place))
     assert turn.rank == 7.0
     turn.rank = overdue = overdue_rank(turn.arrival)

@@ -61,11 +61,12 @@ class Queues:
         elif name not in waiting:
             return
         trajectory = self.state.trajectories[name]
-        trajectory.kv_resident = resident
         turn = trajectory.open_turn
         turn.rank = float(rank)
         engine, pool = waits_for
-        turn.place = Queued(engine=engine, pool=pool, given=0, tiebreak=float(tiebreak))
+        turn.place = Queued(
+            engine=engine, pool=pool, given=0, tiebreak=float(tiebreak), resident=resident
+        )
         self.queues.add(QueuedTurn(trajectory, turn, turn.place))
 
 
@@ -98,7 +99,7 @@ def compare(both: Queues) -> None:
                 for one in waiting
                 if isinstance(one.open_turn.place, Queued)
                 and (one.open_turn.place.engine, one.open_turn.place.pool) == (engine, pool)
-                and one.kv_resident == resident
+                and one.open_turn.place.resident == resident
             ]
             key = engine, pool, resident
             listed = {queued.trajectory.id for queued in both.queues.waiting(both.state, key)}

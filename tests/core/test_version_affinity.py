@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollweave.core import version_affinity
+from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.versions import binding as version_affinity
+from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
+from rollweave.core.mechanisms.versions.state import Versions, batch_of
 from rollweave.core.policy.experience import Experience
 from rollweave.core.state import EngineStatus, Stage
-from rollweave.core.timer import CONSOLIDATION_S
 from rollweave.core.weight_updates import MAX_LOAD_FAILURES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -144,7 +147,7 @@ def test_trajectories_of_a_lost_engine_wait_until_their_version_is_loaded_again(
     orphans = hand.on(E1)
     hand.lose(E1)
     assert not set(orphans) & hand.turns.keys(), "no engine has version 0"
-    assert set(state.unassigned) == set(orphans)
+    assert set(state.mechanisms["versions"].unassigned) == set(orphans)
     hand.join(E1)
     assert hand.loads[-1].version == 0
     end_apart(hand, E1, orphans)
@@ -464,18 +467,18 @@ def test_an_engine_that_loads_other_weights_serves_none() -> None:
     hand = Hand(decoupled_config())
     engine = hand.core.state.engines[E0]
     one = hand.core.state.trajectories[hand.on(E0)[0]]
-    assert version_affinity.serves_version_of(engine, one)
+    assert version_affinity.serves_version_of(hand.core._run, engine, one)
     engine.status = EngineStatus.LOADING
-    assert not version_affinity.serves_version_of(engine, one)
+    assert not version_affinity.serves_version_of(hand.core._run, engine, one)
 
 
 def test_an_engine_whose_kv_moves_keeps_its_weights() -> None:
     run = Hand(decoupled_config()).core._run
     engine = run.state.engines[E0]
     for trajectory in run.state.trajectories.values():
-        trajectory.assigned_engine = E1
-        run.reindex(trajectory)
-    engine.launched = 1
+        work_of(run, trajectory).assigned_engine = E1
+        reindex(run, trajectory)
+    batch_of(run, engine).launched = 1
     run.state.publication.id += 1
     run.state.publication.retained = {run.state.publication.id: 1}
     wishes = version_affinity._Demand(other=None, holder=None, moving=frozenset())
@@ -487,8 +490,9 @@ def test_an_engine_whose_kv_moves_keeps_its_weights() -> None:
 def test_weights_that_cannot_be_had_are_not_awaited() -> None:
     run = Hand(decoupled_config()).core._run
     one = next(iter(run.state.trajectories.values()))
-    one.assigned_engine, one.publication_id = None, 77
-    run.state.unassigned[one.id] = None
+    work_of(run, one).assigned_engine = None
+    run.part(Versions).trajectories[one.id] = 77
+    run.state.mechanisms["versions"].unassigned[one.id] = None
     assert version_affinity.awaited_weights(run) is None
     run.state.publication.retained[77] = 7
     assert version_affinity.awaited_weights(run) == 77
@@ -498,11 +502,11 @@ def test_an_engine_that_failed_the_turn_is_the_last_choice() -> None:
     run = Hand(decoupled_config(engines=2)).core._run
     one, other, *_ = run.state.trajectories.values()
     for trajectory in (one, other):
-        trajectory.assigned_engine = E1
-        run.reindex(trajectory)
+        work_of(run, trajectory).assigned_engine = E1
+        reindex(run, trajectory)
     version_affinity.assign(run, one)
-    assert one.assigned_engine == E0, "it has less to do"
+    assert work_of(run, one).assigned_engine == E0, "it has less to do"
     version_affinity.assign(run, one, avoid=[E0])
-    assert one.assigned_engine == E1
+    assert work_of(run, one).assigned_engine == E1
     version_affinity.assign(run, one, avoid=[E0, E1])
-    assert one.assigned_engine is not None
+    assert work_of(run, one).assigned_engine is not None

@@ -1,9 +1,11 @@
 """Engines launch trajectories by their capacity in mode decoupled."""
 
-from rollweave.core import version_affinity as affinity
+from rollweave.core.mechanisms.lengths.index import index_of
+from rollweave.core.mechanisms.versions import binding as affinity
+from rollweave.core.mechanisms.versions.binding import BATCH_PER_SLOT
+from rollweave.core.mechanisms.versions.state import batch_of
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation
-from rollweave.core.version_affinity import BATCH_PER_SLOT
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.work import Purpose
 from tests.support.hand import E0, E1, Hand, decoupled_config
@@ -14,13 +16,13 @@ def two_engines(*, batch: int = 3, **rollout: object) -> Run:
     run = Hand(decoupled_config(batch=batch, rollout=rollout)).core._run
     state = run.state
     for name in list(state.trajectories):
-        run.length_index.drop(name)
+        index_of(run).drop(name)
     state.trajectories.clear()
     for pool in ("queued", "init", "run", "closing"):
         getattr(state.pools, pool).clear()
     for engine in state.engines.values():
         engine.active.clear()
-        engine.launched = 0
+        batch_of(run, engine).launched = 0
     run.fleet_changed()
     return run
 
@@ -68,9 +70,9 @@ def test_the_emptiest_engine_launches() -> None:
     first.leaving = True
     assert affinity.engine_for(run, Purpose.TRAIN) is second
     second.version = second.publication_id = -5
-    second.launched = 3
+    batch_of(run, second).launched = 3
     assert affinity.engine_for(run, Purpose.TRAIN) is None, "it has launched its batch"
-    second.launched = 2
+    batch_of(run, second).launched = 2
     assert affinity.engine_for(run, Purpose.TRAIN) is second
 
 
@@ -93,19 +95,20 @@ def test_what_an_engine_launches_after_a_load() -> None:
     """A batch under the newest weights; under others what waits for them alone."""
     run = two_engines(batch=3)
     engine = run.state.engines[E0]
-    engine.loading_id, engine.launched = run.state.publication.id, 9
+    batch = batch_of(run, engine)
+    engine.loading.id, batch.launched, batch.peak_kv = run.state.publication.id, 9, 50
     affinity.begin_load(run, engine)
-    assert engine.launched == 0
-    engine.loading_id = 55
+    assert (batch.launched, batch.peak_kv) == (0, None)
+    engine.loading.id = 55
     affinity.begin_load(run, engine)
-    assert engine.launched == 3
+    assert batch_of(run, engine).launched == 3
 
 
 def test_checkpoints_that_are_read_or_waited_for_are_needed() -> None:
     run = two_engines()
     first, second = run.state.engines.values()
-    first.loading_step, first.status = 3, EngineStatus.LOADING
-    second.loading_step = 4
+    first.loading.step, first.status = 3, EngineStatus.LOADING
+    second.loading.step = 4
     assert affinity.needed_checkpoints(run) == {3}
     first.status = EngineStatus.SERVING
     assert affinity.needed_checkpoints(run) == set()

@@ -8,7 +8,10 @@ together, and checks only those with capacity.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core import version_affinity, weights
+from rollweave.core import weights
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.versions import binding as version_affinity
+from rollweave.core.mechanisms.versions.state import batch_of, weights_of
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage
@@ -70,14 +73,18 @@ def slow_batch(run: Run, engine: Engine) -> int:
     rollout = run.config.rollout
     share = -(-rollout.max_running // len(run.state.engines))
     return max(
-        1, min(rollout.engine_batch or version_affinity.BATCH_PER_SLOT * engine.max_slots, share)
+        1,
+        min(
+            rollout.engine_batch or version_affinity.BATCH_PER_SLOT * engine.abilities.max_slots,
+            share,
+        ),
     )
 
 
 def slow_residents(run: Run, engine: Engine) -> int:
     under_way = (Stage.QUEUED, Stage.INIT, Stage.RUN)
     return sum(
-        one.assigned_engine == engine.id and one.stage in under_way
+        work_of(run, one).assigned_engine == engine.id and one.stage in under_way
         for one in run.state.trajectories.values()
     )
 
@@ -89,7 +96,7 @@ def begins(engine: Engine) -> bool:
 def slow_begins(run: Run, engine: Engine) -> bool:
     if not begins(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
         return False
-    if engine.launched < slow_batch(run, engine):
+    if batch_of(run, engine).launched < slow_batch(run, engine):
         return True
     newest = engine.publication_id in (
         run.state.publication.id,
@@ -131,7 +138,7 @@ def slow_somewhere(run: Run, publication_id: int) -> bool:
         loading = engine.status is EngineStatus.LOADING
         if (
             not engine.draining
-            and (engine.loading_id if loading else engine.publication_id) == publication_id
+            and (engine.loading.id if loading else engine.publication_id) == publication_id
         ):
             return True
     return False
@@ -143,10 +150,10 @@ def slow_other(run: Run, engine: Engine) -> int | None:
     """
     state = run.state
     waiting = sorted(
-        one.publication_id
+        weights_of(run, one)
         for one in state.trajectories.values()
-        if one.id in state.unassigned
-        and one.assigned_engine is None
+        if one.id in state.mechanisms["versions"].unassigned
+        and work_of(run, one).assigned_engine is None
         and one.stage in (Stage.INIT, Stage.RUN)
     )
     for one in [
@@ -164,7 +171,10 @@ def slow_other(run: Run, engine: Engine) -> int | None:
 
 def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
     state = run.state
-    moving = any(engine.id in (m.source, m.target) for m in state.migrations.open.values())
+    moving = any(
+        engine.id in (m.source, m.target)
+        for m in state.mechanisms["placement"].migrations.open.values()
+    )
     if slow_residents(run, engine) or moving or slow_holds(run, engine):
         return None
     other, newest = slow_other(run, engine), weights.newest(run, engine)
@@ -172,7 +182,7 @@ def slow_wanted_weights(run: Run, engine: Engine) -> int | None:
         return other
     if newest is None or newest == engine.publication_id:
         return None
-    is_unused = engine.status is EngineStatus.SERVING and engine.launched == 0
+    is_unused = engine.status is EngineStatus.SERVING and batch_of(run, engine).launched == 0
     return None if is_unused and engine.since >= state.publication.at else newest
 
 

@@ -1,7 +1,6 @@
 """Every wait for a host, relay, engine or trainer is listed with what it waits for."""
 
 from rollweave.core.policy.waiting import wait_lines
-from rollweave.core.waits import waits
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -22,7 +21,7 @@ class Named(Driver):
         )
 
     def waits(self, received: tuple[int, int] = (0, 0)) -> list[str]:
-        waiting = waits(self.core.state, {"r1": received})
+        waiting = self.core.waits({"r1": received})
         lines = [f"{wait.component}: {wait.what}" for wait in waiting]
         return [line for line in lines if line != FIRST_CHECKPOINT]
 
@@ -39,7 +38,7 @@ def test_everything_that_starts_is_waited_for() -> None:
 
 def test_a_start_is_named_with_its_limit() -> None:
     driver = Named(2)
-    for wait in waits(driver.core.state, {}, start_s=900.0):
+    for wait in driver.core.waits({}, start_s=900.0):
         seconds = 130.0
         (line,) = wait_lines([(wait, seconds)])
         assert line[1] == f"waiting 130 s of at most 900 s for {wait.component}: starting"
@@ -71,7 +70,7 @@ def test_a_relay_without_a_source_and_a_lost_trainer_are_named() -> None:
 def test_a_checkpoint_is_named() -> None:
     driver = Named(2).up()
     driver.publish()
-    waiting = waits(driver.core.state, {})
+    waiting = driver.core.waits({})
     assert FIRST_CHECKPOINT in [f"{wait.component}: {wait.what}" for wait in waiting]
 
 
@@ -90,5 +89,5 @@ def test_nothing_is_waited_for_once_all_serve() -> None:
         loaded = e.WeightsLoaded(engine_id=EngineId(name), epoch=0, version=0, publication_id=0)
         driver.send(loaded)
     assert driver.waits() == []
-    driver.core.state.engines[EngineId("e0")].staging_id = 0
+    driver.core.state.engines[EngineId("e0")].staging.id = 0
     assert driver.waits() == ["engine e0 on host a: receiving version 0 while it serves"]

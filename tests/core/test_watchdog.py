@@ -171,7 +171,7 @@ def test_an_engine_is_restarted_after_two_turns_without_an_answer(late: int) -> 
     run.state.pools.run.clear()
     (only,) = members(run)
     engine = run.state.engines[E0]
-    engine.consecutive_timeouts = late - 1
+    engine.failures.consecutive_timeouts = late - 1
     only.turn = Turn(number=0, context_tokens=0, since=0.0)
     only.turn.place = OnEngine(engine=E0, given=0)
     run.fleet.occupy(engine, only.id, only.turn)

@@ -20,11 +20,11 @@ def updating(status: EngineStatus = EngineStatus.LOADING, *, hosts: int = 0) -> 
     for engine in state.engines.values():
         engine.status, engine.version, engine.publication_id = EngineStatus.SERVING, 1, 10
     first = state.engines[E0]
-    first.status, first.loading_id = status, 20
+    first.status, first.loading.id = status, 20
     state.publication.version, state.publication.id = 2, 20
     state.publication.retained = {20: 2}
     place_on_hosts(state, hosts)
-    for relay in state.relays.values():
+    for relay in state.mechanisms["relays"].relays.values():
         relay.versions = [20]
     run.fleet_changed()
     run.out = []
@@ -54,19 +54,19 @@ def loads(run: Run) -> list[tuple[int, int, int | None]]:
 def test_a_load_that_succeeded_forgives_failures_and_resumes() -> None:
     run = updating()
     engine = run.state.engines[E0]
-    engine.restarts, engine.load_failures, engine.peak_kv = 2, 1, 50
+    engine.failures.restarts, engine.failures.load_failures = 2, 1
     loaded(run)
     assert (engine.status, engine.version, engine.publication_id) == (EngineStatus.SERVING, 2, 20)
-    assert (engine.restarts, engine.load_failures, engine.peak_kv) == (0, 0, None)
+    assert (engine.failures.restarts, engine.failures.load_failures) == (0, 0)
     assert run.out == [c.ResumeEngine(engine_id=E0)]
 
 
 def test_the_first_load_forgives_no_restart() -> None:
     run = updating()
     engine = run.state.engines[E0]
-    engine.version, engine.restarts = -1, 2
+    engine.version, engine.failures.restarts = -1, 2
     loaded(run)
-    assert (engine.version, engine.restarts) == (2, 2)
+    assert (engine.version, engine.failures.restarts) == (2, 2)
 
 
 @pytest.mark.parametrize("late", ["weights", "epoch", "status"])
@@ -75,7 +75,7 @@ def test_news_of_another_load_is_ignored(late: str) -> None:
     loaded(run, publication_id=19 if late == "weights" else 20, epoch=1 if late == "epoch" else 0)
     assert run.state.engines[E0].version == 1
     failed(run, publication_id=19 if late == "weights" else 20) if late != "epoch" else None
-    assert run.state.engines[E0].load_failures == 0
+    assert run.state.engines[E0].failures.load_failures == 0
 
 
 def test_a_failed_load_is_tried_again_and_then_the_engine_restarts() -> None:
@@ -83,20 +83,20 @@ def test_a_failed_load_is_tried_again_and_then_the_engine_restarts() -> None:
     engine = run.state.engines[E0]
     for failure in range(1, MAX_LOAD_FAILURES):
         failed(run)
-        assert engine.load_failures == failure
+        assert engine.failures.load_failures == failure
         assert loads(run) == [(2, 20, None)] * failure
-    assert run.state.relays["r0"].restart_reason == ""
+    assert run.state.mechanisms["relays"].relays["r0"].restart_reason == ""
     failed(run)
     assert engine.status is EngineStatus.STARTING
-    assert run.state.relays["r0"].restart_reason == "e0 cannot load from it"
-    assert run.state.relays["r1"].restart_reason == ""
+    assert run.state.mechanisms["relays"].relays["r0"].restart_reason == "e0 cannot load from it"
+    assert run.state.mechanisms["relays"].relays["r1"].restart_reason == ""
 
 
 def test_a_suspended_engine_loads_the_newest_weights() -> None:
     run = updating(EngineStatus.SUSPENDING)
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
     engine = run.state.engines[E0]
-    assert (engine.status, engine.loading_id, engine.loading_step) == (
+    assert (engine.status, engine.loading.id, engine.loading.step) == (
         EngineStatus.LOADING,
         20,
         None,
@@ -115,7 +115,7 @@ def test_an_engine_whose_weights_are_gone_serves_on_or_waits(
     run.state.publication.retained = {}
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
     engine = run.state.engines[E0]
-    assert (engine.status, engine.loading_id) == (status, -1)
+    assert (engine.status, engine.loading.id) == (status, -1)
     assert loads(run) == []
 
 
@@ -140,7 +140,7 @@ def staging(*, working: bool = True, decoupled: bool = False) -> Run:
     """
     run = updating(EngineStatus.SERVING)
     first = run.state.engines[E0]
-    first.stages, first.loading_id = True, -1
+    first.abilities.stages, first.loading.id = True, -1
     del run.state.engines[E1]
     run.fleet_changed()
     if working:
@@ -172,7 +172,7 @@ def test_a_serving_engine_receives_weights_and_is_suspended_for_the_swap_only() 
     loaded(run)
     assert (counted.updates, counted.staged) == (1, 1)
     assert (counted.transfer_s, counted.stopped_s) == (5.0, 0.25)
-    assert (engine.publication_id, engine.staged_id, engine.staging_id) == (20, -1, -1)
+    assert (engine.publication_id, engine.staging.staged_id, engine.staging.id) == (20, -1, -1)
 
 
 @pytest.mark.parametrize("why", ["cannot", "idle", "ablation", "failed before"])
@@ -180,12 +180,12 @@ def test_an_engine_that_stages_nothing_is_suspended_for_the_whole_load(why: str)
     run = staging(working=why != "idle")
     engine, counted = run.state.engines[E0], run.state.counters.weights
     if why == "cannot":
-        engine.stages = False
+        engine.abilities.stages = False
     elif why == "ablation":
         ablation = run.config.ablation.model_copy(update={"without": ("staging",)})
         run.config = run.config.model_copy(update={"ablation": ablation})
     elif why == "failed before":
-        engine.unstaged_id = 20
+        engine.staging.unstaged_id = 20
     weight_updates.update(run)
     assert run.out == [c.SuspendEngine(engine_id=E0)]
     weight_updates.on_suspended(run, e.EngineSuspended(engine_id=E0, epoch=0))
@@ -201,9 +201,13 @@ def test_failed_staging_leaves_the_old_weights_serving_until_the_load() -> None:
     weight_updates.update(run)
     failed = e.StagingFailed(engine_id=E0, epoch=0, publication_id=20, error="torn")
     weight_updates.on_staging_failed(run, failed)
-    assert (engine.status, engine.version, engine.load_failures) == (EngineStatus.SERVING, 1, 0)
+    assert (engine.status, engine.version, engine.failures.load_failures) == (
+        EngineStatus.SERVING,
+        1,
+        0,
+    )
     assert run.state.counters.watchdog == {"staging_failed": 1}
-    assert (engine.staging_id, engine.unstaged_id) == (-1, 20)
+    assert (engine.staging.id, engine.staging.unstaged_id) == (-1, 20)
     run.out = []
     weight_updates.update(run)
     assert run.out == [c.SuspendEngine(engine_id=E0)]
@@ -237,7 +241,7 @@ def test_older_weights_than_its_own_are_not_kept_by_an_engine() -> None:
     weight_updates.update(run)
     engine.publication_id = 25
     staged(run)
-    assert (engine.staging_id, engine.staged_id) == (-1, -1)
+    assert (engine.staging.id, engine.staging.staged_id) == (-1, -1)
 
 
 @pytest.mark.parametrize("late", ["weights", "epoch"])
@@ -247,7 +251,7 @@ def test_late_news_of_staging_is_ignored(late: str) -> None:
     staged(run, 19 if late == "weights" else 20, epoch=1 if late == "epoch" else 0)
     weight_updates.update(run)
     assert len(run.out) == 1
-    assert run.state.engines[E0].staged_id == -1
+    assert run.state.engines[E0].staging.staged_id == -1
 
 
 def test_staged_weights_that_are_no_longer_in_memory_are_not_swapped_in() -> None:

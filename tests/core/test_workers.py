@@ -9,7 +9,6 @@ from rollweave.core.core import Core
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
 from rollweave.core.policy.workers import worker_for
 from rollweave.core.state import Stage, WorkerStatus
-from rollweave.core.waits import waits
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -199,7 +198,7 @@ def test_an_attempt_that_waits_for_its_reward_is_lost_with_its_worker() -> None:
     assert state.trajectories[first.trajectory_id].stage is Stage.EVAL_QUEUED
     run.lose("w0")
     again = state.trajectories[first.trajectory_id]
-    assert (again.stage, again.attempt, again.worlds_lost) == (Stage.QUEUED, 1, 0)
+    assert (again.stage, again.attempt, again.past.worlds_lost) == (Stage.QUEUED, 1, 0)
 
 
 def test_an_attempt_that_loses_many_workers_is_given_up() -> None:
@@ -252,7 +251,7 @@ def test_the_workers_of_a_lost_host_start_elsewhere_without_suspicion() -> None:
     commands = run.send(e.HostLost(host=1, error="silent"))
     assert [(one.worker_id, one.host, one.epoch) for one in restarts(commands)] == [("w1", 0, 1)]
     trajectory = run.core.state.trajectories[first[0].trajectory_id]
-    assert (trajectory.attempt, trajectory.worlds_lost) == (1, 0)
+    assert (trajectory.attempt, trajectory.past.worlds_lost) == (1, 0)
     assert run.lose("w1") == []  # of the former epoch, too late
 
 
@@ -323,7 +322,7 @@ def test_workers_that_are_not_ready_are_waited_for() -> None:
     )
 
     def lines() -> list[str]:
-        waiting = waits(run.core.state, {})
+        waiting = run.core.waits({})
         return [f"{wait.component}: {wait.what}" for wait in waiting if "worker" in wait.component]
 
     assert lines() == ["worker w0 on host a: starting", "worker w1 on host b: starting"]

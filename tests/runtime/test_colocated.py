@@ -227,7 +227,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns_and_one_host_is_lost(
         core = life.until(lambda core: core.state.trainer.step > 1, "two steps")
         hosts = core.state.hosts
         assert {rank.host for rank in hosts.ranks} == {0, 1}
-        assert {engine.host for engine in core.state.engines.values()} == {0, 1}
+        assert {engine.seat.host for engine in core.state.engines.values()} == {0, 1}
         life.until(without_memory, "engines without memory")
         agents.signal(hosts.up[hosts.ranks[0].host].name, signal.SIGKILL)
         core = life.until(lambda core: core.state.trainer.epoch == 1, "another trainer")

@@ -125,7 +125,9 @@ def test_training_continues_without_a_relay_and_an_engine(
         os.kill(life.children(RELAY)[0], signal.SIGSTOP if hang else signal.SIGKILL)
         os.kill(life.children(ENGINE)[1], signal.SIGKILL)
         life.until(
-            lambda core: any(relay.epoch for relay in core.state.relays.values()),
+            lambda core: any(
+                relay.epoch for relay in core.state.mechanisms["relays"].relays.values()
+            ),
             "a relay that is replaced",
         )
         gate.touch()  # not before: the run might end before the silence is noticed

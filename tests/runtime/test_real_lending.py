@@ -97,7 +97,9 @@ def lent_in_turn(state: State) -> list[EngineId]:
     """Return the engines of a lending host that have turns."""
     lenders = {number for number, slot in state.hosts.up.items() if slot.name != "own"}
     return [
-        engine.id for engine in state.engines.values() if engine.host in lenders and engine.active
+        engine.id
+        for engine in state.engines.values()
+        if engine.seat.host in lenders and engine.active
     ]
 
 

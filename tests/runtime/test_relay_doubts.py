@@ -90,7 +90,7 @@ class Bench:
         )
         self.pump.post(e.RunStarted(engines=slots, relays=COUNT))
         self.relays.start(COUNT)
-        await until(lambda: len(self.core.state.chain.order) == COUNT)
+        await until(lambda: len(self.core.state.mechanisms["relays"].order) == COUNT)
         self.pump.post(e.TrainerReady(epoch=0, step=0))
 
     async def publish(self, memory: Memory | Parts) -> None:
@@ -112,7 +112,10 @@ class Bench:
         self.pump.post(e.TrainerReady(epoch=self.core.state.trainer.epoch + 1, step=0))
 
     def have(self, publication_id: int, *relays: str) -> bool:
-        return all(publication_id in self.core.state.relays[relay].versions for relay in relays)
+        return all(
+            publication_id in self.core.state.mechanisms["relays"].relays[relay].versions
+            for relay in relays
+        )
 
     def signal(self, relay: str, number: signal.Signals) -> None:
         os.kill(self.links[relay].pid, number)
@@ -148,7 +151,7 @@ async def test_weights_bypass_a_relay_that_hangs(victim: int, tmp_path: Path) ->
         async with running(tmp_path) as bench:
             await bench.publish(old)
             await until(lambda: bench.have(0, *chain))
-            chain = list(bench.core.state.chain.order)
+            chain = list(bench.core.state.mechanisms["relays"].order)
             hung = chain[victim]
             others = [relay for relay in chain if relay != hung]
             bench.ask_again()
@@ -157,10 +160,15 @@ async def test_weights_bypass_a_relay_that_hangs(victim: int, tmp_path: Path) ->
             bench.signal(hung, signal.SIGSTOP)
             await bench.publish(new)
             await until(lambda: bench.have(1, *others))
-            await until(lambda: bench.core.state.relays[hung].suspected)
+            await until(lambda: bench.core.state.mechanisms["relays"].relays[hung].suspected)
             bench.signal(hung, signal.SIGCONT)
-            await until(lambda: bench.have(1, hung) and not bench.core.state.relays[hung].suspected)
-            assert (bench.restarted, bench.core.state.chain.order) == ([], chain)
+            await until(
+                lambda: (
+                    bench.have(1, hung)
+                    and not bench.core.state.mechanisms["relays"].relays[hung].suspected
+                )
+            )
+            assert (bench.restarted, bench.core.state.mechanisms["relays"].order) == ([], chain)
     sources = {fetch.relay_id: fetch.source for fetch in bench.fetches}  # the last fetch of each
     expected = dict(zip(chain, [None, *chain], strict=False))
     if victim + 1 < COUNT:
@@ -177,7 +185,12 @@ async def test_if_all_relays_hang_all_continue_later(tmp_path: Path) -> None:
         async with running(tmp_path) as bench:
             for relay in bench.links:
                 bench.signal(relay, signal.SIGSTOP)
-            await until(lambda: all(relay.suspected for relay in bench.core.state.relays.values()))
+            await until(
+                lambda: all(
+                    relay.suspected
+                    for relay in bench.core.state.mechanisms["relays"].relays.values()
+                )
+            )
             await bench.publish(memory)
             for relay in bench.links:
                 bench.signal(relay, signal.SIGCONT)

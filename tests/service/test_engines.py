@@ -55,12 +55,15 @@ async def test_lengths_of_rollouts_and_costs_of_registered_engines_are_learned(
                 await call(service.address, "POST", "/v1/engines", body)
             state = service.service.engines._world.state
             counted, number = state.counters.scheduling, 0
-            while counted.predictions == counted.predictions_late or len(state.measured) < 2:
+            while (
+                counted.predictions == counted.predictions_late
+                or len(state.mechanisms["costs"].measured) < 2
+            ):
                 rollout = game(id=f"r{number}", members=8)
                 await call(service.address, "POST", "/v1/rollouts", rollout)
                 await done(service.address, f"r{number}")
                 number += 1
-            assert state.measured.keys() == {"x0", "x1"}
+            assert state.mechanisms["costs"].measured.keys() == {"x0", "x1"}
 
 
 async def test_turns_of_a_lost_engine_move_to_another(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def learned(run_config: RunConfig) -> tuple[State, SimMetrics]:
 @pytest.mark.parametrize("declared", [NEITHER, WRONG])
 def test_domains_move_to_the_gpus_that_suit_them(declared: tuple[str | None, str | None]) -> None:
     state, metrics = learned(small(declared, gpus=("h800", "h20")))
-    shares = state.affinity.shares
+    shares = state.mechanisms["pools"].shares
     assert shares["reading"].get("compute", 0) > 0.9
     assert shares["thinking"].get("bandwidth", 0) > 0.5
-    costs = state.affinity.token_costs
+    costs = state.mechanisms["pools"].token_costs
     prompt_s = {pool: costs["reading"][pool].prompt.seconds for pool in ("compute", "bandwidth")}
     # FLOP/s of H800 over those of H20, as far as matmuls reach them
     assert prompt_s["bandwidth"] / prompt_s["compute"] == pytest.approx(5.8, rel=0.6)

@@ -145,7 +145,7 @@ def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
 
         def lent() -> int:
             engines = world.core.state.engines.values()
-            return sum(bool(one.lender) and one.max_slots > 0 for one in engines)
+            return sum(bool(one.lender) and one.abilities.max_slots > 0 for one in engines)
 
         def until_lent() -> float:
             since = world.clock.now

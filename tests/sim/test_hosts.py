@@ -197,20 +197,20 @@ def test_a_host_is_lost_and_another_joins(relayed: bool, tmp_path: Path) -> None
         world.step()
     assert world.lose_host(2, "no power") == "bandwidth"
     assert world.lose_host(2, "no power") is None
-    while any(one.host == 2 for one in state.engines.values()):
+    while any(one.seat.host == 2 for one in state.engines.values()):
         world.step()
     assert [*state.engines][3:] == ["e5"]
     stand_in = state.engines["e5"]  # type: ignore[index]
-    assert (stand_in.pool, len(state.hosts.unplaced)) == ("compute", 1)
+    assert (stand_in.seat.pool, len(state.hosts.unplaced)) == ("compute", 1)
     while stand_in.version < 0:
         world.step()
     world.join_host("bandwidth")
     while stand_in.id in state.engines:
         world.step()
     assert {node.sharing for node in world.fleet.nodes.values()} == {1}
-    assert [one.pool for one in state.engines.values()][-2:] == ["bandwidth", "bandwidth"]
+    assert [one.seat.pool for one in state.engines.values()][-2:] == ["bandwidth", "bandwidth"]
     finish(world)
-    assert (len(state.relays) > 0) == relayed
+    assert ("relays" in state.mechanisms) == relayed
     assert replayed(run_config, journal).snapshot() == world.core.snapshot()
 
 
@@ -267,4 +267,4 @@ def test_a_cluster_without_pools_has_a_relay_on_each_host(tmp_path: Path) -> Non
     world, _ = begun(run_config)
     assert [slot.host for slot in world.slots] == [0, 1, 2]
     finish(world)
-    assert len(world.core.state.relays) == 3
+    assert len(world.core.state.mechanisms["relays"].relays) == 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollweave.core.policy.work import rate
+from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.fleet import _profile
@@ -44,15 +44,18 @@ def simulated(run_config: RunConfig) -> World:
 def test_learned_costs_are_close_to_measured_ones(tmp_path: Path) -> None:
     world = simulated(servers(tmp_path, degrees={2: 1, 1: 2}))
     state, fleet = world.core.state, world.fleet
-    assert sorted(state.measured) == ["/vllm"]
+    assert sorted(state.mechanisms["costs"].measured) == ["/vllm"]
     for degree, engine_id in ((2, EngineId("e0")), (1, EngineId("e1"))):
-        engine, learned = state.engines[engine_id], state.measured["/vllm"][degree]
+        engine, learned = (
+            state.engines[engine_id],
+            state.mechanisms["costs"].measured["/vllm"][degree],
+        )
         assert learned.prompt_s is not None
         cost = fleet._cost(fleet.nodes[engine_id])
         true = rate(
-            _profile(cost, engine.max_slots, engine.kv_tokens),
-            slots=engine.max_slots,
-            kv_tokens=engine.kv_tokens,
+            _profile(cost, engine.abilities.max_slots, engine.abilities.kv_tokens),
+            slots=engine.abilities.max_slots,
+            kv_tokens=engine.abilities.kv_tokens,
         )
         for sequences in (1, 8, 16):
             group = {"longest": 500, "tokens": 500 * sequences, "occupied": 2e6 * sequences}
@@ -71,7 +74,7 @@ def test_a_fleet_of_servers_is_planned_with_learned_costs(tmp_path: Path) -> Non
         world = simulated(
             RunConfig.model_validate({**small, **changes, "run": run, "engines": engines})
         )
-        planned.append(sorted(engine.degree for engine in world.core.state.engines.values()))
+        planned.append(sorted(engine.seat.degree for engine in world.core.state.engines.values()))
         assert "degree_unmeasured" not in world.core.state.counters.watchdog
     assert planned[0] == planned[1]
 

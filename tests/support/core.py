@@ -145,7 +145,7 @@ def always_split() -> Iterator[None]:
         return sites[0].id if sites else None
 
     with (
-        mock.patch("rollweave.core.phases.prefill_site", first),
-        mock.patch("rollweave.core.phases.LEAST_TOKENS", 1),
+        mock.patch("rollweave.core.mechanisms.phases.prompts.prefill_site", first),
+        mock.patch("rollweave.core.mechanisms.phases.prompts.LEAST_TOKENS", 1),
     ):
         yield

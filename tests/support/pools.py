@@ -96,7 +96,7 @@ class PooledWorld(World):
                 assert command.engine_id in allowed, f"{command} of {domain}, not on {allowed}"
             pool = {"a": "compute", "b": "bandwidth"}.get(domain)
             engine = self.core.state.engines[command.engine_id]
-            self.elsewhere += pool is not None and engine.pool != pool
+            self.elsewhere += pool is not None and engine.seat.pool != pool
         super().execute(command)
 
     def feed(self, event: e.Event) -> None:
@@ -131,7 +131,7 @@ def allowed_engines(config: RunConfig, state: State, domain: str, learned: str =
     first = learned or task.pool
     pools = [first, *config.pools[first].fallback] if first is not None else []
     for pool in pools:
-        of_pool = [engine.id for engine in able if engine.pool == pool]
+        of_pool = [engine.id for engine in able if engine.seat.pool == pool]
         if of_pool:
             return of_pool
     return [engine.id for engine in able]

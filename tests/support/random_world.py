@@ -9,6 +9,7 @@ import heapq
 import random
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.core.membership import first_engines, next_id
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.state import Stage
@@ -248,8 +249,8 @@ class World:
         elif isinstance(event, e.PrefillDone):
             trajectory = self.core.state.trajectories.get(event.trajectory_id)
             turn = trajectory.turn if trajectory is not None else None
-            if turn is not None and turn.prompt is not None and turn.dispatch == event.dispatch:
-                self.unanswered_turns[turn.prompt.engine] = 0
+            if turn is not None and turn.prefill and turn.dispatch == event.dispatch:
+                self.unanswered_turns[turn.prefill] = 0
         elif isinstance(event, e.WeightsLoaded):
             loads = self.loads.get(event.engine_id, [])
             last = max(
@@ -640,7 +641,8 @@ class World:
             for publication_id, version in self.version_of.items()
             if version in versions_in_use
         }
-        for relay in state.relays.values():
+        relays = part_of(state)
+        for relay in relays.relays.values() if relays is not None else ():
             needed |= {*relay.versions[-1:]}
             if relay.fetch is not None:
                 needed |= {relay.fetch.publication_id, relay.fetch.base}  # type: ignore[arg-type]
@@ -703,7 +705,8 @@ class World:
                 assert (
                     command.source is not None
                     or not self.own_machines
-                    or state.relays[command.relay_id].host == state.hosts.ranks[0].host
+                    or state.mechanisms["relays"].relays[command.relay_id].host
+                    == state.hosts.ranks[0].host
                 ), f"{command.relay_id} cannot read the trainer's memory"
                 self.take(command)
             case c.RestartRelay():
@@ -900,10 +903,12 @@ class World:
         )
         state = self.core.state
         if command.source is None:
-            ahead = state.chain.order[: state.chain.order.index(name)]
-            assert all(state.relays[one].suspected for one in ahead), f"{command} past {ahead}"
+            ahead = state.mechanisms["relays"].order[: state.mechanisms["relays"].order.index(name)]
+            assert all(state.mechanisms["relays"].relays[one].suspected for one in ahead), (
+                f"{command} past {ahead}"
+            )
         else:
-            assert not state.relays[command.source].suspected, (
+            assert not state.mechanisms["relays"].relays[command.source].suspected, (
                 f"{command} from a relay that is suspected"
             )
         self.relay_has[name] &= retained

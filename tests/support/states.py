@@ -3,12 +3,13 @@
 from typing import Any
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.lengths.index import reindex
+from rollweave.core.mechanisms.lengths.state import DomainLengths, Lengths, Work
+from rollweave.core.mechanisms.relays.state import Relay, part_of
 from rollweave.core.run import Run
 from rollweave.core.state import (
-    DomainStats,
     Group,
     GroupStatus,
-    Relay,
     Stage,
     State,
     Trajectory,
@@ -30,10 +31,12 @@ TAIL = [4000, *[10] * 40]
 def place_on_hosts(state: State, count: int) -> None:
     """Deal the engines to `count` hosts, each with a relay; 0: to one host without."""
     state.hosts.up = {number: HostSlot(number=number) for number in range(max(1, count))}
-    state.chain.relayed = count > 0
-    state.relays = {f"r{number}": Relay(id=f"r{number}", host=number) for number in range(count)}
+    part = part_of(state)
+    if part is not None:
+        part.relayed = count > 0
+        part.relays = {f"r{number}": Relay(id=f"r{number}", host=number) for number in range(count)}
     for number, engine in enumerate(state.engines.values()):
-        engine.host = number % max(1, count)
+        engine.seat.host = number % max(1, count)
 
 
 def profile(degree: int, *, gain: float) -> tuple[e.StepTime, ...]:
@@ -63,7 +66,9 @@ def fleet(*degrees: int, lengths: list[int], gain: float = 1.9) -> Run:
         )
     for slot in slots[len(degrees) :]:
         del core.state.engines[slot.id]
-    core.state.domains["a"] = DomainStats(lengths=lengths, length_sum=sum(lengths))
+    core.state.mechanisms["lengths"].domains["a"] = DomainLengths(
+        lengths=lengths, length_sum=sum(lengths)
+    )
     core.state.trainer.step = 1
     core._run.out = []
     return core._run
@@ -76,7 +81,7 @@ def running(
     tokens, and two engines that serve.
     """
     rollout = {"scheduling": "trajectory", **sections.pop("rollout", {})}
-    core = Core(config(mode, rollout=rollout, **sections))
+    core = Core(config(mode, rollout=rollout, **{"weights": {"relays": 2}, **sections}))
     core.handle(
         0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=engine_id) for engine_id in (E0, E1)))
     )
@@ -96,26 +101,40 @@ def running(
         status=GroupStatus.ACTIVE,
     )
     state.groups[group.id] = group
-    state.domains["a"] = DomainStats(turn_s=2.0, tool_s=1.0)
+    if run.uses(Lengths):
+        run.part(Lengths).domains["a"] = DomainLengths(turn_s=2.0, tool_s=1.0)
     for number, estimate in enumerate(estimates):
         trajectory = Trajectory(
             id=TrajectoryId(f"g9.{number}"),
             group_id=group.id,
             member=number,
             stage=Stage.RUN,
+            launched_at=float(number),
+            turn=Turn(number=0, context_tokens=0, since=0.0),
+        )
+        state.trajectories[trajectory.id] = trajectory
+        begin_work(
+            run,
+            trajectory,
             estimate=estimate,
             kv_token_steps=estimate,
             kv_demand=40,
             predicted_at_turn=0,
             length_bucket=0,
-            launched_at=float(number),
             assigned_engine=engine,
             kv_resident=engine is not None,
-            turn=Turn(number=0, context_tokens=0, since=0.0),
         )
-        state.trajectories[trajectory.id] = trajectory
-        run.reindex(trajectory)
+        reindex(run, trajectory)
     return run
+
+
+def begin_work(run: Run, trajectory: Trajectory, **work: Any) -> None:
+    """Begin with the attempt of a trajectory that is in no stage, for every mechanism
+    that has a record of it.
+    """
+    run.follow(Stage.QUEUED, trajectory)
+    if run.uses(Lengths):
+        run.part(Lengths).trajectories[trajectory.id] = Work(**work)
 
 
 def members(run: Run) -> list[Trajectory]:

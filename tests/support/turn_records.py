@@ -64,7 +64,7 @@ class TurnRecords:
     def evict(self, command: c.Evict, state: State) -> None:
         for trajectory_id in command.trajectory_ids:
             known = state.trajectories.get(trajectory_id)
-            assert known is None or known.kept is None, f"{command} of what may continue"
+            assert known is None or known.past.kept is None, f"{command} of what may continue"
             self._release(trajectory_id)
 
     def _release(self, trajectory_id: TrajectoryId) -> None:

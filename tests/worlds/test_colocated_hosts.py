@@ -58,7 +58,9 @@ class Judged(World):
             self.core.check()
         state = self.core.state
         engines = Counter(
-            (engine.host, gpu) for engine in state.engines.values() for gpu in engine.devices
+            (engine.seat.host, gpu)
+            for engine in state.engines.values()
+            for gpu in engine.seat.devices
         )
         assert max(engines.values(), default=1) == 1, "two engines share a GPU"
         assert len({(rank.host, rank.devices) for rank in state.hosts.ranks}) == len(
@@ -87,7 +89,7 @@ class Judged(World):
         return {rank.host for rank in self.core.state.hosts.ranks}
 
     def hosts_of_engines(self) -> Counter[int]:
-        return Counter(engine.host for engine in self.core.state.engines.values())
+        return Counter(engine.seat.host for engine in self.core.state.engines.values())
 
 
 @pytest.mark.parametrize(

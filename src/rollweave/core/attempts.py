@@ -1,7 +1,7 @@
 """An attempt at a trajectory: finding it, its legal stages, its open turn, its end.
 
-Everything else in the core, but for `costs`, stands above this module. It touches the
-state and the indices, and it emits commands; it decides nothing. The attempt's stages:
+Everything else in the core stands above this module. It touches the state and the
+indices, and it emits commands; it decides nothing. The attempt's stages:
 
     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED → ENDED (only if dropped)
       ↑      any of these → CLOSING (while the world stops it) → OVER
@@ -13,15 +13,14 @@ consequences, within the same event.
 
 from collections.abc import Mapping
 
-from rollweave.core import costs
 from rollweave.core.policy.workers import worker_for
-from rollweave.core.run import AttemptOver, Run
+from rollweave.core.run import AttemptOver, Run, TurnMove
 from rollweave.core.state import (
     Engine,
     Held,
     OnEngine,
-    Prompt,
     Queued,
+    Requested,
     Stage,
     State,
     Suspected,
@@ -30,7 +29,7 @@ from rollweave.core.state import (
     Worker,
     WorkerStatus,
 )
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import AbortTurn
 from rollweave.schema.work import StopReason
 
@@ -81,6 +80,13 @@ def find(run: Run, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | No
     return trajectory if trajectory is not None and trajectory.attempt == attempt else None
 
 
+def add(run: Run, trajectory: Trajectory) -> None:
+    """Add a trajectory, whose first attempt is queued."""
+    run.state.trajectories[trajectory.id] = trajectory
+    run.state.pools.queued[trajectory.id] = None
+    run.follow(Stage.QUEUED, trajectory)
+
+
 def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
     """Change the stage and every index that depends on it."""
     assert stage in LEGAL[trajectory.stage], f"{trajectory.id}: {trajectory.stage} → {stage}"
@@ -91,7 +97,7 @@ def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
         after[trajectory.id] = None
     trajectory.stage = stage
     trajectory.since = run.now
-    run.reindex(trajectory)
+    run.follow(stage, trajectory)
 
 
 def release_turn(run: Run, trajectory: Trajectory) -> None:
@@ -101,19 +107,12 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
         trajectory.turn = None
 
 
-def occupy(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None:
-    """Give an engine a turn."""
-    turn.use_before = costs.charge(run, engine)
-    run.fleet.occupy(engine, trajectory.id, turn)
-
-
 def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None:
     """Take a turn from its engine, and its prompt from the one that computes it."""
-    if turn.prompt is not None:
-        _withdraw_prompt(run, trajectory, turn, turn.prompt)
-    costs.charge(run, engine)
+    run.follow(TurnMove.LEFT, trajectory, turn, engine)
+    turn.prefill = None
     run.fleet.vacate(engine, trajectory.id, turn)
-    if engine.isolates == trajectory.id:
+    if engine.failures.isolates == trajectory.id:
         open_again(run, engine)
 
 
@@ -123,54 +122,19 @@ def acquit(run: Run, turn: Turn) -> None:
     """
     suspicion = turn.suspicion
     lost = None if suspicion is None else run.state.engines.get(suspicion.engine)
-    if suspicion is None or lost is None or suspicion.epoch not in lost.doubted:
+    if suspicion is None or lost is None or suspicion.epoch not in lost.failures.doubted:
         return
-    lost.doubted[suspicion.epoch] -= 1
-    if not lost.doubted[suspicion.epoch]:
-        del lost.doubted[suspicion.epoch]
-        lost.restarts += 1
+    lost.failures.doubted[suspicion.epoch] -= 1
+    if not lost.failures.doubted[suspicion.epoch]:
+        del lost.failures.doubted[suspicion.epoch]
+        lost.failures.restarts += 1
 
 
 def open_again(run: Run, engine: Engine) -> None:
     """Let an engine that was kept for a suspect get turns again."""
-    engine.isolates = None
+    engine.failures.isolates = None
     run.fleet_changed()
     run.dirty_queues += [None, engine.id]
-
-
-def _withdraw_prompt(run: Run, trajectory: Trajectory, turn: Turn, prompt: Prompt) -> None:
-    if prompt.moving:
-        forget_migration(run, trajectory)
-    abort_prompt(run, trajectory, turn)
-    release_prompt(run, trajectory, turn)
-
-
-def abort_prompt(run: Run, trajectory: Trajectory, turn: Turn) -> None:
-    """Make the world discard the prefill engine's answer, if it owes one."""
-    if turn.prompt is not None and not turn.prompt.moving:
-        _abort_on(run, trajectory, turn, turn.prompt.engine)
-
-
-def release_prompt(run: Run, trajectory: Trajectory, turn: Turn) -> None:
-    """Record that the turn waits for no prompt: it was given up, or its KV has come."""
-    prompt, turn.prompt = turn.prompt, None
-    if prompt is not None and not prompt.moving:
-        leave_prefill(run, trajectory, prompt.engine)
-
-
-def leave_prefill(run: Run, trajectory: Trajectory, engine_id: EngineId) -> None:
-    """Take the trajectory's prompt from the prefill engine."""
-    engine = run.state.engines[engine_id]
-    del engine.prompts[trajectory.id]
-    engine.prompts_since = run.now
-
-
-def forget_migration(run: Run, trajectory: Trajectory) -> None:
-    """Cancel the trajectory's migration. A transfer under way ends by itself."""
-    number, trajectory.migration = trajectory.migration, None
-    if number is not None and run.state.migrations.open[number].since is None:
-        del run.state.migrations.open[number]
-        run.state.counters.scheduling.migrations_dropped += 1
 
 
 def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
@@ -184,28 +148,27 @@ def take_back(run: Run, trajectory: Trajectory, turn: Turn) -> None:
         case Suspected():
             del run.state.turns.suspects[trajectory.id]
             for engine in run.state.engines.values():
-                if engine.isolates == trajectory.id:
+                if engine.failures.isolates == trajectory.id:
                     open_again(run, engine)
         case OnEngine(engine=engine_id):
-            abort(run, trajectory, turn, engine_id)
+            if turn.prefill is None:
+                abort(run, trajectory, turn)
             vacate(run, run.state.engines[engine_id], trajectory, turn)
-        case Held():
+        case Held() | Requested():
             pass
 
 
-def abort(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
-    """Make the world discard the engine's answer to the open turn, if it owes one."""
-    if turn.prompt is None:
-        _abort_on(run, trajectory, turn, engine_id)
-
-
-def _abort_on(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
+def abort(run: Run, trajectory: Trajectory, turn: Turn) -> None:
+    """Make the world discard the answer to the open turn, or to its prompt, by the
+    engine that owes it.
+    """
+    assert isinstance(turn.place, OnEngine), f"no engine owes the turn of {trajectory.id}"
     run.emit(
         AbortTurn(
             trajectory_id=trajectory.id,
             attempt=trajectory.attempt,
             turn=turn.number,
-            engine_id=engine_id,
+            engine_id=turn.place.engine if turn.prefill is None else turn.prefill,
             dispatch=turn.dispatch,
         )
     )
@@ -260,7 +223,6 @@ def _leave_worker(run: Run, trajectory: Trajectory) -> None:
 def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """Count the end of the attempt, once, if it was launched."""
     if trajectory.launched:
-        trajectory.launched = False
         reasons = run.state.counters.stop_reasons
         reasons[reason] = reasons.get(reason, 0) + 1
 

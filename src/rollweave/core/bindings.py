@@ -185,7 +185,7 @@ def engines_in_the_way(config: RunConfig, state: State) -> list[Engine]:
     return [
         engine
         for engine in state.engines.values()
-        if any((engine.host, device) in taken for device in engine.devices)
+        if any((engine.seat.host, device) in taken for device in engine.seat.devices)
     ]
 
 
@@ -258,9 +258,14 @@ def _on_gpus(config: RunConfig, hosts: Sequence[HostSlot], pools: tuple[str, ...
 def _bound(config: RunConfig, state: State, *, engines: bool = True, ranks: bool) -> list[Binding]:
     """Return the places of all processes, with `engines` and `ranks` or without."""
     of_engines = [
-        Binding(process=engine.id, host=engine.host, devices=engine.devices, pool=engine.pool)
+        Binding(
+            process=engine.id,
+            host=engine.seat.host,
+            devices=engine.seat.devices,
+            pool=engine.seat.pool,
+        )
         for engine in (state.engines.values() if engines else ())
-        if engine.devices or not engine.draining
+        if engine.seat.devices or not engine.draining
     ]
     up = state.hosts.up
     workers = [

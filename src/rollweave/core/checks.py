@@ -5,56 +5,45 @@ Tests check them after every event, or after every few; production code never do
 
 import math
 
-from rollweave.core import scaling
 from rollweave.core.accounting import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
-from rollweave.core.scaling import GONE
 from rollweave.core.state import (
-    ALIVE,
     EngineStatus,
     GroupStatus,
     Held,
     OnEngine,
     Phase,
-    Prompt,
     Queued,
-    RelayStatus,
+    Requested,
     Stage,
     Suspected,
     Suspicion,
     TrainerStatus,
-    Trajectory,
-    WorkerStatus,
 )
-from rollweave.core.weights import MAX_VERSIONS, needed, relay_id
-from rollweave.core.workers import PROCESSLESS
-from rollweave.schema.base import EngineId
+from rollweave.core.weights import MAX_VERSIONS, needed
 from rollweave.schema.work import Purpose
 
 
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
-    if run.scheduling.assigns:
-        assert run.length_index == run.fresh_length_index(), "the order is what a fresh sort gives"
     _check_indices(run)
     _check_turns(run)
     _check_suspects(run)
     _check_groups(run)
     _check_bounds(run)
-    _check_affinity(run)
-    _check_shares(run)
     _check_service(run)
     _check_weights(run)
     _check_devices(run)
     _check_fleet(run)
-    _check_borrowed(run)
-    _check_workers(run)
     _check_saving(run)
     _check_evaluations(run)
     _check_attempts(run)
+    for mechanism in run.mechanisms:
+        if mechanism.check is not None:
+            mechanism.check(run)
     accounts = account(run.state)
     assert accounts.balanced, f"unaccounted trajectories: {accounts}"
 
@@ -88,32 +77,22 @@ def _check_turns(run: Run) -> None:
     state = run.state
     waiting, suspects = set(state.turns.queue), set(state.turns.suspects)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
-    prompts: dict[str, EngineId] = {}  # trajectory → the prefill engine that has its prompt
+    prompts: dict[str, str] = {}  # trajectory → the prefill engine that has its prompt
     for engine in state.engines.values():
-        assert not (engine.active if engine.phase == "prefill" else engine.prompts), engine
-        assert len(engine.prompts) <= max(engine.max_slots, 0), engine
-        for trajectory_id in engine.prompts:
-            assert trajectory_id not in prompts, f"{trajectory_id} is on two prefill engines"
-            prompts[trajectory_id] = engine.id
-        preempts = run.scheduling.preempts and engine.preempts
-        assert preempts or len(engine.active) <= max(engine.max_slots, 0), engine
-        assert not engine.draining or all(
-            share.engine_id != engine.id
-            for partition in state.partitions.values()
-            for share in partition.shares
-        ), f"a partition has {engine.id}, which drains"
+        preempts = engine.samples and run.scheduling.preempts and engine.abilities.preempts
+        assert preempts or len(engine.active) <= max(engine.abilities.max_slots, 0), engine
+        table = served if engine.samples else prompts
         for trajectory_id in engine.active:
-            assert trajectory_id not in served, (
-                f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"
+            assert trajectory_id not in table, (
+                f"{trajectory_id} is on {table[trajectory_id]} and {engine.id}"
             )
-            served[trajectory_id] = engine.id
+            table[trajectory_id] = engine.id
     for trajectory in state.trajectories.values():
         turn = trajectory.turn
         if turn is None:
             continue
         assert trajectory.stage is Stage.RUN, trajectory
-        if turn.prompt is not None:
-            _check_prompt(run, trajectory, turn.prompt, prompts.pop(trajectory.id, None))
+        assert prompts.pop(trajectory.id, "") == (turn.prefill or ""), trajectory
         match turn.place:
             case Queued():
                 waiting.remove(trajectory.id)
@@ -123,24 +102,13 @@ def _check_turns(run: Run) -> None:
             case OnEngine(engine=engine_id):
                 assert served.pop(trajectory.id, None) == engine_id, trajectory
             case Held():
-                assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
-                moving = state.migrations.open[trajectory.migration]
-                assert moving.since is not None or moving.vacates, trajectory
+                pass
+            case Requested():
+                raise AssertionError(f"{trajectory} has a turn without a place")
     places = [state.trajectories[member].open_turn.place for member in state.turns.queue]
     for engine in state.engines.values():
         counted = sum(isinstance(one, Queued) and one.engine == engine.id for one in places)
         assert run.turn_queues.count(engine.id) == counted, f"turns that wait for {engine.id}"
-    for number, migration in state.migrations.open.items():
-        trajectory_ = state.trajectories.get(migration.trajectory_id)
-        moves = trajectory_ is not None and trajectory_.migration == number
-        assert moves or migration.since is not None, f"no trajectory is in {migration}"
-    ends = [
-        end
-        for m in state.migrations.open.values()
-        if m.since is not None and not m.prompt
-        for end in (m.source, m.target)
-    ]
-    assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"
     assert not waiting, f"{waiting} are queued without an open turn"
     assert not suspects, f"{suspects} are suspects without an open turn"
     assert not served, f"{served} are on engines without an open turn"
@@ -156,54 +124,23 @@ def _check_suspects(run: Run) -> None:
     for engine in state.engines.values():
         for name in engine.active:
             turn = state.trajectories[name].open_turn
-            if turn.suspicion is not None and engine.isolates == name:
+            if turn.suspicion is not None and engine.failures.isolates == name:
                 assert list(engine.active) == [name], engine
-        isolated = engine.isolates
+        isolated = engine.failures.isolates
         assert isolated is None or isolated in {**engine.active, **state.turns.suspects}, engine
-    kept = [engine.isolates for engine in state.engines.values() if engine.isolates is not None]
+    kept = [
+        engine.failures.isolates
+        for engine in state.engines.values()
+        if engine.failures.isolates is not None
+    ]
     assert len(kept) == len(set(kept)), f"two engines are for one suspect: {kept}"
     for engine in run.state.engines.values():
-        for epoch, count in engine.doubted.items():
+        for epoch, count in engine.failures.doubted.items():
             suspicion = Suspicion(engine=engine.id, epoch=epoch)
             turns_ = [run.state.trajectories[member].turn for member in run.state.pools.run]
             open_ = sum(turn is not None and turn.suspicion == suspicion for turn in turns_)
             assert epoch < engine.epoch, engine
             assert open_ <= count, f"{engine} doubts fewer turns than are suspects"
-
-
-def _check_borrowed(run: Run) -> None:
-    engines = [engine for engine in run.state.engines.values() if engine.lender]
-    lenders = [engine.lender for engine in engines]
-    assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
-    for number, group in enumerate(run.config.engines):
-        held = [engine for engine in engines if engine.group == number]
-        assert not held or (group.borrowed and len(held) <= group.count), (
-            f"{len(held)} engines of group {number} are borrowed"
-        )
-    for engine in engines:
-        load = run.fleet.loads.get(engine.id)
-        newest = run.fleet.version
-        assert load is None or newest is None or engine.version >= newest, (
-            f"{engine.id} takes turns with stale weights"
-        )
-
-
-def _check_prompt(
-    run: Run, trajectory: Trajectory, prompt: Prompt, computed_by: EngineId | None
-) -> None:
-    """Assert that an engine waits for the prompt that a prefill engine computes, or
-    whose KV moves.
-    """
-    turn = trajectory.open_turn
-    assert isinstance(turn.place, OnEngine), trajectory
-    if not prompt.moving:
-        assert computed_by == prompt.engine, trajectory
-        return
-    assert computed_by is None, trajectory
-    assert trajectory.migration is not None, f"{trajectory} waits for no transfer"
-    moving = run.state.migrations.open[trajectory.migration]
-    assert moving.prompt, moving
-    assert (moving.source, moving.target) == (prompt.engine, turn.place.engine), trajectory
 
 
 def _check_groups(run: Run) -> None:
@@ -227,11 +164,6 @@ def _check_groups(run: Run) -> None:
     version = run.next_version()
     for group in training:
         assert len(group.chosen) <= run.group_sizes[group.name], group
-        if group.status is GroupStatus.COMPARING:
-            assert group.name in run.comparison_s, group
-            assert all(
-                state.trajectories[member].stage is Stage.SCORED for member in group.chosen
-            ), group
     for group_id in state.buffer if state.drawing.swept_for_version == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (
@@ -247,99 +179,32 @@ def _check_measured(run: Run) -> None:
     assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
     assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
     assert not (trainer.measuring and trainer.batch), trainer
-    assert not trainer.measuring or (
-        run.pacing.samples_buffer and run.config.buffer.sample == "ratio"
-    ), trainer
+    assert not trainer.measuring or (run.config.buffer.sample == "ratio"), trainer
     for group in run.state.groups.values():
         assert (group.ratio is None) == (group.ratio_publication_id < 0), group
         assert group.ratio is None or 0 < group.ratio < math.inf, group
         assert group.ratio_publication_id < run.state.publication.next_id, group
 
 
-def _check_affinity(run: Run) -> None:
-    """Assert that a trajectory's turns are only on engines with the weights that it
-    began with.
-    """
-    if run.pacing.interchangeable:
-        return
-    state = run.state
-    for engine in state.engines.values():
-        for trajectory_id in engine.active:
-            assert state.trajectories[trajectory_id].publication_id == engine.publication_id, (
-                f"{trajectory_id} on {engine}"
-            )
-    for trajectory_id in (*state.pools.init, *state.pools.run):
-        trajectory = state.trajectories[trajectory_id]
-        assigned = (
-            state.engines.get(trajectory.assigned_engine)
-            if trajectory.assigned_engine is not None
-            else None
-        )
-        if assigned is None:
-            assert trajectory_id in state.unassigned, (
-                f"{trajectory} has no engine, and is not listed as unassigned"
-            )
-        else:
-            assert assigned.publication_id == trajectory.publication_id, (
-                f"{trajectory} is assigned to {assigned}"
-            )
-            assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned
-
-
-def _check_shares(run: Run) -> None:
-    """Assert that domains whose pools are learned are divided whole, that a pinned one
-    is not, and that an attempt was given a pool with engines.
-    """
-    affinity, pools = run.state.affinity, {group.pool for group in run.config.engines}
-    for name, shares in (*affinity.shares.items(), *affinity.trial.items()):
-        assert abs(sum(shares.values()) - 1) < 1e-9, f"{name}: {shares}"
-        assert min(shares.values()) >= 0, f"{name}: {shares}"
-        assert pools >= shares.keys(), f"{name}: {shares}"
-        assert not run.tasks[name].pin, f"{name} is pinned, and has {shares}"
-    for trajectory in run.state.trajectories.values():
-        assert not trajectory.pool or (run.learns_affinity and trajectory.pool in pools), trajectory
-
-
 def _check_weights(run: Run) -> None:
-    """Assert that relays wait only for weights that will come, and that engines are on
-    hosts that are up.
+    """Assert that the weights of engines are known, and that engines are on hosts that
+    are up.
     """
     state = run.state
-    up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
-    assert sorted(state.chain.order) == sorted(up), (
-        f"{state.chain.order} are in the chain, {up} are up"
-    )
     assert len(needed(run)) <= MAX_VERSIONS
     for engine in state.engines.values():
-        assert engine.staged_id < 0 or engine.staged_id > engine.publication_id, engine
-        assert engine.staging_id < 0 or engine.status is not EngineStatus.STARTING, engine
+        assert engine.staging.staged_id < 0 or engine.staging.staged_id > engine.publication_id, (
+            engine
+        )
+        assert engine.staging.id < 0 or engine.status is not EngineStatus.STARTING, engine
     assert not state.publication.checkpointed or (
         state.checkpoints.newest is not None
         and max(state.publication.checkpointed.values()) <= state.checkpoints.newest
     ), state.publication.checkpointed
-    for place, relay in enumerate(state.relays[name] for name in state.chain.order):
-        assert (relay.status is RelayStatus.FETCHING) == (relay.fetch is not None), relay
-        assert relay.versions == sorted(set(relay.versions)), relay
-        assert relay.fetching not in relay.versions, relay
-        assert len(relay.versions) <= MAX_VERSIONS + 1, relay
-        fetch = relay.fetch
-        if fetch is None:
-            continue
-        source = state.relays[fetch.source] if fetch.source is not None else None
-        if source is not None and fetch.publication_id not in source.versions:
-            assert source.fetching == fetch.publication_id, (
-                f"{relay.id} fetches {fetch.publication_id} from {source.id}, which lacks it"
-            )
-            assert state.chain.order.index(source.id) < place, (
-                f"{relay.id} fetches from {source.id}, which stands behind it"
-            )
-        assert fetch.base is None or fetch.base in relay.versions, relay
     for engine in state.engines.values():
-        assert engine.host in state.hosts.up or state.serving, (
+        assert engine.seat.host in state.hosts.up or state.serving, (
             f"{engine.id} is on a host that was given up"
         )
-        assert not state.chain.relayed or relay_id(engine.host) in state.relays, engine
-    assert {*state.relays} <= {relay_id(host) for host in state.hosts.up}
 
 
 def _check_devices(run: Run) -> None:
@@ -354,7 +219,9 @@ def _check_devices(run: Run) -> None:
             TrainerStatus.TRAINING,
         ):
             assert engine.status in (EngineStatus.STARTING, EngineStatus.STALE), engine
-        assert not run.colocated or (engine.staging_id, engine.staged_id) == (-1, -1), engine
+        assert not run.colocated or (engine.staging.id, engine.staging.staged_id) == (-1, -1), (
+            engine
+        )
 
 
 def _check_fleet(run: Run) -> None:
@@ -376,55 +243,6 @@ def _check_fleet(run: Run) -> None:
     for engine in leaving:
         assert not run.pacing.interchangeable or engine.draining, f"{engine} takes turns"
         assert engine.status is not EngineStatus.STARTING or not engine.active, engine
-
-
-def _check_workers(run: Run) -> None:
-    """Assert that every attempt under way is with one worker, which is ready, or with
-    none if attempts run in the controller; and that, until the run is over, no worker
-    is on a host that is gone.
-    """
-    state = run.state
-    held: dict[str, str] = {}
-    for worker in state.workers.values():
-        assert not worker.attempts or worker.status in (
-            WorkerStatus.READY,
-            WorkerStatus.DRAINING,
-            WorkerStatus.RETIRING,
-        ), worker
-        assert (
-            worker.host in state.hosts.up
-            or worker.status in PROCESSLESS
-            or state.phase is Phase.FINISHED
-        ), worker
-        for trajectory_id in worker.attempts:
-            assert trajectory_id not in held, f"{trajectory_id} is with two workers"
-            held[trajectory_id] = worker.id
-    for trajectory in state.trajectories.values():
-        assert held.get(trajectory.id, "") == trajectory.worker, trajectory
-        with_worker = trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED
-        assert with_worker or not trajectory.worker, trajectory
-        assert not with_worker or bool(trajectory.worker) == bool(state.workers), trajectory
-    _check_scaling(run)
-
-
-def _check_scaling(run: Run) -> None:
-    """Assert that there are as many workers as there should be, none too many, and that
-    no attempt waits for a worker that is not on its way.
-    """
-    state, wanted, part = run.state, run.config.workers, run.state.scaling
-    statuses = [worker.status for worker in state.workers.values()]
-    if not wanted.elastic:
-        assert WorkerStatus.STOPPED not in statuses, statuses
-        assert WorkerStatus.RETIRING not in statuses, statuses
-        return
-    if state.phase is Phase.FINISHED or not part.peaks:
-        return
-    here = sum(status not in GONE for status in statuses)
-    failed = statuses.count(WorkerStatus.FAILED)
-    assert here == min(part.target, wanted.count - failed), (here, part)
-    assert wanted.first <= part.target <= wanted.count, part
-    if scaling.waiting(run):
-        assert here, "attempts wait, and no worker is on its way"
 
 
 def _check_saving(run: Run) -> None:
@@ -455,8 +273,7 @@ def _check_attempts(run: Run) -> None:
         f"{counters.attempts} attempts, {over} over, {under_way} under way"
     )
     for one in state.trajectories.values():
-        assert one.launched == (one.stage in ALIVE or one.stage is Stage.EVAL_QUEUED), one
-        assert one.kept is None or one.stage is Stage.QUEUED, one
+        assert one.past.kept is None or one.stage is Stage.QUEUED, one
     if not state.serving:
         started = counters.started + counters.eval_started + counters.relaunched
         assert counters.attempts == started, (

@@ -26,18 +26,18 @@ def continuable(state: State) -> list[tuple[TrajectoryId, int, str]]:
     attempts = []
     for trajectory in state.trajectories.values():
         if trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED):
-            attempts.append((trajectory.id, trajectory.attempt, trajectory.life))
-        elif trajectory.kept is not None:
-            attempts.append((trajectory.id, trajectory.kept.attempt, trajectory.life))
+            attempts.append((trajectory.id, trajectory.attempt, trajectory.past.life))
+        elif trajectory.past.kept is not None:
+            attempts.append((trajectory.id, trajectory.past.kept.attempt, trajectory.past.life))
     return attempts
 
 
 def keep(run: Run, trajectory: Trajectory) -> None:
     """Keep the attempt, which was lost and is recorded, for the next one."""
-    version = trajectory.restored_to
-    trajectory.kept = None
+    version = trajectory.past.restored_to
+    trajectory.past.kept = None
     if trajectory.initiated >= 0 and (version is None or trajectory.initiated <= version):
-        trajectory.kept = Kept(
+        trajectory.past.kept = Kept(
             attempt=trajectory.attempt, initiated=trajectory.initiated, version=version
         )
 
@@ -55,7 +55,7 @@ def keep_if_recorded(
     else:
         turn = trajectory.turn
         reported = trajectory.output_tokens + (turn.output_tokens if turn is not None else 0)
-        has_tokens = reported > 0 or trajectory.continues
+        has_tokens = reported > 0 or trajectory.past.continues
     if trajectory.closing is None and has_tokens:
         keep(run, trajectory)
 
@@ -64,8 +64,8 @@ def forget(run: Run, trajectory: Trajectory) -> None:
     """Forget the kept attempt of a trajectory, because no attempt follows. A service's
     trajectory is evicted once it is acknowledged.
     """
-    if trajectory.kept is not None:
-        trajectory.kept = None
+    if trajectory.past.kept is not None:
+        trajectory.past.kept = None
         if run.state.groups[trajectory.group_id].purpose is not Purpose.SERVE:
             run.emit(Evict(trajectory_ids=(trajectory.id,), reason="not_continued"))
 
@@ -78,8 +78,8 @@ def controller_lost(run: Run, recorded: set[TrajectoryId]) -> None:
         warms_up = run.config.warmup.steps > 0
         restored(run, surviving_version(run.state.checkpoints.newest, warms_up=warms_up))
     for trajectory in run.state.trajectories.values():
-        if trajectory.kept is not None and trajectory.id not in recorded:
-            trajectory.kept = None
+        if trajectory.past.kept is not None and trajectory.id not in recorded:
+            trajectory.past.kept = None
 
 
 def restored(run: Run, step: int) -> None:
@@ -88,11 +88,11 @@ def restored(run: Run, step: int) -> None:
     """
     for trajectory in run.state.trajectories.values():
         if trajectory.stage in (*ALIVE, Stage.EVAL_QUEUED):
-            before = trajectory.restored_to
-            trajectory.restored_to = step if before is None else min(before, step)
-        kept = trajectory.kept
+            before = trajectory.past.restored_to
+            trajectory.past.restored_to = step if before is None else min(before, step)
+        kept = trajectory.past.kept
         if kept is not None and (kept.version is None or kept.version > step):
-            trajectory.kept = (
+            trajectory.past.kept = (
                 Kept(attempt=kept.attempt, initiated=kept.initiated, version=step)
                 if kept.initiated <= step
                 else None
@@ -103,8 +103,8 @@ def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuati
     """Return the version from which the attempt's staleness is counted if it is
     launched now under version `launch`, and the attempt that it continues.
     """
-    kept, trajectory.kept, trajectory.restored_to = trajectory.kept, None, None
-    trajectory.continues = False
+    kept, trajectory.past.kept, trajectory.past.restored_to = trajectory.past.kept, None, None
+    trajectory.past.continues = False
     if kept is None or not may_continue(
         kept.initiated,
         launch=launch,
@@ -113,6 +113,6 @@ def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuati
         purpose=run.state.groups[trajectory.group_id].purpose,
     ):
         return launch, None
-    trajectory.continues = True
+    trajectory.past.continues = True
     run.state.counters.continued += 1
     return kept.initiated, Continuation(attempt=kept.attempt, version=kept.version)

@@ -1,56 +1,72 @@
-"""The core: `handle(now, event)` updates the state of the run and returns the commands
-that follow.
+"""The core of a run: the kernel, and the mechanisms that its configuration uses.
 
-It only routes: each kind of event goes to its sub-machine, the facts that this posts
-are settled (`core/lifecycle`), and then every sub-machine may use what the event made
-possible. It has no clock, no randomness, no I/O: the same events at the same times give
-the same commands, in a live run, in its replay from the journal, and in simulation.
+THEORY OF OPERATION
+
+`Core.handle(now, event)` changes the state of the run, and returns the commands that
+follow. The core decides everything and does nothing: a world (`runtime/world` with
+processes, `sim/world` with cost models) executes the commands and reports what came of
+them as further events. The core has no clock, no randomness and no I/O. So the same
+events at the same times give the same commands: in a live run, in its replay from the
+journal, and in simulation. The journal has each event, with a digest of its commands,
+before a command is executed; after a crash the state is rebuilt from the last snapshot
+and the events behind it, and one `WorldLost` ends what was in flight.
+
+What happens in `handle` (`core/kernel`), in this order:
+
+ 1. Time. The seconds since the last event are charged to what engines and trainer did.
+ 2. Handlers. A table maps the kind of the event to functions: those of mechanisms,
+    then the kernel's. A handler changes the records of its own sub-machine, emits
+    commands (`run.emit`), and posts facts. Late and repeated events find a record in
+    another attempt, epoch or dispatch, and are ignored.
+ 3. Facts. The only fact is that an attempt is over (`AttemptOver`). `core/lifecycle`
+    acts on facts until none is left: another attempt, or a gain or loss for the owner
+    of the group. What this entails posts further facts, so nothing is re-entered, and
+    calls go downward only.
+ 4. Steps. An event may have made something possible: `kernel.STEPS` asks each
+    sub-machine in a fixed order, in which one step enables the next (drain, end, drop,
+    update weights, train, evaluate, launch, start, dispatch). A step that finds nothing
+    to do costs a few comparisons. After the most frequent events, about turns, only
+    dispatching is asked.
+
+The records, and their life:
+
+  group       drawn → active → (comparing) → buffered → taken → trained → covered
+  attempt     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED (`attempts.LEGAL`)
+  turn        requested → queued → on an engine → done, or held while KV moves
+  engine      STARTING → STALE → LOADING → SERVING ⇄ SUSPENDING (`engines.LEGAL`)
+  trainer     STARTING → IDLE ⇄ MEASURING, TRAINING → PUBLISHING → SAVING
+
+One step in the life of a run, with the module that acts: a group is drawn (`groups`),
+its attempts are launched (`trajectories`), turns are requested (`turns`) and given to
+engines (`dispatching`), rewards come (`trajectories`), the group is complete and
+buffered (`groups`), the trainer takes a batch (`training`), publishes its weights, and
+engines load them (`weight_updates`). How far rollouts run ahead, and when engines
+update, is one `Pacing` (`core/pacing`). `examples/one_step.py` drives these by hand.
+
+Mechanisms (`core/mechanisms`) are what not every run needs: each has its state (a part
+of the snapshot), handlers, steps, invariants and waits in a room of its own, and the
+kernel imports none. Its hooks are fields of `run.Mechanism`: `follows` names moves of
+records at which it is called (an attempt's new stage, a turn that an engine gets or has
+answered, an engine that has joined, a step that is trained); `pacing`, `carrier` and
+`choose_engine` take the place of a decision of the kernel; `waits` and `check` are for
+viewers and tests. Hooks of one move run in the order of `mechanisms.MECHANISMS`, which
+is the order of their commands. What a configuration does not use is not in its run: no
+field, no call.
+
+Deadlines are checked by a timer that the core sets itself (`SetTimer`): every wait has
+an owner and a limit (`core/watchdog`). `Core.check` verifies all invariants, for tests.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import msgspec
-
-from rollweave.core import (
-    allocation,
-    borrowing,
-    dispatching,
-    ending,
-    engines,
-    evaluation,
-    groups,
-    hosts,
-    idle,
-    lifecycle,
-    recovery,
-    relays,
-    scaling,
-    serving,
-    training,
-    trajectories,
-    turns,
-    watchdog,
-    weight_updates,
-    workers,
-)
-from rollweave.core.accounting import Account, account
-from rollweave.core.checks import check
-from rollweave.core.pacing import IndependentPacing, SharedPacing
+from rollweave.core.kernel import Kernel
+from rollweave.core.mechanisms import MECHANISMS
 from rollweave.core.policy.experience import Rule
-from rollweave.core.policy.waiting import Wait
-from rollweave.core.run import Run
-from rollweave.core.state import Phase, State
-from rollweave.core.status import status
-from rollweave.schema import events as e
-from rollweave.schema.commands import Command
+from rollweave.core.state import State
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import Event
-from rollweave.schema.packing import packed
-from rollweave.schema.status import RunStatus
 
 
-class Core:
+class Core(Kernel):
     """The state of one run. `restore(snapshot)` returns an equal core.
 
     `rules` are the user's functions that the configuration names.
@@ -63,163 +79,4 @@ class Core:
         *,
         rules: Mapping[str, Rule] | None = None,
     ) -> None:
-        self._run = Run(
-            config,
-            state if state is not None else State(),
-            rules or {},
-            shared=SharedPacing(),
-            independent=IndependentPacing(),
-        )
-
-    @classmethod
-    def restore(
-        cls, snapshot: bytes, config: RunConfig, *, rules: Mapping[str, Rule] | None = None
-    ) -> "Core":
-        return cls(config, msgspec.msgpack.decode(snapshot, type=State), rules=rules)
-
-    def snapshot(self) -> bytes:
-        return packed(self._run.state)
-
-    @property
-    def state(self) -> State:
-        """The state, for reading only: metrics, reports and tests."""
-        return self._run.state
-
-    @property
-    def finished(self) -> bool:
-        return self._run.state.phase is Phase.FINISHED
-
-    def handle(self, now: float, event: Event) -> list[Command]:
-        """Handle one event at time `now`, in seconds since the run began, and return
-        the commands that follow, in order.
-        """
-        run = self._run
-        run.now, run.out, run.dirty_queues = now, [], []
-        idle.charge(run)
-        if self.finished and not isinstance(event, e.WorldLost):
-            return []
-        kind = type(event)
-        HANDLERS[kind](run, event)
-        lifecycle.settle(run)
-        if kind in FREES_NOTHING:
-            pass
-        elif kind in FREES_TURNS:
-            barrier = "free_stepping" in self._run.config.ablation.without
-            dispatching.dispatch(run, None if barrier else run.dirty_queues)
-        elif not self.finished:
-            _use_what_is_possible(run)
-        return run.out
-
-    def status(self, now: float, waits: Iterable[Wait] = ()) -> RunStatus:
-        """Return what works at time `now`, and what waits for what. `waits` are those
-        for components (`core/waits`).
-        """
-        return status(self._run, now, waits)
-
-    def account(self) -> Account:
-        """The account of all training trajectories."""
-        return account(self._run.state)
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken.
-
-        For tests: it walks every table.
-        """
-        check(self._run)
-
-
-HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
-    e.TurnRequested: turns.on_requested,
-    e.TurnDone: turns.on_done,
-    e.PrefillDone: turns.on_prefilled,
-    e.TurnFailed: turns.on_failed,
-    e.TurnsProgressed: turns.on_progressed,
-    e.TurnReturned: turns.on_returned,
-    e.TurnWithdrawn: turns.on_withdrawn,
-    e.EnvReady: trajectories.on_env_ready,
-    e.AttemptDelayed: trajectories.on_delayed,
-    e.PredictionReady: turns.on_prediction,
-    e.TrajectoryEnded: trajectories.on_ended,
-    e.RewardReady: trajectories.on_reward_ready,
-    e.RewardFailed: trajectories.on_reward_failed,
-    e.GroupCompared: groups.on_compared,
-    e.GroupSubmitted: groups.on_submitted,
-    e.DrawFailed: groups.on_draw_failed,
-    e.RolloutsSubmitted: serving.on_submitted,
-    e.RolloutAcknowledged: serving.on_acknowledged,
-    e.MigrationDone: turns.on_migration_done,
-    e.TimerFired: watchdog.on_timer,
-    e.StepTrained: training.on_trained,
-    e.WeightsPublished: training.on_published,
-    e.EngineSuspended: weight_updates.on_suspended,
-    e.WeightsStaged: weight_updates.on_staged,
-    e.WeightsLoaded: weight_updates.on_loaded,
-    e.WeightsFetched: relays.on_fetched,
-    e.RunStarted: recovery.on_started,
-    e.WorldLost: recovery.on_world_lost,
-    e.StopRequested: ending.on_stop_requested,
-    e.RolloutCancelled: serving.on_cancelled,
-    e.HostJoined: hosts.on_joined,
-    e.HostLost: hosts.on_lost,
-    e.EngineJoined: engines.on_joined,
-    e.EngineRegistered: engines.on_registered,
-    e.EngineWithdrawn: engines.on_withdrawn,
-    e.LendersReported: borrowing.on_reported,
-    e.EngineLost: engines.on_lost,
-    e.StagingFailed: weight_updates.on_staging_failed,
-    e.WeightsLoadFailed: weight_updates.on_load_failed,
-    e.WorkerJoined: workers.on_joined,
-    e.WorkerLost: workers.on_lost,
-    e.RelayJoined: relays.on_joined,
-    e.RelayLost: relays.on_lost,
-    e.RelaySuspected: relays.on_suspected,
-    e.RelayRecovered: relays.on_recovered,
-    e.FetchStalled: relays.on_stalled,
-    e.FetchFailed: relays.on_fetch_failed,
-    e.TrainerReady: training.on_ready,
-    e.TrainerLost: training.on_lost,
-    e.RatiosMeasured: training.on_measured,
-    e.TrainFailed: training.on_train_failed,
-    e.CheckpointCopied: training.on_checkpoint_copied,
-    e.CheckpointSaved: training.on_checkpoint_saved,
-    e.CheckpointFailed: training.on_checkpoint_failed,
-}
-"""The sub-machine that handles each kind of event."""
-
-FREES_NOTHING: frozenset[type[Event]] = frozenset({e.TurnsProgressed, e.AttemptDelayed})
-"""Events after which nothing is possible that was not before."""
-
-FREES_TURNS: frozenset[type[Event]] = frozenset(
-    {e.TurnRequested, e.PrefillDone, e.TurnDone, e.PredictionReady}
-)
-"""The most frequent events by far, which make nothing but turns possible."""
-
-STEPS: tuple[Callable[[Run], None], ...] = (
-    engines.remove_drained,
-    ending.advance,
-    groups.drop_expired,
-    relays.advance,
-    weight_updates.update,
-    training.take_batch,
-    groups.drop_expired,
-    evaluation.advance,
-    hosts.advance,
-    workers.advance,
-    allocation.advance,
-    groups.launch,
-    scaling.resize,
-    trajectories.start_inits,
-    trajectories.start_evals,
-    dispatching.dispatch,
-    ending.advance,
-)
-"""Steps that an event may make possible, in the order in which one enables the next."""
-
-
-def _use_what_is_possible(run: Run) -> None:
-    for step in STEPS:
-        step(run)
-        if run.over:
-            lifecycle.settle(run)
-        if run.state.phase is Phase.FINISHED:
-            return
+        super().__init__(config, state, rules=rules, mechanisms=MECHANISMS)

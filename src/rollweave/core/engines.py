@@ -7,24 +7,21 @@ An engine that joins, for the first time or again, is stale until it has loaded 
 from collections.abc import Mapping
 
 from rollweave.core import (
-    assignment,
     bindings,
-    costs,
     dispatching,
     membership,
     suspects,
     turns,
-    weights,
 )
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.policy.suspicion import excuses
-from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
+from rollweave.core.run import EngineMove, HostMove, Run
+from rollweave.core.state import Engine, EngineStatus, Failures, Phase, Seat, State, Unplaced
 from rollweave.core.suspects import Verdict
+from rollweave.core.turns import RESTS
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
     RemoveEngine,
-    RemoveRelay,
     RestartEngine,
     StartEngine,
 )
@@ -64,6 +61,8 @@ def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
     for engine in state.engines.values():
         if engine.leaving and all(slot.id != engine.id for slot in slots):
             _count_departure(state, engine)
+    for engine_id in state.engines:
+        run.forget_engine(engine_id)
     state.engines = {
         slot.id: _engine(run, slot, joined=slot.id not in configured) for slot in slots
     }
@@ -77,25 +76,28 @@ def start(run: Run, slots: tuple[EngineSlot, ...]) -> None:
 
 
 def _engine(run: Run, slot: EngineSlot, *, joined: bool, moved: bool = False) -> Engine:
+    # a client of a service registers engines that do everything
+    whole = run.state.serving and joined
     return Engine(
         id=slot.id,
-        degree=slot.degree,
-        group=slot.group,
-        host=slot.host,
-        devices=slot.devices,
-        pool=slot.pool,
+        seat=Seat(
+            degree=slot.degree,
+            group=slot.group,
+            host=slot.host,
+            devices=slot.devices,
+            pool=slot.pool,
+            phase="both" if whole else run.config.engines[slot.group].phase,
+        ),
         lender=slot.lender,
-        # a client of a service registers engines that do everything
-        phase="both" if run.state.serving and joined else run.config.engines[slot.group].phase,
         joined=joined,
-        moved=moved,
+        failures=Failures(moved=moved),
         since=run.now,
     )
 
 
 def _membership_changed(run: Run) -> None:
     run.fleet_changed()
-    assignment.engines_changed(run)
+    run.follow(EngineMove.FLEET_CHANGED)
 
 
 def find(run: Run, engine_id: EngineId, epoch: int) -> Engine | None:
@@ -107,16 +109,17 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.STARTING:
         return
-    engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
-    engine.stages, engine.moves_kv = event.stages, event.moves_kv
-    engine.preempts, engine.lent = event.preempts, event.lent
-    engine.returns, engine.resting_until = 0, None
-    costs.joined(run, engine, event.profile)
+    engine.abilities.max_slots, engine.abilities.kv_tokens = event.max_slots, event.kv_total_tokens
+    engine.abilities.stages, engine.abilities.moves_kv = event.stages, event.moves_kv
+    engine.abilities.preempts, engine.abilities.lent = event.preempts, event.lent
+    engine.failures.returns = 0
+    engine.barred.pop(RESTS, None)
+    run.follow(EngineMove.JOINED, engine, event)
     if event.version < 0:
         enter(run, engine, EngineStatus.STALE)
         return
     engine.version, engine.publication_id = event.version, event.version
-    assignment.engines_changed(run)
+    run.follow(EngineMove.FLEET_CHANGED)
     enter(run, engine, EngineStatus.SERVING)
 
 
@@ -143,17 +146,17 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
         return
     match _after_failure(run, engine, verdict):
         case Failover.EVICT_MACHINE:
-            engine.moved = True
+            engine.failures.moved = True
             evict(
                 run,
-                engine.host,
-                f"engine {engine.id} failed {engine.restarts} times; last: {reason}",
+                engine.seat.host,
+                f"engine {engine.id} failed {engine.failures.restarts} times; last: {reason}",
             )
             return
         case Failover.REMOVE_ENGINE:
             run.warn(
                 engine.id,
-                f"removed after {engine.restarts - 1} restarts: {reason}",
+                f"removed after {engine.failures.restarts - 1} restarts: {reason}",
                 count="engine_removed",
             )
             remove(run, engine, reason)
@@ -163,21 +166,21 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
             pass
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
     engine.epoch += 1
-    engine.version = engine.publication_id = engine.loading_id = -1
-    engine.staging_id = engine.staged_id = engine.unstaged_id = -1
+    engine.version = engine.publication_id = engine.loading.id = -1
+    engine.staging.id = engine.staging.staged_id = engine.staging.unstaged_id = -1
     engine.released = False
-    engine.consecutive_timeouts = engine.load_failures = 0
-    engine.unanswered, engine.isolates = {}, None
+    engine.failures.consecutive_timeouts = engine.failures.load_failures = 0
+    engine.failures.unanswered, engine.failures.isolates = {}, None
     enter(run, engine, EngineStatus.STARTING)
-    assignment.engines_changed(run)
+    run.follow(EngineMove.FLEET_CHANGED)
     run.pacing.unassign_engine(run, engine)
     dispatching.requeue_from(run, engine)
     command = RestartEngine(
         engine_id=engine.id,
-        degree=engine.degree,
-        group=engine.group,
-        host=engine.host,
-        devices=engine.devices,
+        degree=engine.seat.degree,
+        group=engine.seat.group,
+        host=engine.seat.host,
+        devices=engine.seat.devices,
         epoch=engine.epoch,
         reason=reason,
     )
@@ -187,23 +190,25 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
 def _after_failure(run: Run, engine: Engine, verdict: Verdict) -> Failover:
     """Record the loss of the engine, and return what follows."""
     former, limit = verdict.former, run.config.watchdog.restarts
-    if former is not None and excuses(elsewhere=former.engine != engine.id, excused=engine.excused):
-        engine.excused += 1
+    if former is not None and excuses(
+        elsewhere=former.engine != engine.id, excused=engine.failures.excused
+    ):
+        engine.failures.excused += 1
         return Failover.RESTART
-    if verdict.accused and engine.restarts <= limit:
-        engine.doubted[engine.epoch] = verdict.accused
+    if verdict.accused and engine.failures.restarts <= limit:
+        engine.failures.doubted[engine.epoch] = verdict.accused
         return Failover.RESTART
-    engine.restarts += 1
+    engine.failures.restarts += 1
     return failover(
-        restarts=engine.restarts - 1,
+        restarts=engine.failures.restarts - 1,
         limit=limit,
-        elsewhere=_serving_elsewhere(run, engine.host),
-        moved=engine.moved,
+        elsewhere=_serving_elsewhere(run, engine.seat.host),
+        moved=engine.failures.moved,
     )
 
 
 def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
-    """Give up a host, with its relay and all its engines, which `core/hosts` starts
+    """Give up a host, with its relay and all its engines, which are started
     elsewhere.
 
     Relays that fetch weights from it find another source. A host `returns` if it may
@@ -212,25 +217,22 @@ def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
     state = run.state
     run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
     state.hosts.up.pop(host, None)
-    relay = state.relays.pop(weights.relay_id(host), None)
-    if relay is not None:
-        weights.leave_chain(run, relay)
-        run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
-    for engine in [engine for engine in state.engines.values() if engine.host == host]:
+    run.follow(HostMove.GIVEN_UP, host, reason)
+    for engine in [engine for engine in state.engines.values() if engine.seat.host == host]:
         displace(run, engine, f"host {host} was given up: {reason}", returns=returns)
 
 
 def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) -> None:
-    """Remove an engine that has lost its place; unless it was departing, `core/hosts`
-    starts it elsewhere. It waits for a host that `returns`, if there is no place.
+    """Remove an engine that has lost its place; unless it was departing, it
+    starts elsewhere. It waits for a host that `returns`, if there is no place.
     """
     if not (engine.departing or engine.lender):
         run.state.hosts.unplaced.append(
             Unplaced(
-                degree=engine.degree,
-                group=engine.group,
+                degree=engine.seat.degree,
+                group=engine.seat.group,
                 joined=engine.joined,
-                moved=engine.moved,
+                moved=engine.failures.moved,
                 returns=returns,
             )
         )
@@ -248,9 +250,9 @@ def _serving_elsewhere(run: Run, host: int) -> int:
     """Return the number of engines on other hosts that have weights; 0 without
     relays.
     """
-    if not run.state.chain.relayed:
+    if not run.carrier.relayed(run):
         return 0
-    others = [engine for engine in run.state.engines.values() if engine.host != host]
+    others = [engine for engine in run.state.engines.values() if engine.seat.host != host]
     return sum(engine.version >= 0 and not engine.departing for engine in others)
 
 
@@ -263,7 +265,7 @@ def _end_if_last(run: Run, engine: Engine, reason: str) -> None:
         engine.samples and not engine.lender for engine in state.engines.values()
     ):
         return
-    planned = state.allocation.pending_degrees or any(
+    planned = state.membership.pending_degrees or any(
         one.returns or _has_place(run, one)
         for one in state.hosts.unplaced
         if run.config.engines[one.group].phase != "prefill"
@@ -309,13 +311,13 @@ def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
     _start(run, slot, _engine(run, slot, joined=joined, moved=moved))
 
 
-def borrow(run: Run, slot: EngineSlot) -> None:
-    """Start an engine on a lender, if one of the run's hosts can have it."""
+def borrow(run: Run, slot: EngineSlot) -> bool:
+    """Start an engine on a lender; False if none of the run's hosts can have it."""
     placed = bindings.bind_engine(run.config, run.state, slot)
-    if placed is not None:
-        engine = _engine(run, placed, joined=False)
-        engine.heard_at = run.now
-        _start(run, placed, engine)
+    if placed is None:
+        return False
+    _start(run, placed, _engine(run, placed, joined=False))
+    return True
 
 
 def _start(run: Run, slot: EngineSlot, engine: Engine) -> None:
@@ -372,7 +374,7 @@ def remove_drained(run: Run) -> None:
             _membership_changed(run)
         if engine.leaving and not engine.draining and run.pacing.may_drain(run, engine):
             drain(run, engine)
-        if engine.draining and not engine.active and not engine.prompts:
+        if engine.draining and not engine.active:
             remove(
                 run,
                 engine,
@@ -393,7 +395,8 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     """Remove an engine without turns for good."""
     state = run.state
     del state.engines[engine.id]
-    costs.left(run, engine)
+    run.follow(EngineMove.REMOVED, engine)
+    run.forget_engine(engine.id)
     if engine.leaving:
         _count_departure(state, engine)
     _membership_changed(run)

@@ -12,7 +12,7 @@ version is to be, it is abandoned.
 
 from collections.abc import Iterable
 
-from rollweave.core import groups, trajectories, version_affinity, weights
+from rollweave.core import groups, trajectories
 from rollweave.core.policy.selection import is_better, measure, reaches
 from rollweave.core.run import Run
 from rollweave.core.state import (
@@ -91,25 +91,6 @@ def holds_weights(run: Run) -> bool:
     )
     abandon(run)
     return False
-
-
-def abandon_if_lost(run: Run) -> None:
-    """Abandon an evaluation of weights that no engine has and none can load. For
-    independent updates.
-    """
-    evaluation = run.state.evaluations.current
-    if (
-        evaluation is None
-        or weights.is_obtainable(run, evaluation.publication_id)
-        or version_affinity.is_loaded_or_loading(run, evaluation.publication_id)
-    ):
-        return
-    run.warn(
-        "evaluation",
-        f"of version {evaluation.version} abandoned: its weights can no longer be loaded",
-        count="evaluation_lost",
-    )
-    abandon(run)
 
 
 def abandon_if_superseded(run: Run, published: int) -> None:

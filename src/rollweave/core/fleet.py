@@ -9,7 +9,7 @@ engine otherwise calls `Run.fleet_changed`. `core/checks` compares with a fresh 
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.state import Engine, EngineStatus, State, Turn
@@ -50,8 +50,8 @@ class Fleet:
     publication_ids: frozenset[int] = frozenset()
     # weights that an engine that samples has or is loading
     expected_publication_ids: frozenset[int] = frozenset()
-    # computed by core/version_affinity
-    batch_sizes: dict[EngineId, int] | None = field(default=None, compare=False)
+    # what mechanisms derive from the engines, by its type
+    derived: dict[type, Any] = field(default_factory=dict, compare=False)
     _turns: dict[EngineId, _Turns] = field(default_factory=dict)  # of the engines in `loads`
 
     @classmethod
@@ -99,23 +99,23 @@ class Fleet:
                 ids.add(engine.publication_id)
             if samples:
                 loading = status is EngineStatus.LOADING
-                expected.add(engine.loading_id if loading else engine.publication_id)
+                expected.add(engine.loading.id if loading else engine.publication_id)
                 if engine.version >= 0:
-                    live.add(engine.pool)
+                    live.add(engine.seat.pool)
                     (borrowed if engine.lender else own).append(engine.version)
         # borrowed engines may lag behind, and are not waited for while there are others
         fleet.version = min(own or borrowed, default=None)
         fleet.live_pools = frozenset(live - {""})
         fleet.departing, fleet.prefill = tuple(departing), tuple(prefill)
-        fleet.hosts = frozenset(engine.host for engine in state.engines.values())
+        fleet.hosts = frozenset(engine.seat.host for engine in state.engines.values())
         fleet.publication_ids, fleet.expected_publication_ids = frozenset(ids), frozenset(expected)
         return fleet
 
     def _add(self, engine: Engine, turns: _Turns) -> None:
         """Add an engine that takes turns."""
         load = self.loads[engine.id] = _load(turns)
-        if engine.pool:
-            self.loads_by_pool.setdefault(engine.pool, {})[engine.id] = load
+        if engine.seat.pool:
+            self.loads_by_pool.setdefault(engine.seat.pool, {})[engine.id] = load
         self._turns[engine.id] = turns
         self.slots += load.slots
         self.active += load.active
@@ -151,8 +151,8 @@ class Fleet:
         engine = turns.engine
         before = self.loads[engine.id]
         after = self.loads[engine.id] = _load(turns)
-        if engine.pool:
-            self.loads_by_pool[engine.pool][engine.id] = after
+        if engine.seat.pool:
+            self.loads_by_pool[engine.seat.pool][engine.id] = after
         self.active += after.active - before.active
         self.slots += after.slots - before.slots
         self.free += max(0, after.slots - after.active) - max(0, before.slots - before.active)
@@ -170,16 +170,18 @@ def _turns_of(state: State, engine: Engine) -> _Turns:
 
 def _load(turns: _Turns) -> EngineLoad:
     engine, ranks, lowest = turns.engine, turns.ranks, -math.inf
-    slots = engine.max_slots if engine.open else min(len(ranks), engine.max_slots)
+    slots = (
+        engine.abilities.max_slots if engine.open else min(len(ranks), engine.abilities.max_slots)
+    )
     if not engine.open:
         lowest = math.inf
-    elif len(ranks) >= engine.max_slots > 0:
-        lowest = ranks[-engine.max_slots] if engine.preempts else math.inf
+    elif len(ranks) >= engine.abilities.max_slots > 0:
+        lowest = ranks[-engine.abilities.max_slots] if engine.abilities.preempts else math.inf
     return EngineLoad(
         id=engine.id,
         active=len(engine.active),
         slots=slots,
         tokens=turns.tokens,
         lowest=lowest,
-        borrowed=engine.lent,
+        borrowed=engine.abilities.lent,
     )

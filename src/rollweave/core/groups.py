@@ -9,8 +9,7 @@ member that is too old leaves its group, if enough others stay.
 
 from collections.abc import Sequence
 
-from rollweave.core import attempts, experience, lengths, trajectories
-from rollweave.core.policy.comparison import longest_s, pairs
+from rollweave.core import attempts, trajectories
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     MIN_MEMBERS,
@@ -24,8 +23,8 @@ from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.schema.base import GroupId, TrajectoryId
-from rollweave.schema.commands import CancelComparison, CompareGroup, DrawTask, Evict
-from rollweave.schema.events import DrawFailed, GroupCompared, GroupSubmitted
+from rollweave.schema.commands import DrawTask, Evict
+from rollweave.schema.events import DrawFailed, GroupSubmitted
 from rollweave.schema.work import Purpose, StopReason
 
 CANCELLING = frozenset({StopReason.SURPLUS, StopReason.CANCELLED})
@@ -53,6 +52,12 @@ def _draw(run: Run, count: int) -> None:
         index = state.drawing.drawn.get(name, 0)
         state.drawing.drawn[name] = index + 1
         draw(run, name, index, Purpose.TRAIN)
+
+
+def enter(run: Run, group: Group, status: GroupStatus) -> None:
+    """Change the status of the group, which some mechanisms follow."""
+    group.status = status
+    run.follow(status, group)
 
 
 def draw(run: Run, name: str, index: int, purpose: Purpose) -> Group:
@@ -87,9 +92,7 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
             id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now
         )
         group.members.append(trajectory.id)
-        run.state.trajectories[trajectory.id] = trajectory
-        run.state.pools.queued[trajectory.id] = None
-        lengths.begin_attempt(run, trajectory)
+        attempts.add(run, trajectory)
 
 
 def on_draw_failed(run: Run, event: DrawFailed) -> None:
@@ -135,13 +138,18 @@ def evaluate_group(run: Run, group: Group) -> None:
     allow.
     """
     decision = _decide(run, group)
-    if decision is GroupDecision.COMPLETE and group.name in run.comparison_s:
+    if decision is GroupDecision.COMPLETE and group.name in run.compared_domains:
         _end_surplus(run, group)
         _drop_expired_members(run, group)
         if group.status is GroupStatus.ACTIVE:
-            compare(run, group)
+            _compare(run, group)
     elif decision is not GroupDecision.WAIT:
         _conclude(run, group, decision)
+
+
+def conclude(run: Run, group: Group) -> None:
+    """Decide about a group whose members are compared."""
+    _conclude(run, group, _decide(run, group))
 
 
 def _decide(run: Run, group: Group) -> GroupDecision:
@@ -149,7 +157,7 @@ def _decide(run: Run, group: Group) -> GroupDecision:
     once they are compared, and no other member scores then.
     """
     comparing = group.status is GroupStatus.COMPARING
-    final = comparing or group.name not in run.comparison_s
+    final = comparing or group.name not in run.compared_domains
     members = [run.state.trajectories[member] for member in group.members]
     pending = sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members)
     return decide_group(
@@ -170,7 +178,7 @@ def _conclude(run: Run, group: Group, decision: GroupDecision) -> None:
     drawing.filtered += decision is GroupDecision.FILTERED
     if decision is GroupDecision.COMPLETE:
         del run.state.drawing.active[group.id]
-        group.status = GroupStatus.BUFFERED
+        enter(run, group, GroupStatus.BUFFERED)
         run.state.buffer[group.id] = None
         _end_surplus(run, group)
         _drop_expired_members(run, group)
@@ -210,75 +218,22 @@ def _drop_expired_members(run: Run, group: Group) -> None:
 # Comparing.
 
 
-def compare(run: Run, group: Group) -> None:
-    """Compare the chosen members by the pairwise judges of the task domain.
-
-    It is asked once per group, when all its members have their other rewards: only
-    members that are trained on are compared.
-    """
-    assert group.task is not None, "a group with scored members has a task"
-    group.status, group.since = GroupStatus.COMPARING, run.now
-    group.comparison_s = _longest_comparison_s(run)
-    chosen = sorted((run.state.trajectories[name] for name in group.chosen), key=_member)
-    run.emit(
-        CompareGroup(
-            group_id=group.id,
-            task=group.task,
-            rewards={one.id: one.reward or 0.0 for one in chosen},
-            pairs=pairs(len(chosen)),
-        )
-    )
-
-
-def _longest_comparison_s(run: Run) -> float:
-    """Return the maximum seconds until all groups are compared whose comparison has
-    begun: they may wait for the same judge.
-    """
-    active = map(run.state.groups.__getitem__, run.state.drawing.active)
-    names = [
-        group.name
-        for group in active
-        if group.status is GroupStatus.COMPARING and group.name in run.comparison_s
-    ]
-    return longest_s(
-        sum(len(pairs(run.group_sizes[name])) for name in names),
-        max(run.comparison_s[name] for name in names),
-    )
+def _compare(run: Run, group: Group) -> None:
+    """Let the group's members be compared: its mechanism concludes it."""
+    group.since = run.now
+    enter(run, group, GroupStatus.COMPARING)
 
 
 def resume_comparison(run: Run, group: Group) -> None:
     """Compare the members again, since the controller was lost. If their domain has no
     pairwise judge any longer, the group ends with the rewards that it has.
     """
-    if group.name in run.comparison_s:
-        compare(run, group)
+    if group.name in run.compared_domains:
+        _compare(run, group)
         return
     decision = _decide(run, group)
     group.status = GroupStatus.ACTIVE  # no comparison is under way that can be cancelled
     _conclude(run, group, decision)
-
-
-def on_compared(run: Run, event: GroupCompared) -> None:
-    """Replace the members' rewards, and drop members without one. They are not tried
-    again: the judge has been, until its deadline.
-    """
-    group = run.state.groups.get(event.group_id)
-    if group is None or group.status is not GroupStatus.COMPARING:
-        return
-    run.state.drawing.compared |= bool(event.rewards)
-    members = [run.state.trajectories[name] for name in group.chosen]
-    failed = [member for member in members if member.id not in event.rewards]
-    if failed:
-        attempts.note_failure(run, StopReason.REWARD_UNAVAILABLE, event.error)
-        _end_members(run, failed, StopReason.REWARD_UNAVAILABLE, StopReason.REWARD_UNAVAILABLE)
-    group.chosen = [name for name in group.chosen if name in event.rewards]
-    for name in group.chosen:
-        run.state.trajectories[name].reward = event.rewards[name]
-    _conclude(run, group, _decide(run, group))
-
-
-def _member(trajectory: Trajectory) -> int:
-    return trajectory.member
 
 
 def _check_yield(run: Run, decision: GroupDecision, *, scored: bool) -> None:
@@ -322,16 +277,14 @@ def drop(run: Run, group: Group, reason: str) -> None:
     state = run.state
     state.drawing.active.pop(group.id, None)
     state.buffer.pop(group.id, None)
-    if group.status is GroupStatus.COMPARING:
-        run.emit(CancelComparison(group_id=group.id))
-    group.status = GroupStatus.DROPPED
+    enter(run, group, GroupStatus.DROPPED)
     stop = StopReason(reason) if reason in STOP_REASONS else StopReason.SURPLUS
     members = [state.trajectories[member] for member in group.members]
-    _end_members(run, members, reason, stop)
+    end_members(run, members, reason, stop)
     forget_if_stopped(run, group)
 
 
-def _end_members(run: Run, members: Sequence[Trajectory], reason: str, stop: StopReason) -> None:
+def end_members(run: Run, members: Sequence[Trajectory], reason: str, stop: StopReason) -> None:
     """Evict the scored ones of these members for `reason`, and cancel the others."""
     scored = [member for member in members if member.stage is Stage.SCORED]
     if scored:
@@ -405,7 +358,7 @@ def _drop_stale(run: Run, group: Group, version: int, reason: StopReason) -> Non
     if len(members) - len(stale) < min(MIN_MEMBERS, run.group_sizes[group.name]):
         drop(run, group, reason)
         return
-    _end_members(run, stale, reason, reason)
+    end_members(run, stale, reason, reason)
     left = {member.id for member in stale}
     group.chosen = [name for name in group.chosen if name not in left]
     group.ratio, group.ratio_publication_id = None, -1
@@ -435,7 +388,7 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
 
 def make_room(run: Run) -> None:
     """Evict the buffered groups that have no place."""
-    for group_id in experience.surplus(run):
+    for group_id in run.pacing.surplus(run):
         run.state.counters.evicted += 1
         drop(run, run.state.groups[group_id], "evicted")
 
@@ -478,5 +431,5 @@ def forget_if_stopped(run: Run, group: Group) -> None:
 
 def forget(run: Run, group: Group) -> None:
     for member in group.members:
-        run.state.trajectories.pop(member, None)
+        run.forget_trajectory(member)
     run.state.groups.pop(group.id, None)

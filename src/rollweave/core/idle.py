@@ -18,7 +18,7 @@ def charge(run: Run) -> None:
     elapsed = run.now - idle.clock
     idle.clock = run.now
     fleet = run.fleet
-    prefilling = sum(bool(state.engines[name].prompts) for name in fleet.prefill)
+    prefilling = sum(bool(state.engines[name].active) for name in fleet.prefill)
     for cause, count in (
         ("starting", fleet.starting),
         ("weights", fleet.updating),

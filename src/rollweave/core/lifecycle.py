@@ -58,7 +58,7 @@ def _settle(run: Run, fact: AttemptOver) -> None:
         fact.reason,
         attempt=trajectory.attempt,
         retries=run.config.rollout.retries,
-        worlds=trajectory.worlds_lost,
+        worlds=trajectory.past.worlds_lost,
         repeated=fact.repeated,
     )
     if again and owner.wants_members(run, group):

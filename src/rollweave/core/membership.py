@@ -63,7 +63,7 @@ def engines_to_start(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
         if engine.joined and not engine.leaving:
             # the configuration may have grown
             name = engine.id if engine.id not in taken else _name(next(fresh))
-            group = engine.group if engine.group < len(config.engines) else 0  # or shrunk
+            group = engine.seat.group if engine.seat.group < len(config.engines) else 0  # or shrunk
             slots.append(EngineSlot(id=name, degree=config.engines[group].degree, group=group))
     return _on_one_machine(config, slots) if slots else configured
 
@@ -72,11 +72,11 @@ def _planned(
     config: RunConfig, allocation: AllocationConfig, state: State
 ) -> tuple[EngineSlot, ...]:
     kept = [
-        EngineSlot(id=engine.id, degree=engine.degree)
+        EngineSlot(id=engine.id, degree=engine.seat.degree)
         for engine in state.engines.values()
         if not engine.draining
     ]
-    new = enumerate(state.allocation.pending_degrees, start=state.membership.next_number)
+    new = enumerate(state.membership.pending_degrees, start=state.membership.next_number)
     slots = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
     degrees = [slot.degree for slot in slots]
     if not slots or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
@@ -123,7 +123,7 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
     if config.engines[slot.group].borrowed:
         return f"engines.{slot.group} are borrowed while serving engines lend themselves"
     addresses = config.engines[slot.group].address
-    if addresses and sum(one.group == slot.group for one in state.engines.values()) >= len(
+    if addresses and sum(one.seat.group == slot.group for one in state.engines.values()) >= len(
         addresses
     ):
         return f"engines.{slot.group}.address has {len(addresses)} servers, each with an engine"

@@ -1,20 +1,21 @@
-"""The two kinds of pacing: how engines and trajectories keep pace with the trainer.
+"""The way engines and trajectories keep pace with the trainer.
 
 In every mode but decoupled engines share one pace: all load the same version when the
 mode allows it, and any engine can run any turn. In mode decoupled each engine updates
-independently (`core/version_affinity`), and trajectories are bound to their weights.
-The other sub-machines ask `run.pacing` and never which mode it is.
+independently (`mechanisms/versions`). The other sub-machines ask `run.pacing` and
+never which mode it is.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
-from rollweave.core import assignment, evaluation, version_affinity, weights
+from rollweave.core import evaluation, weights
 from rollweave.core.policy.modes import update_now
-from rollweave.core.policy.redundancy import capacity, pool_room
+from rollweave.core.policy.redundancy import capacity
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, GroupStatus, Trajectory
-from rollweave.schema.base import EngineId
+from rollweave.core.state import Engine, EngineStatus, Trajectory
+from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.work import Purpose
 
 
@@ -22,10 +23,9 @@ class SharedPacing:
     """All engines load the same version, when the mode allows it."""
 
     interchangeable = True
-    samples_buffer = False
-    consolidates = False
     loads_checkpoints = False
     evaluates_on_one_engine = False
+    check_s = math.inf
 
     def admits(self, run: Run, version: int) -> bool:
         return acceptable(version, run.next_version(), run.mode.window)
@@ -56,8 +56,8 @@ class SharedPacing:
     def takes_episodes(self, run: Run) -> bool:
         return True
 
-    def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
-        assignment.assign_usable(run, trajectory, avoid)
+    def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> bool:
+        return False
 
     def unassign_engine(self, run: Run, engine: Engine) -> None:
         """Its trajectories keep their assignment until their turns are requeued."""
@@ -119,90 +119,22 @@ class SharedPacing:
     def bound_weights(self, run: Run) -> set[int]:
         return set()
 
+    def needed_checkpoints(self, run: Run) -> set[int]:
+        return set()
 
-class IndependentPacing:
-    """Each engine loads other weights when what it has launched is over."""
+    def begin_load(self, run: Run, engine: Engine) -> None:
+        """Nothing depends on it."""
 
-    interchangeable = False
-    samples_buffer = True
-    consolidates = True
-    loads_checkpoints = True
-    evaluates_on_one_engine = True
+    def reassign(self, run: Run) -> list[Trajectory]:
+        return []
 
-    def admits(self, run: Run, version: int) -> bool:
-        return True
+    def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
+        """Return the groups that were complete first."""
+        return list(run.state.buffer)[:wanted]
 
-    def room(self, run: Run) -> int:
-        """Return as many groups as fill the free capacity of engines and buffer."""
-        state, rollout = run.state, run.config.rollout
-        size = min(run.group_sizes.values())
-        drawing = sum(
-            state.groups[group_id].status is GroupStatus.DRAWING
-            for group_id in state.drawing.active
-        )
-        return pool_room(
-            free_capacity=version_affinity.free_capacity(run),
-            waiting=len(state.pools.queued) + drawing * size,
-            running=len(state.pools.init) + len(state.pools.run),
-            group_size=size,
-            active=len(state.drawing.active),
-            buffered=len(state.buffer),
-            buffer_capacity=version_affinity.buffer_capacity(run),
-            next_version=run.next_version(),
-            groups_per_step=rollout.groups_per_step,
-            last_step=run.config.run.steps,
-        )
+    def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
+        return []
 
-    def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
-        engine = version_affinity.engine_for(run, purpose)
-        if engine is None:
-            return None
-        version_affinity.launch_on(run, trajectory, engine)
-        return engine.version
-
-    def takes_episodes(self, run: Run) -> bool:
-        return version_affinity.engine_for(run, Purpose.EVAL) is not None
-
-    def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
-        assigned = trajectory.assigned_engine
-        if assigned is not None and assigned not in avoid:
-            engine = run.state.engines.get(assigned)
-            if engine is not None and version_affinity.serves_version_of(engine, trajectory):
-                return
-        version_affinity.assign(run, trajectory, avoid)
-
-    def unassign_engine(self, run: Run, engine: Engine) -> None:
-        version_affinity.unassign_engine(run, engine)
-
-    def may_drain(self, run: Run, engine: Engine) -> bool:
-        return not version_affinity.is_bound(run, engine)
-
-    def wanted_weights(self, run: Run, engine: Engine) -> int | None:
-        wanted = version_affinity.wanted_weights(run, engine)
-        return weights.newest(run, engine) if wanted is None else wanted
-
-    def updates(self, run: Run) -> Iterator[tuple[Engine, int | None]]:
-        """Yield each engine whose trajectories are over, with the weights wanted of
-        it.
-        """
-        if run.state.publication.retained or run.state.publication.checkpointed:
-            evaluation.abandon_if_lost(run)
-            yield from version_affinity.updates(run)
-
-    def holds_back(self, run: Run, publication_id: int | None) -> bool:
-        return False
-
-    def can_still_evaluate(self, run: Run, publication_id: int) -> bool:
-        return weights.is_obtainable(run, publication_id)
-
-    def awaited_weights(self, run: Run) -> int | None:
-        return version_affinity.awaited_weights(run)
-
-    def bound_weights(self, run: Run) -> set[int]:
-        state = run.state
-        bound = {
-            state.trajectories[one].publication_id for one in (*state.pools.init, *state.pools.run)
-        }
-        if state.evaluations.current is not None:
-            bound.add(state.evaluations.current.publication_id)
-        return bound
+    def surplus(self, run: Run) -> list[GroupId]:
+        """Return no group: only the staleness window evicts."""
+        return []

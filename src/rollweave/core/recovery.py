@@ -3,19 +3,17 @@
 """
 
 from rollweave.core import (
+    bindings,
     continuation,
     ending,
     engines,
     evaluation,
     groups,
-    hosts,
     lifecycle,
-    relays,
     serving,
     training,
     trajectories,
     watchdog,
-    workers,
 )
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
@@ -27,14 +25,23 @@ from rollweave.schema.work import StopReason
 def on_started(run: Run, event: RunStarted) -> None:
     run.state.run_id, run.state.life = event.run_id, event.life
     run.state.trainer.since = run.now
-    hosts.start(run, event)
+    _start_hosts(run, event)
     engines.start(run, event.engines)
-    relays.start(run, event.relays)
-    workers.start(run, event.workers)
     run.state.serving = event.serving
     if event.serving:
         serving.begin(run)
     watchdog.check_deadlines(run)
+
+
+def _start_hosts(run: Run, event: RunStarted | WorldLost) -> None:
+    """Record the hosts that a new world begins with."""
+    part = run.state.hosts
+    part.up = {host.number: host for host in event.hosts or bindings.one_machine(event.relays)}
+    part.ranks, part.unplaced = list(event.ranks), []
+    part.shares_gpus = bindings.share_gpus(event.engines, event.ranks)
+    part.engine_limits = (
+        bindings.engine_limits(part.up.values(), event.engines) if run.colocated else {}
+    )
 
 
 def on_world_lost(run: Run, event: WorldLost) -> None:
@@ -114,19 +121,15 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state.turns.queue.clear()
     state.turns.suspects.clear()
     run.rebuild_turn_queues()
-    state.migrations.open.clear()
-    state.unassigned.clear()
-    state.allocation.pending_degrees.clear()
+    state.membership.pending_degrees.clear()
     state.publication.checkpointed.clear()
-    hosts.start(run, event)
+    _start_hosts(run, event)
     engines.start(run, event.engines)
-    relays.start(run, event.relays)
-    workers.start(run, event.workers)
     recorded = set(event.recorded)
     continuation.controller_lost(run, recorded)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
-            trajectory.turn = trajectory.migration = None
+            trajectory.turn = None
             if trajectory.id in recorded and trajectory.closing is None:
                 continuation.keep(run, trajectory)
             if killed and trajectory.stage in ALIVE:

@@ -1,24 +1,41 @@
 """The context that the sub-machines share: the settings, the state, the time, the
-facts posted and the commands emitted while one event is handled.
+facts posted and the commands emitted while one event is handled; and the form of a
+mechanism, an optional behavior that the kernel calls by a few hooks.
 """
 
+import enum
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.length_index import LengthIndex
 from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.redundancy import trained_at
+from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.policy.scheduling import Scheduling, scheduling
-from rollweave.core.state import DomainStats, Engine, Phase, State, TrainerStatus, Trajectory
+from rollweave.core.policy.waiting import Wait
+from rollweave.core.state import (
+    DomainStats,
+    Engine,
+    GroupStatus,
+    Phase,
+    Queued,
+    Stage,
+    State,
+    TrainerStatus,
+    Trajectory,
+    Turn,
+)
 from rollweave.core.turn_queues import TurnQueues
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
+from rollweave.schema.events import Event
 from rollweave.schema.work import Purpose, StopReason
 
 
@@ -39,14 +56,12 @@ class Pacing(Protocol):
     """True if any engine can run any turn: trajectories are not bound to weights, which
     may therefore change under them.
     """
-    samples_buffer: bool
-    """True if the strategies of [buffer] choose and evict groups."""
-    consolidates: bool
-    """True if tails of batches are moved together (`core/consolidation`)."""
     loads_checkpoints: bool
     """True if engines load older versions from checkpoints."""
     evaluates_on_one_engine: bool
     """True if one engine that serves the version is enough to start an evaluation."""
+    check_s: float
+    """Maximum seconds between two checks of the deadlines."""
 
     def admits(self, run: "Run", version: int) -> bool:
         """True if a later step could train on a trajectory launched at `version`
@@ -62,8 +77,10 @@ class Pacing(Protocol):
     def takes_episodes(self, run: "Run") -> bool:
         """True if an engine takes episodes of the evaluation now."""
 
-    def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
-        """Assign the trajectory to another engine if it cannot keep its own."""
+    def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> bool:
+        """Assign the trajectory to another engine if it cannot keep its own; False if
+        it may have any engine.
+        """
 
     def unassign_engine(self, run: "Run", engine: Engine) -> None:
         """Unassign trajectories that cannot stay with an engine that lost its
@@ -93,6 +110,163 @@ class Pacing(Protocol):
     def bound_weights(self, run: "Run") -> set[int]:
         """Weights to which trajectories or an evaluation are bound."""
 
+    def needed_checkpoints(self, run: "Run") -> set[int]:
+        """Steps of the checkpoints that engines read, or trajectories wait for."""
+
+    def begin_load(self, run: "Run", engine: Engine) -> None:
+        """The engine begins to load other weights."""
+
+    def reassign(self, run: "Run") -> list[Trajectory]:
+        """Assign trajectories to an engine that has loaded their weights. Return those
+        whose weights can no longer be loaded anywhere.
+        """
+
+    def choose_batch(self, run: "Run", wanted: int) -> list[GroupId]:
+        """The groups of the next (mini-)batch: `wanted` of them, or none."""
+
+    def unmeasured(self, run: "Run", wanted: int) -> list[GroupId]:
+        """The groups whose ratios the next (mini-)batch waits for."""
+
+    def surplus(self, run: "Run") -> list[GroupId]:
+        """The buffered groups that have no place."""
+
+
+class Carrier(Protocol):
+    """Carries published weights to the engines."""
+
+    def relayed(self, run: "Run") -> bool:
+        """True if engines load weights from their own host's relay."""
+
+    def reach(self, run: "Run", engine: Engine) -> list[int] | None:
+        """Return the weights that the engine can load, ascending; None if these are all
+        that are retained.
+        """
+
+    def needed(self, run: "Run") -> set[int]:
+        """Return the weights that are on their way, or the newest somewhere."""
+
+    def held(self, run: "Run") -> set[int]:
+        """Return the weights that survive the loss of the trainer."""
+
+    def accuse(self, run: "Run", engine: Engine, publication_id: int) -> None:
+        """The engine cannot load these weights: either of the two may be at fault."""
+
+
+class Chooser(Protocol):
+    """Chooses the engines of turns."""
+
+    def place(
+        self, run: "Run", trajectory: Trajectory, turn: Turn, former: Queued | None
+    ) -> Queued:
+        """Return the place in the queue for a turn that joins it, or moves from its
+        `former` one.
+        """
+
+    def candidates(self, run: "Run", trajectory: Trajectory, turn: Turn) -> list[EngineLoad]:
+        """Return the loads of the engines that could run the turn now."""
+
+    def dispatch(self, run: "Run", waited_for: list[EngineId | None] | None) -> None:
+        """Start queued turns: those that wait for one of these engines, or all."""
+
+
+class TurnMove(enum.Enum):
+    """The moves of a turn. Followers get the trajectory and the turn, and what the move
+    says.
+    """
+
+    REQUESTED = "requested"  # it is queued, unless its place is changed
+    RANKED = "ranked"  # it joins a queue, or moves in one: its rank may be changed
+    GIVEN = "given"  # an engine is about to get it
+    BEGUN = "begun"  # its engine is about to begin it, since its prompt is over
+    REFUSED = "refused"  # with the error: its prompt was not computed
+    LEFT = "left"  # an engine is about to lose it
+    DONE = "done"  # with the engine and the event: it is answered
+    CARRIED = "carried"  # with the engine and the tokens: the KV of its prompt has come
+    REVISED = "revised"  # its trajectory is expected to have another length
+
+
+class EngineMove(enum.Enum):
+    """The moves of an engine."""
+
+    JOINED = "joined"  # with the event: it is ready
+    REMOVED = "removed"  # for good
+    FLEET_CHANGED = "fleet changed"  # other engines take turns than before
+    REPRICED = "repriced"  # the costs of work on engines have changed
+
+
+class HostMove(enum.Enum):
+    """The moves of a host. Followers get its number."""
+
+    JOINED = "joined"
+    GIVEN_UP = "given up"  # with the reason
+
+
+class TrainerMove(enum.Enum):
+    """The moves of the trainer."""
+
+    TRAINED = "trained"  # a step is trained, and its weights are not published yet
+    PUBLISHED = "published"
+
+
+Move = Stage | GroupStatus | TurnMove | EngineMove | HostMove | TrainerMove
+"""A move of an attempt, a group, a turn, an engine, a host or the trainer."""
+
+MOVES: tuple[Move, ...] = (
+    *Stage,
+    *GroupStatus,
+    *TurnMove,
+    *EngineMove,
+    *HostMove,
+    *TrainerMove,
+)
+
+Handler = Callable[["Run", Any], None]
+"""Handles one kind of event."""
+
+Step = Callable[["Run"], None]
+"""Does what has become possible, or checks a deadline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """An optional behavior, whole: its state and all that the kernel calls.
+
+    A configuration that does not use it pays nothing for it. Hooks of several
+    mechanisms are called in the order of `core/mechanisms.MECHANISMS`.
+    """
+
+    name: str
+    """Key of its part of the snapshot, `State.mechanisms`."""
+    used: Callable[[RunConfig], bool]
+    """True if a run with this configuration has the mechanism."""
+    state: type[msgspec.Struct]
+    """Its part of the snapshot. The kernel removes the entry of a trajectory or an
+    engine that is gone from its tables `trajectories` and `engines`, if it has them.
+    """
+    handlers: Mapping[type[Event], Handler] = field(default_factory=dict)
+    """Handlers of events, each called before the kernel's handler, if it has one."""
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    """The name of a kernel's step or deadline → the step that precedes it."""
+    pacing: "Pacing | None" = None
+    """Takes the place of the kernel's pacing in a training run."""
+    carrier: "Carrier | None" = None
+    """Takes the place of the trainer's memory, from which engines load weights."""
+    choose_engine: "Callable[[RunConfig], Chooser | None]" = lambda _: None
+    """Returns what takes the place of the kernel's choice of engines, if anything."""
+
+    follows: Mapping[Move, Callable[..., None]] = field(default_factory=dict)
+    """The functions to call when a record has moved: an attempt or a group to a stage
+    or status, a turn, an engine or the trainer in some way. They get the run, and what
+    the move says.
+    """
+    waits: "Callable[[Run, Mapping[str, tuple[int, int]], float], Iterator[Wait]] | None" = None
+    """Yields what the run waits for; it gets what `core/waits.waits` gets."""
+    check: Step | None = None
+    """Raises AssertionError if an invariant of the mechanism is broken."""
+
+
+Part = TypeVar("Part", bound=msgspec.Struct)
+
 
 class Run:
     """The context of one event: `state`, which the sub-machines change, and `out`, to
@@ -105,18 +279,38 @@ class Run:
         state: State,
         rules: Mapping[str, Rule],
         *,
-        shared: Pacing,
-        independent: Pacing,
+        mechanisms: Iterable[Mechanism],
+        pacing: Pacing,
+        chooser: Chooser,
+        carrier: Carrier,
     ) -> None:
         self.config = config
-        self._shared, self._independent = shared, independent
+        self.mechanisms = tuple(one for one in mechanisms if one.used(config))
+        # the parts of the state of these mechanisms, by their type
+        self.parts: dict[type, Any] = {one.state: _part(state, one) for one in self.mechanisms}
+        parts: list[Any] = list(self.parts.values())
+        self._with_trajectories = [one for one in parts if hasattr(one, "trajectories")]
+        self._with_engines = [one for one in parts if hasattr(one, "engines")]
+        # move → the functions of the mechanisms that follow it
+        self.followers: dict[Move, tuple[Callable[..., None], ...]] = {
+            move: tuple(one.follows[move] for one in self.mechanisms if move in one.follows)
+            for move in MOVES
+        }
+        self._serving_pacing = self._training_pacing = pacing
+        self.chooser, self.carrier = chooser, carrier
+        for one in self.mechanisms:
+            self._training_pacing = one.pacing or self._training_pacing
+            self.chooser = one.choose_engine(config) or self.chooser
+            self.carrier = one.carrier or self.carrier
+        # what mechanisms derive from the state, by its type; no part of a snapshot
+        self.derived: dict[type, Any] = {}
         self.rules = rules
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
         self._fleet_before: Fleet | None = None  # until an engine changed
         self._turn_queues: TurnQueues | None = None
-        self._length_index: LengthIndex | None = None
+        self.deadlines: tuple[Step, ...] = ()
         self.out: list[Command] = []
         # facts on which core/lifecycle acts before the event is over
         self.over: deque[AttemptOver] = deque()
@@ -132,12 +326,10 @@ class Run:
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
-        # task domains with a pairwise judge → its longest request, in seconds
-        self.comparison_s: dict[str, float] = {
-            task.name: max(limits)
-            for task in config.tasks
-            if (limits := [one.timeout_s for one in config.rewards_of(task.name) if one.pairwise])
-        }
+        # task domains whose groups are complete only once their members are compared
+        self.compared_domains = frozenset(
+            name for name in self.tasks if any(one.pairwise for one in config.rewards_of(name))
+        )
         self._pools = {task.name: config.pools_of(task.pool) for task in config.tasks}
         # pools by which turns wait for any engine; "" if it may be of any pool
         self.queue_pools: tuple[str, ...] = ("",)
@@ -153,6 +345,40 @@ class Run:
             if self.mode.streamed
             else 1
         )
+
+    def part(self, kind: type[Part]) -> Part:
+        """The part of the state of the mechanism that has this kind of it."""
+        part: Part = self.parts[kind]
+        return part
+
+    def uses(self, kind: type[msgspec.Struct]) -> bool:
+        """True if the run has the mechanism with this kind of state."""
+        return kind in self.parts
+
+    def follow(self, move: Move, *what: Any) -> None:
+        """Tell the mechanisms that follow it of a move."""
+        for follower in self.followers[move]:
+            follower(self, *what)
+
+    def forget_trajectory(self, trajectory_id: TrajectoryId) -> None:
+        """Remove a trajectory from its table and from those of the mechanisms."""
+        self.state.trajectories.pop(trajectory_id, None)
+        for part in self._with_trajectories:
+            part.trajectories.pop(trajectory_id, None)
+
+    def forget_engine(self, engine_id: EngineId) -> None:
+        """Remove an engine that is gone from the tables of the mechanisms."""
+        for part in self._with_engines:
+            part.engines.pop(engine_id, None)
+
+    def with_steps(self, steps: Iterable[tuple[str, Step | None]]) -> Iterator[Step]:
+        """Yield these steps of the kernel, each behind those of the mechanisms that
+        precede it.
+        """
+        for name, step in steps:
+            yield from (one.steps[name] for one in self.mechanisms if name in one.steps)
+            if step is not None:
+                yield step
 
     def emit(self, command: Command) -> None:
         self.out.append(command)
@@ -219,28 +445,9 @@ class Run:
         return self.config.trainer.colocated and not self.state.serving
 
     @property
-    def compares_engines(self) -> bool:
-        """True if a policy compares what work costs on engines."""
-        return self.scheduling.assigns or self.config.allocation is not None
-
-    @property
-    def splits_turns(self) -> bool:
-        """True if there are engines for prompts alone."""
-        return any(group.phase == "prefill" for group in self.config.engines)
-
-    @property
-    def learns_affinity(self) -> bool:
-        """True if task domains move to the pools that serve them best."""
-        return self.config.rollout.affinity == "learned" and not self.state.serving
-
-    @property
     def pacing(self) -> Pacing:
         """The pacing of the mode; a service always shares one pace."""
-        return (
-            self._independent
-            if self.mode.independent_updates and not self.state.serving
-            else self._shared
-        )
+        return self._serving_pacing if self.state.serving else self._training_pacing
 
     @property
     def fleet(self) -> Fleet:
@@ -266,30 +473,6 @@ class Run:
 
     def rebuild_turn_queues(self) -> None:
         self._turn_queues = None
-
-    @property
-    def length_index(self) -> LengthIndex:
-        """The trajectories under way by their estimates.
-
-        Maintained only while trajectories are assigned to engines.
-        """
-        if self._length_index is None:
-            self._length_index = self.fresh_length_index()
-        return self._length_index
-
-    def fresh_length_index(self) -> LengthIndex:
-        return LengthIndex.of(
-            self.state,
-            by_level=self.scheduling.priority == "longest_first",
-            pool_of=self.preferred_pool,
-        )
-
-    def reindex(self, trajectory: Trajectory) -> None:
-        """Index the trajectory again after its estimate, engine or stage has
-        changed.
-        """
-        if self._length_index is not None:
-            self._length_index.update(trajectory)
 
     def serving_version(self) -> int | None:
         """The oldest version among engines that have weights; None if no engine has
@@ -323,3 +506,14 @@ class Run:
     def training(self) -> bool:
         """True while more training steps are to come."""
         return self.state.phase is Phase.RUNNING
+
+
+def _part(state: State, mechanism: Mechanism) -> msgspec.Struct:
+    """Return the mechanism's part of the state; a snapshot has it as plain values."""
+    part = state.mechanisms.get(mechanism.name)
+    if part is None:
+        part = mechanism.state()
+    elif not isinstance(part, mechanism.state):
+        part = msgspec.convert(part, mechanism.state)
+    state.mechanisms[mechanism.name] = part
+    return part

@@ -8,7 +8,7 @@ for what an engine works on, never for an engine: rollouts that need one are kep
 the next world.
 """
 
-from rollweave.core import lengths, trajectories
+from rollweave.core import attempts, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Service, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
@@ -54,10 +54,8 @@ def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
             id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now
         )
         group.members.append(trajectory.id)
-        state.trajectories[trajectory.id] = trajectory
-        state.pools.queued[trajectory.id] = None
         state.counters.submitted += 1
-        lengths.begin_attempt(run, trajectory)
+        attempts.add(run, trajectory)
         if state.service.closed:
             trajectories.cancel(run, trajectory, StopReason.CANCELLED)
 
@@ -76,7 +74,7 @@ def on_acknowledged(run: Run, event: RolloutAcknowledged) -> None:
         return
     group = state.groups[trajectory.group_id]
     group.members.remove(trajectory.id)
-    del state.trajectories[trajectory.id]
+    run.forget_trajectory(trajectory.id)
     run.emit(Evict(trajectory_ids=(trajectory.id,), reason="taken"))
     if not group.members:
         del state.groups[group.id]

@@ -6,17 +6,13 @@ deterministic; ids come from counters. The trajectories' pools are maintained by
 """
 
 import enum
+from typing import Any
 
 import msgspec
 
 from rollweave.core.counters import Counters, Idle
-from rollweave.core.policy.profile import DomainProfile, TokenCosts, Worked
-from rollweave.core.policy.turn_times import Fit, TurnTimes
-from rollweave.core.policy.work import Rate
-from rollweave.core.policy.worker_count import Peak
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.config.engines import EnginePhase
-from rollweave.schema.events import StepTime
 from rollweave.schema.hosts import HostSlot, RankSlot
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task, TaskContent
 
@@ -39,8 +35,12 @@ ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
 """Stages in which the world holds something for the attempt."""
 
 
+class Requested(msgspec.Struct, frozen=True, tag=True):
+    """The turn was requested, and has no place yet."""
+
+
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """The turn waits until its trajectory's KV has moved."""
+    """The turn waits until the mechanism that holds it releases it."""
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -50,6 +50,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     given: int  # turns that this queue had given when the turn joined it
     tiebreak: float  # lower first among equal ranks: its arrival, or its trajectory's launch
     pool: str = ""  # pool whose engines it prefers, if it waits for any engine
+    resident: bool = False  # the engine has the trajectory's KV, or should
 
 
 class Suspected(msgspec.Struct, frozen=True, tag=True):
@@ -63,39 +64,6 @@ class OnEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     engine: EngineId
     given: int  # turns that this engine had been given, with this one
-
-
-class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of an engine so far: the number of its turns, and of the tokens of their
-    contexts, summed over the seconds until `at`, and the prompt tokens that it computed
-    for turns that are done.
-    """
-
-    at: float = 0.0
-    turn_s: float = 0.0
-    context_s: float = 0.0
-    prompt_tokens: int = 0
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn's prompt that a prefill engine computes, or whose KV is on its way from
-    there (`moving`), for the engine that has the turn.
-    """
-
-    engine: EngineId
-    tokens: int  # that the prefill engine has to compute, as far as known
-    since: float  # when it was given to that engine, or computed
-    moving: bool = False
-
-
-class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a context that an engine should have cached, unless its process
-    or its weights have changed since.
-    """
-
-    tokens: int
-    epoch: int
-    publication_id: int
 
 
 class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +80,7 @@ class Turn(msgspec.Struct, kw_only=True):
     context_tokens: int
     streamed: bool = False  # a program reads its tokens while they are sampled
     since: float  # when it was requested, given to its engine, or taken from one
-    place: Held | Queued | Suspected | OnEngine = Held()
+    place: Requested | Held | Queued | Suspected | OnEngine = Requested()
     arrival: int = 0  # number of its arrival in the queue, in this run
     rank: float = 0.0
     dispatch: int = 0
@@ -124,10 +92,8 @@ class Turn(msgspec.Struct, kw_only=True):
     avoid: list[EngineId] = []
     # weights that sampled the tokens with which it was given back; -1 if it was not
     returned_with: int = -1
-    use_before: Use = Use()  # of its engine, when it was given to it
-    # set as long as the engine that has the turn waits for the KV of its prompt
-    prompt: Prompt | None = None
-    split: bool = False  # a prefill engine was given its prompt
+    # the engine that computes its prompt for the one that has it; "" while the KV moves
+    prefill: EngineId | None = None
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,56 +107,48 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
 
 
+class Past(msgspec.Struct):
+    """The past of a trajectory: attempts that were lost."""
+
+    # number of controllers and workers lost while an attempt was under way
+    worlds_lost: int = 0
+    kept: Kept | None = None  # the attempt that the next one may continue
+    continues: bool = False  # this attempt continues an earlier one
+    life: str = ""  # the controller's life in which the last attempt was launched
+    # earliest step to which the trainer was restored during the attempt
+    restored_to: int | None = None
+
+
 class Trajectory(msgspec.Struct):
     id: TrajectoryId
     group_id: GroupId
     member: int
     stage: Stage = Stage.QUEUED
     attempt: int = 0
-    # number of controllers and workers lost while an attempt was under way
-    worlds_lost: int = 0
     worker: str = ""  # that has this attempt
     initiated: int = -1  # weight version at launch of this attempt; -1 before
-    publication_id: int = -1  # id of these weights, to which it is bound in mode decoupled
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
     turns_requested: int = 0  # by this attempt
-    turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # that ran the last turn
-    prefixes: dict[EngineId, Prefix] = {}  # of its context (core/phases)
-    pool: str = ""  # pool that its domain's shares gave this attempt (core/affinity); "" for none
-    assigned_engine: EngineId | None = (
-        None  # the engine for which its turns wait (core/policy/scheduling)
-    )
-    kv_resident: bool = False  # its assigned engine holds its KV, or should
-    kv_demand: int = 0  # tokens of KV that it needs through its next turn
+    pool: str = ""  # pool that this attempt was given; "" if it is that of its task domain
     prompt_tokens: int = 0
-    context_tokens: int = 0  # when the last turn was requested
+    context_tokens: int = 0  # when the last turn was requested, and what it has sampled
     output_tokens: int = 0  # sampled by this attempt
-    last_output_tokens: int = 0
-    tool_s: float = 0.0  # seconds in which its environment stepped
-    estimate: int = 0  # tokens that it will probably still sample
-    kv_token_steps: int = 0  # the context sizes at each of these tokens, summed
-    length_bucket: int | None = (
-        None  # level of its sampled and estimated length (core/policy/priority)
-    )
-    prediction_requested_for: int = -1  # turn before which a prediction was last requested
-    predicted_at_turn: int = -1  # turn to which the last received prediction applies
-    migration: int | None = None  # its number, from its planning to MigrationDone
     closing: StopReason | None = None
     failure: str = ""  # the world's description of the last attempt's failure
     reward: float | None = None
     success: bool | None = None
     started: bool = False  # counted as started
-    launched: bool = False  # this attempt has begun, and its end has not been counted
     stop: StopReason | None = None  # the reason why it, or its RUN stage, is over
-    kept: Kept | None = None  # the attempt that the next one may continue
-    continues: bool = False  # this attempt continues an earlier one
-    life: str = ""  # the controller's life in which its last attempt was launched
-    # earliest step to which the trainer was restored during the attempt
-    restored_to: int | None = None
+    past: Past = msgspec.field(default_factory=Past)
+
+    @property
+    def launched(self) -> bool:
+        """True if this attempt has begun, and has not ended."""
+        return self.stage in ALIVE or self.stage is Stage.EVAL_QUEUED
 
     @property
     def open_turn(self) -> Turn:
@@ -221,7 +179,7 @@ class Group(msgspec.Struct):
     members: list[TrajectoryId] = []
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
     decoding: Decoding = Decoding()
-    comparison_s: float = 0.0  # maximum seconds for the comparison, with those before it
+    limit_s: float = 0.0  # maximum seconds of the comparison
     tokens_lost: bool = (
         False  # tokens of a chosen member are gone: it can never be trained on again
     )
@@ -237,70 +195,47 @@ class EngineStatus(enum.StrEnum):
     SERVING = "serving"
 
 
-class Measured(msgspec.Struct):
-    """The costs of the engines of one kind: measured by themselves, or estimated from
-    finished turns.
+class Seat(msgspec.Struct):
+    """The place of an engine, and what it is for."""
 
-    They are kept when the last of these engines is gone.
-    """
-
-    profile: tuple[StepTime, ...]
-    slots: int
-    rate: Rate
-    prompt_s: float | None = None  # seconds of a prompt's token; None if they were not estimated
-
-
-class Engine(msgspec.Struct):
-    id: EngineId
     degree: int = 1
     group: int = 0  # index in the configuration's engines
     host: int = 0
     devices: tuple[int, ...] = ()
-    pool: str = ""  # pool of its place (core/policy/affinity)
-    phase: EnginePhase = "both"  # parts of turns that it computes (core/phases)
-    joined: bool = False  # it joined during the run, and returns in every later world
-    lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
-    lent: bool = False  # it computes beside the model of a serving engine
-    takes: bool = True  # it takes turns now: serving does not need all of it
-    returns: int = 0  # times that it gave turns back since it last finished one
-    # it gave turns back, and gets no others before this moment; None if it may get some
-    resting_until: float | None = None
-    heard_at: float = 0.0  # when its lender was last reported as lent to the run
-    moved: bool = False  # it replaces an engine whose failures made its host be given up
-    # the suspect for which it is kept empty, or which it runs: it gets no other turns
-    isolates: TrajectoryId | None = None
-    leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
-    draining: bool = False  # it takes no more turns, and is removed when its last one is done
-    turns_given: int = 0  # turns that it was given so far
-    oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
-    # follows from the steps of its kind, its slots and KV; None before it has joined
-    rate: Rate | None = None
-    measured: bool = False  # it has measured its steps itself
-    use: Use = Use()
-    status: EngineStatus = EngineStatus.STARTING
-    epoch: int = 0
-    version: int = -1
-    publication_id: int = -1
-    loading_id: int = -1
-    loading_step: int | None = (
-        None  # step of the checkpoint from which it loads them; None: from memory
-    )
+    pool: str = ""  # through which it found its place (core/policy/affinity)
+    phase: EnginePhase = "both"  # parts of turns that it computes (mechanisms/phases)
+
+
+class Abilities(msgspec.Struct):
+    """The abilities of an engine, which it reports when it is ready."""
+
+    max_slots: int = 0
+    kv_tokens: int = 0
     stages: bool = False  # it can receive weights while it serves
     moves_kv: bool = True  # to and from other engines
     preempts: bool = True  # a turn of higher rank takes the slot of one of its turns
-    # colocated placement: it gives its memory back for the trainer, or has given it
-    released: bool = False
-    staging_id: int = -1  # weights that it receives while it serves
-    staging_since: float = 0.0
-    staged_id: int = -1  # weights that it has received, and not swapped in yet
-    unstaged_id: int = -1  # weights that it could not receive, and loads while suspended
-    max_slots: int = 0
-    kv_tokens: int = 0
+    lent: bool = False  # it computes beside the model of a serving engine
+
+
+class Loading(msgspec.Struct):
+    """The weights that an engine loads, or has loaded last; -1 if there are none."""
+
+    id: int = -1
+    step: int | None = None  # of the checkpoint from which it loads them; None: from memory
+
+
+class Staging(msgspec.Struct):
+    """The weights that an engine receives while it serves; -1 if there are none."""
+
+    id: int = -1  # that it receives now
     since: float = 0.0
-    active: dict[TrajectoryId, int] = {}  # trajectory → turn number
-    # of a prefill engine: the trajectories whose prompts it computes
-    prompts: dict[TrajectoryId, None] = {}
-    prompts_since: float = 0.0  # when it began the prompt that it computes
+    staged_id: int = -1  # that it has received, and not swapped in yet
+    unstaged_id: int = -1  # that it could not receive, and loads while suspended
+
+
+class Failures(msgspec.Struct):
+    """The failures of an engine, and of its turns."""
+
     restarts: int = 0  # after failures for which it is to blame
     # epochs lost with suspects, of whom none is guilty yet → those without an answer
     doubted: dict[int, int] = {}
@@ -308,19 +243,45 @@ class Engine(msgspec.Struct):
     consecutive_timeouts: int = 0
     unanswered: dict[TrajectoryId, int] = {}  # turns that timed out since it last answered one
     load_failures: int = 0
-    launched: int = 0  # trajectories launched under its weights (mode decoupled)
-    # most KV tokens of its trajectories at earlier checks (core/consolidation)
-    peak_kv: int | None = None
+    returns: int = 0  # times that it gave turns back since it last finished one
+    moved: bool = False  # it replaces an engine whose failures made its host be given up
+    # the suspect for which it is kept empty, or which it runs: it gets no other turns
+    isolates: TrajectoryId | None = None
+
+
+class Engine(msgspec.Struct):
+    id: EngineId
+    seat: Seat = msgspec.field(default_factory=Seat)
+    abilities: Abilities = msgspec.field(default_factory=Abilities)
+    joined: bool = False  # it joined during the run, and returns in every later world
+    lender: str = ""  # the serving engine that it is borrowed from; "" if it is the run's own
+    # the reasons why it gets no turns, although it has weights → until when
+    barred: dict[str, float] = {}
+    leaving: bool = False  # it was withdrawn: it launches nothing, and drains when it may
+    draining: bool = False  # it takes no more turns, and is removed when its last one is done
+    status: EngineStatus = EngineStatus.STARTING
+    since: float = 0.0
+    epoch: int = 0
+    version: int = -1
+    publication_id: int = -1
+    loading: Loading = msgspec.field(default_factory=Loading)
+    staging: Staging = msgspec.field(default_factory=Staging)
+    # colocated placement: it gives its memory back for the trainer, or has given it
+    released: bool = False
+    active: dict[TrajectoryId, int] = {}  # trajectory → turn number
+    turns_given: int = 0  # turns that it was given so far
+    oversubscribed_at: float = 0.0  # when it last answered while it had more turns than slots
+    failures: Failures = msgspec.field(default_factory=Failures)
 
     @property
     def samples(self) -> bool:
         """True if turns are sampled there: it is no prefill engine."""
-        return self.phase != "prefill"
+        return self.seat.phase != "prefill"
 
     @property
     def open(self) -> bool:
-        """True if the engine may get turns: it lends itself, and is for no suspect."""
-        return self.takes and self.resting_until is None and self.isolates is None
+        """True if the engine may get turns: nothing bars it, and it has no suspect."""
+        return not self.barred and self.failures.isolates is None
 
     @property
     def departing(self) -> bool:
@@ -352,109 +313,6 @@ class Worker(msgspec.Struct):
     displaced: bool = False  # the host on which it was is gone
     candidates: list[int] = []  # hosts that have joined since it was displaced
     attempts: dict[TrajectoryId, None] = {}  # attempts that it runs, or that it will score
-
-
-class Scaling(msgspec.Struct):
-    """The number of rollout workers that there should be, if it changes (owner:
-    `core/scaling`).
-    """
-
-    peaks: list[Peak] = []  # of the need for workers (core/policy/worker_count)
-    target: int = 0  # workers that there should be
-    start_s: float = 0.0  # seconds of the longest start so far
-    starts: int = 0  # of workers, because they were needed
-    worker_s: float = 0.0  # seconds in which workers had a process, summed until `at`
-    at: float = 0.0
-
-
-class RelayStatus(enum.StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    FETCHING = "fetching"
-
-
-class Fetch(msgspec.Struct, frozen=True, kw_only=True):
-    """A fetch of weights by a relay."""
-
-    publication_id: int
-    source: str | None  # id of a relay; None: the trainer
-    base: int | None  # weights to which the fetched change applies; None: the whole version
-
-
-class Relay(msgspec.Struct):
-    """The relay of a host.
-
-    It fetches one version at a time. Sources are ids of relays; None is the trainer.
-    """
-
-    id: str
-    host: int
-    status: RelayStatus = RelayStatus.STARTING
-    epoch: int = 0
-    since: float = 0.0
-    versions: list[int] = []  # publication ids, ascending
-    fetch: Fetch | None = None  # the one under way
-    fetch_began: float = 0.0  # from the first of its sources
-    fetches: int = 0  # number of fetches so far, of any weights
-    # sources that failed since its last success or the watchdog's last check
-    refused_sources: list[str | None] = []
-    # sources from which these weights stalled; each is left at most once
-    stalled_sources: list[str] = []
-    force_full: bool = False  # a change did not fit: fetch the whole version next
-    starved_since: float | None = (
-        None  # since when it has been refused weights that another relay has
-    )
-    failed_source: str | None = None  # the last source that should have had them and failed
-    # if set, it is restarted at once: others cannot use what it should hold
-    restart_reason: str = ""
-    restarts: int = 0
-    suspected_since: float | None = None  # suspected, and silent since about then
-
-    @property
-    def suspected(self) -> bool:
-        return self.suspected_since is not None
-
-    @property
-    def fetching(self) -> int | None:
-        """The id of the weights that it fetches."""
-        return self.fetch.publication_id if self.fetch is not None else None
-
-
-class Migration(msgspec.Struct):
-    """A migration of a trajectory's KV.
-
-    `since` is None while it waits for its transfer epoch.
-    """
-
-    number: int
-    trajectory_id: TrajectoryId
-    attempt: int
-    source: EngineId
-    target: EngineId
-    since: float | None = None
-    # the trajectory leaves for good, with its open turn, so that the source can load
-    # new weights
-    vacates: bool = False
-    prompt: bool = False  # a prefill engine has computed the prompt of its open turn
-
-
-class Share(msgspec.Struct):
-    """A share of the partition: the engine has the next `size` trajectories by
-    predicted length.
-    """
-
-    engine_id: EngineId
-    size: int
-
-
-class Partition(msgspec.Struct):
-    """The assignment of ranks to engines, longest first, as planned for `planned`
-    trajectories.
-    """
-
-    shares: list[Share] = []
-    planned: int = 0
-    predictions: int = 0  # received since the plan was made
 
 
 class TrainerStatus(enum.StrEnum):
@@ -528,19 +386,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DomainStats(msgspec.Struct):
-    """Lengths and times of a task domain's trajectories, and whether its code works.
+    """The stages in which the code of a task domain works, and its failures."""
 
-    Means are running means (`core/lengths`) and None before the first value.
-    """
-
-    lengths: list[int] = []  # sampled tokens of the newest finished trajectories
-    length_sum: int = 0  # sum of `lengths`
-    predicted_length: float | None = None  # mean; used as long as none has finished
-    context_growth: float | None = None  # tokens of context for each sampled one
-    prompt_tokens: float | None = None
-    turn_tokens: float | None = None  # sampled tokens of a turn
-    turn_s: float | None = None  # seconds of a turn on its engine
-    tool_s: float | None = None  # seconds of an environment's step
     passed: dict[Stage, None] = {}  # the stages of its code that an attempt has passed
     # the last failure of each that failed in a stage that none has passed
     failed: dict[TrajectoryId, Failure] = {}
@@ -568,14 +415,6 @@ class Turns(msgspec.Struct):
     given: int = 0  # turns given to all engines
 
 
-class Migrations(msgspec.Struct):
-    """The migrations of trajectories (owner: `core/migration`)."""
-
-    open: dict[int, Migration] = {}  # planned or under way
-    next_number: int = 0
-    token_s: float = 0.0  # mean seconds for the transfer of a token's KV
-
-
 class Drawing(msgspec.Struct):
     """The groups that are drawn and rolled out, and how that goes (owner:
     `core/groups`).
@@ -590,7 +429,6 @@ class Drawing(msgspec.Struct):
     kept: int = 0
     filtered: int = 0
     spare: int = 0  # spare groups that were learned
-    compared: bool = False  # a pairwise judge has answered, so that its start is over
     swept_for_version: int = 0  # the next_version for which expired groups were last dropped
 
 
@@ -599,6 +437,7 @@ class Membership(msgspec.Struct):
 
     next_number: int = 0
     withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too
+    pending_degrees: list[int] = []  # degrees of engines that are planned, and not started yet
 
 
 class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
@@ -612,7 +451,7 @@ class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hosts(msgspec.Struct):
-    """The hosts, and the trainer's places on them (owner: `core/hosts`)."""
+    """The hosts, and the trainer's places on them (owner: `core/recovery`)."""
 
     up: dict[int, HostSlot] = {}  # by number
     ranks: list[RankSlot] = []
@@ -623,62 +462,6 @@ class Hosts(msgspec.Struct):
     unplaced: list[Unplaced] = []  # engines whose host is gone, until they start elsewhere
     # since when no engine that samples has a place
     engineless_since: float | None = None
-    displaced: list[EngineId] = []  # engines that replace those of a host that is gone
-    # displaced engine → host that has joined, to which it moves once it may drain
-    returning: dict[EngineId, int] = {}
-
-
-class Allocation(msgspec.Struct):
-    """The plan of the engines' degrees (owner: `core/allocation`)."""
-
-    pending_degrees: list[int] = []  # degrees of planned engines that the fleet lacks
-    planned_at: int = 0  # step of the last plan
-    # degrees of engines that run, and whose costs are not known → step since when
-    awaited: dict[int, int] = {}
-
-
-class Affinity(msgspec.Struct):
-    """The pools of the task domains, as they are learned (owner: `core/affinity`)."""
-
-    profiles: dict[str, DomainProfile] = {}  # by task domain
-    # task domain → pool → its share of the trajectories; none before the first change
-    shares: dict[str, dict[str, float]] = {}
-    trial: dict[str, dict[str, float]] = {}  # shares until the next plan, instead of these
-    given: dict[str, dict[str, int]] = {}  # trajectories that were given to pools since
-    fits: dict[str, dict[int, Fit]] = {}  # prices, by class of engines and degree
-    worked: dict[str, dict[int, Worked]] = {}  # by the same
-    # task domain → pool → the cost of its tokens there, as of the last plan
-    token_costs: dict[str, dict[str, TokenCosts]] = {}
-    planned_at: int = 0  # step of the last plan
-
-
-class Spent(msgspec.Struct):
-    """Seconds spent on tokens; earlier ones count less (`core/phases`)."""
-
-    seconds: float = 0.0
-    tokens: float = 0.0
-
-
-class Phases(msgspec.Struct):
-    """The costs of prompts at prefill engines and at those that sample (owner:
-    `core/phases`). Tables are by class of engines and degree.
-    """
-
-    prefill: dict[str, dict[int, Spent]] = {}
-    sampling: dict[str, dict[int, Spent]] = {}
-    moved: Spent = msgspec.field(default_factory=Spent)
-    decisions: int = 0  # turns whose prompts could have been computed elsewhere
-
-
-class Chain(msgspec.Struct):
-    """The chain of relays that broadcasts weights (owner: `core/relays`)."""
-
-    relayed: bool = False  # there is a relay on every host
-    order: list[str] = []  # relays that are up, the master first
-    # fetches of the published weights from another relay, by form: whole, changes
-    broadcast: dict[str, int] = {}
-    # seconds from a publication until all relays had it, by form
-    broadcast_s: dict[str, float] = {}
 
 
 class Publication(msgspec.Struct):
@@ -761,31 +544,19 @@ class State(msgspec.Struct):
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
     engines: dict[EngineId, Engine] = {}
-    relays: dict[str, Relay] = {}
     workers: dict[str, Worker] = {}  # none if attempts run in the controller
     buffer: dict[GroupId, None] = {}
-    unassigned: dict[TrajectoryId, None] = {}  # no engine has their weights (mode decoupled)
     domains: dict[str, DomainStats] = {}  # by task domain
-    measured: dict[str, dict[int, Measured]] = {}  # by class of engines, and degree
-    # of engines that do not measure themselves, by the same
-    turn_times: dict[str, dict[int, TurnTimes]] = {}
-    consolidated_at: float = 0.0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
-    partitions: dict[str, Partition] = {}  # by the pool that trajectories prefer, "" for none
     pools: Pools = msgspec.field(default_factory=Pools)
     turns: Turns = msgspec.field(default_factory=Turns)
-    migrations: Migrations = msgspec.field(default_factory=Migrations)
     drawing: Drawing = msgspec.field(default_factory=Drawing)
     membership: Membership = msgspec.field(default_factory=Membership)
     hosts: Hosts = msgspec.field(default_factory=Hosts)
-    scaling: Scaling = msgspec.field(default_factory=Scaling)
-    allocation: Allocation = msgspec.field(default_factory=Allocation)
-    affinity: Affinity = msgspec.field(default_factory=Affinity)
-    phases: Phases = msgspec.field(default_factory=Phases)
-    chain: Chain = msgspec.field(default_factory=Chain)
     publication: Publication = msgspec.field(default_factory=Publication)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
     service: Service = msgspec.field(default_factory=Service)
+    mechanisms: dict[str, Any] = {}  # the part of each mechanism, by its name
     counters: Counters = msgspec.field(default_factory=Counters)
     idle: Idle = msgspec.field(default_factory=Idle)

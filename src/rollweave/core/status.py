@@ -20,7 +20,7 @@ from rollweave.core.state import (
     TrainerStatus,
     Trajectory,
 )
-from rollweave.core.watchdog import DRAW_S, GRACE_S, comparison_limit_s
+from rollweave.core.watchdog import DRAW_S, GRACE_S
 from rollweave.schema.status import EngineState, RunStatus, TrainerState, WaitStatus
 
 CAUSES = {
@@ -77,12 +77,12 @@ def _engines(run: Run, now: float) -> tuple[EngineState, ...]:
             id=engine.id,
             status="leaving" if engine.departing else engine.status.value,
             seconds=_seconds(now, engine.since),
-            host=engine.host,
-            pool=engine.pool,
+            host=engine.seat.host,
+            pool=engine.seat.pool,
             version=engine.version,
-            busy=len(engine.active) + len(engine.prompts),
-            slots=engine.max_slots,
-            lent=engine.lent,
+            busy=len(engine.active),
+            slots=engine.abilities.max_slots,
+            lent=engine.abilities.lent,
         )
         for engine in run.state.engines.values()
     )
@@ -225,7 +225,7 @@ def _groups(run: Run, now: float) -> Iterator[WaitStatus]:
         if not found or (run.state.serving and wanted is GroupStatus.DRAWING):
             continue
         oldest = min(found, key=lambda group: group.since)
-        limit_s = DRAW_S if wanted is GroupStatus.DRAWING else comparison_limit_s(run, oldest)
+        limit_s = DRAW_S if wanted is GroupStatus.DRAWING else oldest.limit_s
         yield WaitStatus(
             waiter="groups",
             target=target,

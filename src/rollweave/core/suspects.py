@@ -74,10 +74,8 @@ def _computed(run: Run, engine: Engine) -> Iterator[Trajectory]:
     """
     for trajectory_id in engine.active:
         trajectory = run.state.trajectories[trajectory_id]
-        if trajectory.open_turn.prompt is None:
+        if trajectory.open_turn.prefill in (None, engine.id):
             yield trajectory
-    for trajectory_id in engine.prompts:
-        yield run.state.trajectories[trajectory_id]
 
 
 def _given_at(turn: Turn) -> float:
@@ -85,14 +83,14 @@ def _given_at(turn: Turn) -> float:
     its prompt.
     """
     assert isinstance(turn.place, OnEngine), "an engine has it"
-    return turn.place.given if turn.prompt is None else turn.prompt.since
+    return turn.place.given if turn.prefill is None else turn.since
 
 
 def _late(run: Run, engine: Engine) -> Iterator[Trajectory]:
     """Yield the trajectories whose open turns have timed out there since the engine
     last answered one: it may have hung because of them.
     """
-    for trajectory_id, number in engine.unanswered.items():
+    for trajectory_id, number in engine.failures.unanswered.items():
         trajectory = run.state.trajectories.get(trajectory_id)
         turn = None if trajectory is None else trajectory.turn
         if trajectory is not None and turn is not None and turn.number == number:
@@ -113,12 +111,12 @@ def _accuse(
     """Make a turn that the lost engine has a suspect, and take it from the engine."""
     turn = trajectory.open_turn
     turn.suspicion = turn.suspicion or suspicion
-    if turn.prompt is not None:  # its own engine is another one
+    if turn.prefill is not None:  # its own engine is another one
         turns.recall(run, trajectory, turn)
         dispatching.enqueue(run, trajectory, turn)
         return
     if abort:
-        attempts.abort(run, trajectory, turn, engine.id)
+        attempts.abort(run, trajectory, turn)
     turns.fail(run, trajectory, engine, error)
 
 
@@ -137,7 +135,7 @@ def _convict(run: Run, guilty: Trajectory, former: Suspicion, engine: Engine) ->
     trajectories.cancel(run, guilty, StopReason.ENGINES_LOST, failure=text)
     first = run.state.engines.get(former.engine)
     if first is not None:
-        first.doubted.pop(former.epoch, None)
+        first.failures.doubted.pop(former.epoch, None)
 
 
 def _queue_again(run: Run, trajectory: Trajectory, turn: Turn) -> None:

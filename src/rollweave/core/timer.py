@@ -11,17 +11,10 @@ CHECKS_PER_LIMIT = 60
 limit late.
 """
 
-CONSOLIDATION_S = 5.0
-"""Seconds between two consolidations (Laminar §5.1)."""
-
 
 def set_timer(run: Run) -> None:
     """Set the timer for the next check, or for the first engine that has rested."""
-    rests = [
-        engine.resting_until
-        for engine in run.state.engines.values()
-        if engine.resting_until is not None
-    ]
+    rests = [until for engine in run.state.engines.values() for until in engine.barred.values()]
     run.emit(SetTimer(at=min([run.now + _period_s(run), *rests])))
 
 
@@ -34,5 +27,4 @@ def _period_s(run: Run) -> float:
         limits.train_s,
         *(task.step_s for task in run.tasks.values()),
     ]
-    period = max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT)
-    return min(period, CONSOLIDATION_S) if run.pacing.consolidates else period
+    return min(max(MIN_PERIOD_S, min(waits) / CHECKS_PER_LIMIT), run.pacing.check_s)

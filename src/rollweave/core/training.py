@@ -8,24 +8,18 @@ damaged. A version is published once its step is complete.
 """
 
 from rollweave.core import (
-    affinity,
-    allocation,
     bindings,
-    consolidation,
     continuation,
     evaluation,
-    experience,
     groups,
     lifecycle,
-    version_affinity,
     weights,
 )
 from rollweave.core.policy.checkpoints import CHECKPOINT_S, checkpoint_is_due
 from rollweave.core.policy.staleness import acceptable, staleness
-from rollweave.core.run import Run
+from rollweave.core.run import Run, TrainerMove
 from rollweave.core.state import EngineStatus, Group, GroupStatus, Phase, TrainerStatus
 from rollweave.schema.commands import (
-    FitPredictor,
     GroupRef,
     MeasureRatios,
     PublishWeights,
@@ -130,13 +124,13 @@ def take_batch(run: Run) -> None:
     groups.drop_expired(run)
     if len(state.buffer) < wanted or (run.colocated and _engines_hold_memory(run)):
         return
-    if unmeasured := experience.unmeasured(run, wanted):
+    if unmeasured := run.pacing.unmeasured(run, wanted):
         trainer.measuring = unmeasured
         refs = _refs([state.groups[group_id] for group_id in unmeasured])
         run.emit(MeasureRatios(step=trainer.step, part=trainer.parts_done, groups=refs))
         _enter(run, TrainerStatus.MEASURING)
         return
-    taken = [state.groups[group_id] for group_id in experience.choose_batch(run, wanted)]
+    taken = [state.groups[group_id] for group_id in run.pacing.choose_batch(run, wanted)]
     if not taken:
         return
     for group in taken:
@@ -249,10 +243,7 @@ def on_trained(run: Run, event: StepTrained) -> None:
     if trainer.parts_done == run.minibatches_per_step:
         trainer.step += 1
         trainer.parts_done = 0
-        if run.scheduling.predicts:
-            run.emit(FitPredictor(step=event.step))
-        allocation.plan(run)
-        affinity.plan(run)
+        run.follow(TrainerMove.TRAINED)
         groups.learn_spare_groups(run)
         _publish(run)
 
@@ -338,7 +329,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
     evaluation.abandon_if_superseded(run, event.version)
     evaluation.drop_if_not_resumed(run, event.version)
     _enter(run, TrainerStatus.IDLE)
-    consolidation.run_now(run)
+    run.follow(TrainerMove.PUBLISHED)
     if not run.training:
         return
     evaluate = evaluation.is_due(run, trainer.step)
@@ -386,7 +377,7 @@ def save(run: Run) -> None:
     evaluations, checkpoints = state.evaluations, state.checkpoints
     evaluated = evaluations.current.version if evaluations.current is not None else None
     steps = (evaluations.best_step, checkpoints.newest, evaluated)
-    keep = {step for step in steps if step is not None} | version_affinity.needed_checkpoints(run)
+    keep = {step for step in steps if step is not None} | run.pacing.needed_checkpoints(run)
     weights.keep_checkpoints(run, but=keep - {trainer.step})
     checkpoints.newest_requested = max(checkpoints.newest_requested, trainer.step)
     run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))

@@ -6,7 +6,7 @@ world reports that the stage is over. A cancelled attempt keeps its slot while i
 closes, so what the world holds never exceeds the pools.
 """
 
-from rollweave.core import affinity, attempts, continuation, lengths
+from rollweave.core import attempts, continuation
 from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.retry import DETERMINISTIC, MAX_WORLDS_LOST, is_broken
 from rollweave.core.policy.staleness import staleness
@@ -36,11 +36,11 @@ from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 def on_env_ready(run: Run, event: EnvReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage is Stage.INIT:
+        trajectory.prompt_tokens = trajectory.context_tokens = event.prompt_tokens
         move(run, trajectory, Stage.RUN)
         _learn_passed(run, trajectory, Stage.INIT)
         attempts.forgive_worker(run, trajectory)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
-        lengths.learn_prompt(run, trajectory, event.prompt_tokens)
 
 
 def on_delayed(run: Run, event: AttemptDelayed) -> None:
@@ -54,7 +54,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     if trajectory is None or trajectory.stage not in (Stage.INIT, Stage.RUN, Stage.CLOSING):
         return
     release_turn(run, trajectory)
-    trajectory.turns, trajectory.tokens = event.turns, event.tokens
+    trajectory.tokens = event.tokens
     if trajectory.closing is not None:
         end_attempt(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
@@ -63,8 +63,6 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         if event.turns > 1 or event.stop_reason is not StopReason.MAX_TOKENS:
             _learn_passed(run, trajectory, Stage.RUN)
         _count_inherent(run, trajectory)
-        attempts.forget_migration(run, trajectory)
-        lengths.finish_attempt(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
         attempts.note_failure(run, event.stop_reason, event.error)
@@ -189,8 +187,6 @@ def end_attempt(run: Run, trajectory: Trajectory, reason: StopReason, *, failure
     """
     repeated = bool(failure) and failure == trajectory.failure
     trajectory.failure = failure
-    attempts.forget_migration(run, trajectory)
-    lengths.finish_attempt(run, trajectory, finished=False)
     attempts.end(run, trajectory, reason, repeated=repeated)
 
 
@@ -198,8 +194,8 @@ def suspect(run: Run, trajectory: Trajectory) -> None:
     """Count a lost controller or worker against an attempt that was under way: it may
     be the cause, since its environment ran there.
     """
-    trajectory.worlds_lost += 1
-    if trajectory.worlds_lost == MAX_WORLDS_LOST:
+    trajectory.past.worlds_lost += 1
+    if trajectory.past.worlds_lost == MAX_WORLDS_LOST:
         text = (
             f"is given up: {MAX_WORLDS_LOST} controllers or workers were lost while it was "
             "under way, perhaps because of its environment"
@@ -214,11 +210,8 @@ def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     trajectory.attempt += 1
     trajectory.turns_requested = 0
     trajectory.stop = None
-    trajectory.engine = trajectory.assigned_engine = None
-    trajectory.pool = ""
-    trajectory.prefixes = {}
-    trajectory.publication_id = -1
-    lengths.begin_attempt(run, trajectory)
+    trajectory.engine, trajectory.pool = None, ""
+    trajectory.output_tokens = trajectory.context_tokens = 0
     attempts.move(run, trajectory, Stage.QUEUED)
 
 
@@ -255,9 +248,8 @@ def start_inits(run: Run) -> None:
         if version is None:
             return
         trajectory.initiated, continued = continuation.take(run, trajectory, version)
-        trajectory.launched_at, trajectory.life = run.now, state.life
+        trajectory.launched_at, trajectory.past.life = run.now, state.life
         state.counters.attempts += 1
-        trajectory.launched = True
         if trajectory.started:
             state.counters.relaunched += 1
         else:
@@ -267,7 +259,6 @@ def start_inits(run: Run) -> None:
             elif group.purpose is Purpose.EVAL:
                 state.counters.eval_started += 1
         attempts.enter_worker(run, trajectory, worker)
-        trajectory.pool = affinity.pool_of_attempt(run, trajectory)
         move(run, trajectory, Stage.INIT)
         run.emit(
             StartInit(

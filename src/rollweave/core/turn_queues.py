@@ -160,4 +160,4 @@ def _waits(queued: QueuedTurn, key: QueueKey) -> bool:
 
 
 def _key(queued: QueuedTurn) -> QueueKey:
-    return queued.place.engine, queued.place.pool, queued.trajectory.kv_resident
+    return queued.place.engine, queued.place.pool, queued.place.resident

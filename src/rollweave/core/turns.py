@@ -1,43 +1,29 @@
 """Turns: requested, answered or failed, and retried elsewhere when their engine fails.
 
 Invariants: a queued turn is in `state.turns.queue` or, if it is a suspect, in
-`state.turns.suspects`, one on an engine in exactly that engine's `active`, and one that
-is held in none of these, while its trajectory's KV moves; `dispatch` fences late
-answers. `core/dispatching` queues turns and gives them to engines.
+`state.turns.suspects`, one on an engine in that engine's `active`, and one that is held
+in none of these, until the mechanism that holds it releases it; `dispatch` fences late
+answers. An engine may have a turn's prompt computed by another one, `Turn.prefill`,
+which then has the turn in its `active`, too. `core/dispatching` queues turns and gives
+them to engines.
 """
 
-import msgspec
+import math
 
-from rollweave.core import (
-    affinity,
-    attempts,
-    costs,
-    dispatching,
-    lengths,
-    migration,
-    phases,
-    timer,
-    trajectories,
-    turn_priority,
-)
+from rollweave.core import attempts, dispatching, timer, trajectories
 from rollweave.core.policy.borrowing import rest_s
-from rollweave.core.run import Run
+from rollweave.core.run import Run, TurnMove
 from rollweave.core.state import (
     Engine,
     EngineStatus,
     Held,
     OnEngine,
-    Prompt,
-    Queued,
+    Requested,
     Stage,
-    Suspected,
     Trajectory,
     Turn,
 )
-from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.events import (
-    MigrationDone,
-    PredictionReady,
     PrefillDone,
     TurnDone,
     TurnFailed,
@@ -49,6 +35,9 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.work import StopReason
 
+RESTS = "rests"
+"""The reason why an engine gets no turns that has given some back."""
+
 
 def on_requested(run: Run, event: TurnRequested) -> None:
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
@@ -56,7 +45,8 @@ def on_requested(run: Run, event: TurnRequested) -> None:
         return
     if event.turn != trajectory.turns_requested:
         return  # a duplicate
-    lengths.learn_request(run, trajectory, event.context_tokens)
+    trajectory.prompt_tokens = trajectory.prompt_tokens or event.context_tokens
+    trajectory.context_tokens = event.context_tokens
     trajectory.turns_requested += 1
     turn = Turn(
         number=event.turn,
@@ -65,36 +55,35 @@ def on_requested(run: Run, event: TurnRequested) -> None:
         since=run.now,
     )
     trajectory.turn = turn
-    if not migration.holds_turn(run, trajectory):
+    run.follow(TurnMove.REQUESTED, trajectory, turn)
+    if isinstance(turn.place, Requested):
         dispatching.enqueue(run, trajectory, turn)
 
 
 def on_done(run: Run, event: TurnDone) -> None:
-    answered = _find(run, event)
+    answered = find(run, event)
     if answered is None:
         return
     trajectory, turn, engine = answered
-    if len(engine.active) > engine.max_slots:
+    if len(engine.active) > engine.abilities.max_slots:
         engine.oversubscribed_at = run.now
     attempts.vacate(run, engine, trajectory, turn)
     attempts.acquit(run, turn)
-    if not event.replayed:
-        time = costs.learn_turn(run, engine, turn, event)
-        phases.learn_turn(run, trajectory, engine, turn, event.output_tokens)
-        affinity.learn_turn(run, trajectory, engine, turn, event, time)
     run.dirty_queues += [None, engine.id]
-    engine.consecutive_timeouts = engine.returns = engine.excused = 0
-    engine.unanswered = {}
+    engine.failures.consecutive_timeouts = engine.failures.returns = engine.failures.excused = 0
+    engine.failures.unanswered = {}
     if run.state.serving:
-        engine.restarts, engine.doubted = 0, {}  # loaded weights reset these in training
-    trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
+        engine.failures.restarts, engine.failures.doubted = (
+            0,
+            {},
+        )  # loaded weights reset these in training
+    trajectory.turn, trajectory.engine = None, engine.id
     if not event.replayed:
         _count(run, trajectory, turn, event)
-    turn_s = None if event.replayed else run.now - turn.since - event.queue_s
-    lengths.learn_turn(run, trajectory, event.output_tokens, turn_s)
-    if trajectory.predicted_at_turn >= 0:
-        # while the environment works the trajectory may move
-        dispatching.release(run, migration.consider(run, trajectory))
+    trajectory.output_tokens += event.output_tokens
+    trajectory.context_tokens += event.output_tokens
+    trajectory.since = run.now
+    run.follow(TurnMove.DONE, trajectory, turn, engine, event)
 
 
 def _count(run: Run, trajectory: Trajectory, turn: Turn, event: TurnDone) -> None:
@@ -109,58 +98,34 @@ def _count(run: Run, trajectory: Trajectory, turn: Turn, event: TurnDone) -> Non
     counters.scheduling.queue_s += event.queue_s
 
 
-def on_prefilled(run: Run, event: PrefillDone) -> None:
-    """Move the KV of the prompt to the engine that has the turn, if it can take it."""
-    answered = _find(run, event)
-    if answered is None:
-        return
-    trajectory, turn, engine = answered
-    prompt = turn.prompt
-    if prompt is None or prompt.moving:
-        return
-    source = run.state.engines[prompt.engine]
-    phases.learn_prompt(run, source, turn, event)
-    source.consecutive_timeouts = 0
-    attempts.leave_prefill(run, trajectory, source.id)
-    turn.prompt = msgspec.structs.replace(prompt, moving=True, since=run.now)
-    migration.carry_prompt(run, trajectory, source.id, engine.id)
-    dispatching.release(run, migration.begin(run))
-
-
 def on_failed(run: Run, event: TurnFailed) -> None:
-    answered = _find(run, event)
+    answered = find(run, event)
     if answered is None:
         return
     trajectory, turn, engine = answered
-    if turn.prompt is None:
+    if turn.prefill is None:
         fail(run, trajectory, engine, event.error)
-    elif not turn.prompt.moving:
-        _give_up_prompt(run, trajectory, turn.prompt, event.error)
-
-
-def _give_up_prompt(run: Run, trajectory: Trajectory, prompt: Prompt, error: str) -> None:
-    """Let the engine of the turn compute the prompt that a prefill engine has not."""
-    trajectory.prefixes.pop(prompt.engine, None)
-    run.warn(
-        prompt.engine, f"prompt of {trajectory.id} not computed: {error}", count="prompt_failed"
-    )
-    run.state.counters.scheduling.split_failed += 1
-    dispatching.begin_sampling(run, trajectory, trajectory.open_turn)
+    elif turn.prefill:
+        run.follow(TurnMove.REFUSED, trajectory, turn, event.error)
 
 
 def _give_up_prompts(run: Run, engine: Engine, error: str) -> None:
-    """Let other engines compute the prompts that this one has."""
-    for trajectory_id in list(engine.prompts):
-        trajectory = run.state.trajectories[trajectory_id]
-        turn = trajectory.open_turn
-        assert turn.prompt is not None, "the engine has its prompt"
-        attempts.abort_prompt(run, trajectory, turn)
-        _give_up_prompt(run, trajectory, turn.prompt, error)
+    """Let other engines compute the prompts that this one has for them."""
+    if engine.samples:
+        return
+    for trajectory_id in list(engine.active):
+        _give_up_prompt(run, run.state.trajectories[trajectory_id], error)
+
+
+def _give_up_prompt(run: Run, trajectory: Trajectory, error: str) -> None:
+    turn = trajectory.open_turn
+    attempts.abort(run, trajectory, turn)
+    run.follow(TurnMove.REFUSED, trajectory, turn, error)
 
 
 def on_returned(run: Run, event: TurnReturned) -> None:
     """Let a turn that a borrowed engine gave back continue elsewhere."""
-    answered = _find(run, event)
+    answered = find(run, event)
     if answered is None:
         return
     trajectory, turn, engine = answered
@@ -178,11 +143,11 @@ def _rest(run: Run, engine: Engine) -> None:
     """Give the engine no other turns for a while. Those that it has stay: it gives them
     back, too, if it has to.
     """
-    if engine.resting_until is not None or engine.departing:
+    if RESTS in engine.barred or engine.departing:
         return
-    engine.returns += 1
-    seconds = rest_s(engine.returns)
-    engine.resting_until = run.now + seconds
+    engine.failures.returns += 1
+    seconds = rest_s(engine.failures.returns)
+    engine.barred[RESTS] = run.now + seconds
     run.warn(engine.id, f"gave turns back: gets no others for {seconds:g} s", count="engine_rests")
     run.fleet_changed()
     dispatching.requeue_from(run, engine)
@@ -192,8 +157,8 @@ def _rest(run: Run, engine: Engine) -> None:
 def end_rests(run: Run) -> None:
     """Let engines get turns again that have rested."""
     for engine in run.state.engines.values():
-        if engine.resting_until is not None and run.now >= engine.resting_until:
-            engine.resting_until = None
+        if run.now >= engine.barred.get(RESTS, math.inf):
+            del engine.barred[RESTS]
             run.fleet_changed()
             run.dirty_queues += [None, engine.id]
 
@@ -211,50 +176,16 @@ def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
 
 def on_progressed(run: Run, event: TurnsProgressed) -> None:
     for progress in event.turns:
-        sampling = _find(run, progress)
+        sampling = find(run, progress)
         if sampling is not None:
             sampling[1].output_tokens = progress.output_tokens
 
 
-def on_prediction(run: Run, event: PredictionReady) -> None:
-    """Act on the trajectory's new estimate wherever its turn is."""
-    trajectory = attempts.find(run, event.trajectory_id, event.attempt)
-    if trajectory is None or not lengths.learn_prediction(run, trajectory, event):
-        return
-    run.dirty_queues.append(
-        trajectory.assigned_engine
-    )  # its order in the KV of that engine may have changed
-    turn = trajectory.turn
-    if turn is None:
-        dispatching.release(run, migration.consider(run, trajectory))
-        return
-    match turn.place:
-        case Queued() as place:
-            if trajectory.turns_requested <= 1 and run.pacing.interchangeable:
-                trajectory.assigned_engine = None  # no engine has KV of it yet
-                run.reindex(trajectory)
-            dispatching.requeue(run, QueuedTurn(trajectory, turn, place))
-        case OnEngine():
-            turn_priority.rerank(run, trajectory)
-        case Held() | Suspected():
-            pass
+Answer = TurnDone | TurnFailed | TurnReturned | TurnProgress | PrefillDone
+"""The events about a turn that an engine has."""
 
 
-def on_migration_done(run: Run, event: MigrationDone) -> None:
-    """Queue the turns that have waited for the transfer."""
-    dispatching.release(run, migration.complete(run, event))
-
-
-def give_up_late_migrations(run: Run) -> None:
-    """Give up transfers that have taken too long, and queue the turns that have waited
-    for them.
-    """
-    dispatching.release(run, migration.give_up_late(run))
-
-
-def _find(
-    run: Run, event: TurnDone | TurnFailed | TurnReturned | TurnProgress | PrefillDone
-) -> tuple[Trajectory, Turn, Engine] | None:
+def find(run: Run, event: Answer) -> tuple[Trajectory, Turn, Engine] | None:
     """The turn that the event is about, and its engine; None if the event is late."""
     trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     turn = trajectory.turn if trajectory is not None else None
@@ -296,19 +227,18 @@ def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
     _give_up_prompts(run, engine, error)
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
-        if abort:
-            attempts.abort(run, trajectory, trajectory.open_turn, engine.id)
+        if abort and trajectory.open_turn.prefill is None:
+            attempts.abort(run, trajectory, trajectory.open_turn)
         fail(run, trajectory, engine, error)
 
 
 def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
     """Fail a turn that is late, or give up a late prompt."""
     turn, error = trajectory.open_turn, f"no answer within {run.config.watchdog.turn_s:g} s"
-    if turn.prompt is not None:
-        attempts.abort_prompt(run, trajectory, turn)
-        _give_up_prompt(run, trajectory, turn.prompt, error)
+    if turn.prefill is not None:
+        _give_up_prompt(run, trajectory, error)
     else:
-        attempts.abort(run, trajectory, turn, engine.id)
+        attempts.abort(run, trajectory, turn)
         fail(run, trajectory, engine, error)
 
 

@@ -1,53 +1,49 @@
-"""The present waits of a run for hosts, relays, engines, rollout workers and the
-trainer, each with what the component does.
+"""The present waits of a run for hosts, engines, rollout workers and the trainer, each
+with what the component does.
 """
 
 from collections.abc import Iterator, Mapping
 
 from rollweave.core.policy.waiting import Wait
+from rollweave.core.run import Run
 from rollweave.core.state import (
     Engine,
     EngineStatus,
     Phase,
-    Relay,
-    RelayStatus,
     State,
     WorkerStatus,
 )
 from rollweave.core.state import TrainerStatus as Status
-from rollweave.core.weights import takes_versions
-
-MEGABYTE = 1_000_000
+from rollweave.core.turns import RESTS
 
 
 def waits(
-    state: State, received: Mapping[str, tuple[int, int]], *, start_s: float = 0.0
+    run: Run, received: Mapping[str, tuple[int, int]], *, start_s: float = 0.0
 ) -> Iterator[Wait]:
-    """Yield the present waits.
+    """Yield the present waits, those of the mechanisms, too.
 
     `received` has, for each fetching relay, the bytes that have arrived and the size of
     the version, as far as they are known. A component starts within `start_s`, if that
     is given.
     """
+    state = run.state
     if state.phase is Phase.FINISHED:
         return
     for engine in state.engines.values():
-        name = f"engine {engine.id}{_on_host(state, engine.host)}"
+        name = f"engine {engine.id}{on_host(state, engine.seat.host)}"
         if what := _engine(state, engine):
             limit_s = start_s if engine.status is EngineStatus.STARTING else 0.0
             yield Wait(component=name, what=what, since=engine.since, limit_s=limit_s)
-        elif engine.staging_id >= 0:
-            what = f"receiving {_version(state, engine.staging_id)} while it serves"
-            yield Wait(component=name, what=what, since=engine.staging_since)
-    with_engines = {engine.host for engine in state.engines.values()}
-    for relay in state.relays.values():
-        needs = takes_versions(state, relay, with_engines)
-        progress = received.get(relay.id, (0, 0))
-        yield from _relay(state, relay, progress, needs=needs, start_s=start_s)
+        elif engine.staging.id >= 0:
+            what = f"receiving {version_name(state, engine.staging.id)} while it serves"
+            yield Wait(component=name, what=what, since=engine.staging.since)
+    for mechanism in run.mechanisms:
+        if mechanism.waits is not None:
+            yield from mechanism.waits(run, received, start_s)
     for worker in state.workers.values():
         name = f"worker {worker.id}"
         if worker.status is WorkerStatus.STARTING:
-            where = _on_host(state, worker.host)
+            where = on_host(state, worker.host)
             yield Wait(
                 component=f"{name}{where}", what="starting", since=worker.since, limit_s=start_s
             )
@@ -76,33 +72,11 @@ def _engine(state: State, engine: Engine) -> str:
         case EngineStatus.SUSPENDING:
             return "suspending its turns to load new weights"
         case EngineStatus.LOADING:
-            return f"loading {_version(state, engine.loading_id)}"
-        case EngineStatus.SERVING if engine.resting_until is not None:
-            return f"gave turns back, gets no others until {engine.resting_until:.0f} s"
+            return f"loading {version_name(state, engine.loading.id)}"
+        case EngineStatus.SERVING if RESTS in engine.barred:
+            return f"gave turns back, gets no others until {engine.barred[RESTS]:.0f} s"
         case EngineStatus.SERVING:
             return ""
-
-
-def _relay(
-    state: State, relay: Relay, received: tuple[int, int], *, needs: bool, start_s: float
-) -> Iterator[Wait]:
-    name, since, what = f"relay {relay.id}{_on_host(state, relay.host)}", relay.since, ""
-    missing, (done, whole), limit_s = state.publication.id, received, 0.0
-    if relay.status is RelayStatus.STARTING:
-        what, limit_s = "starting", start_s
-    elif relay.fetch is not None:
-        fetched, source = _version(state, relay.fetch.publication_id), relay.fetch.source
-        what = f"fetching {fetched} from {source or 'the trainer'}"
-        if whole:
-            what += f", {done / MEGABYTE:,.0f} of {whole / MEGABYTE:,.0f} MB"
-    if what:
-        yield Wait(component=name, what=what, since=since, limit_s=limit_s)
-    elif needs and missing in state.publication.retained and missing not in relay.versions:
-        yield Wait(component=name, what=f"no source has {_version(state, missing)}")
-    if relay.suspected_since is not None:
-        yield Wait(
-            component=f"a sign of life of {name}", what="silent", since=relay.suspected_since
-        )
 
 
 def _trainer(state: State, start_s: float) -> Iterator[Wait]:
@@ -148,7 +122,7 @@ def _trainer_name(state: State) -> str:
     return f"the trainer on {', '.join(names)}" if names else "the trainer"
 
 
-def _on_host(state: State, number: int) -> str:
+def on_host(state: State, number: int) -> str:
     name = _host_name(state, number)
     return f" on {name}" if name else ""
 
@@ -159,6 +133,6 @@ def _host_name(state: State, number: int) -> str:
     return f"host {host.name}" if host is not None and host.name else ""
 
 
-def _version(state: State, publication_id: int) -> str:
+def version_name(state: State, publication_id: int) -> str:
     version = state.publication.retained.get(publication_id)
     return f"weights {publication_id}" if version is None else f"version {version}"

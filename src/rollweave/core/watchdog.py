@@ -8,27 +8,20 @@ backstop behind it, so they are wider.
 import itertools
 
 from rollweave.core import (
-    borrowing,
-    consolidation,
     engines,
     evaluation,
     groups,
-    lengths,
-    relays,
     timer,
     training,
     trajectories,
-    turn_priority,
     turns,
     weight_updates,
-    workers,
 )
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
-from rollweave.core.run import Run
+from rollweave.core.run import Run, Step
 from rollweave.core.state import (
     Engine,
     EngineStatus,
-    Group,
     GroupStatus,
     Phase,
     Stage,
@@ -55,30 +48,16 @@ def on_timer(run: Run, _event: TimerFired) -> None:
 
 def check_deadlines(run: Run) -> None:
     """Check every deadline, and set the timer again."""
-    state = run.state
-    if state.phase is Phase.FINISHED:
+    if run.state.phase is Phase.FINISHED:
         return
-    for engine in list(state.engines.values()):
-        if engine.id in state.engines:  # else it was removed with its host
+    for check in run.deadlines:
+        check(run)
+
+
+def _check_engines(run: Run) -> None:
+    for engine in list(run.state.engines.values()):
+        if engine.id in run.state.engines:  # else it was removed with its host
             _check_engine(run, engine)
-    borrowing.check_leases(run)
-    turns.end_rests(run)
-    _check_fleet(run)
-    relays.check_timeouts(run)
-    workers.check_timeouts(run)
-    for trajectory_id in _waiting(run):
-        trajectory = state.trajectories.get(trajectory_id)
-        if trajectory is not None:
-            _check_trajectory(run, trajectory)
-    _check_draws(run)
-    _check_comparisons(run)
-    _check_trainer(run)
-    turns.give_up_late_migrations(run)
-    consolidation.check_due(run)
-    turn_priority.promote_overdue(run)
-    for trajectory in lengths.revise_outrun(run):
-        turn_priority.rerank(run, trajectory)
-    timer.set_timer(run)
 
 
 def _check_fleet(run: Run) -> None:
@@ -104,7 +83,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
         case EngineStatus.SUSPENDING | EngineStatus.LOADING if waited > limits.weights_s:
             engines.restart(run, engine, f"stuck {engine.status} for {waited:.0f} s")
         case EngineStatus.SERVING:
-            if engine.staging_id >= 0 and run.now - engine.staging_since > limits.weights_s:
+            if engine.staging.id >= 0 and run.now - engine.staging.since > limits.weights_s:
                 weight_updates.give_up_staging(run, engine, f"not within {limits.weights_s:g} s")
             _check_turns(run, engine)
         case _:
@@ -113,19 +92,21 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 def _check_turns(run: Run, engine: Engine) -> None:
     limit = run.config.watchdog.turn_s
-    for trajectory_id in [*engine.active, *engine.prompts]:
+    for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         if run.now - trajectory.open_turn.since <= limit:
             continue  # a fleet has many turns, and few of them are old
-        waits = trajectory.open_turn.prompt is not None and engine.samples  # for its prompt
+        waits = trajectory.open_turn.prefill is not None and engine.samples  # for its prompt
         if waits or not turns.is_late(run, engine, trajectory.open_turn):
             continue
-        engine.consecutive_timeouts += 1
-        engine.unanswered[trajectory_id] = trajectory.open_turn.number
+        engine.failures.consecutive_timeouts += 1
+        engine.failures.unanswered[trajectory_id] = trajectory.open_turn.number
         turns.time_out(run, engine, trajectory)
-        if engine.consecutive_timeouts >= TIMEOUTS_BEFORE_RESTART:
+        if engine.failures.consecutive_timeouts >= TIMEOUTS_BEFORE_RESTART:
             engines.restart(
-                run, engine, f"{engine.consecutive_timeouts} turns in a row without an answer"
+                run,
+                engine,
+                f"{engine.failures.consecutive_timeouts} turns in a row without an answer",
             )
             return
 
@@ -179,6 +160,13 @@ def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
             pass
 
 
+def _check_trajectories(run: Run) -> None:
+    for trajectory_id in _waiting(run):
+        trajectory = run.state.trajectories.get(trajectory_id)
+        if trajectory is not None:
+            _check_trajectory(run, trajectory)
+
+
 def _give_up(run: Run, trajectory: Trajectory, reason: StopReason, message: str) -> None:
     run.warn(trajectory.id, message, count=reason)
     trajectories.cancel(run, trajectory, reason, failure=message)
@@ -201,26 +189,6 @@ def _check_draws(run: Run) -> None:
                 groups.abandon_draw(run, group)
 
 
-def _check_comparisons(run: Run) -> None:
-    for group_id in list(run.state.drawing.active) if run.comparison_s else ():
-        group = run.state.groups[group_id]
-        if group.status is not GroupStatus.COMPARING:
-            continue
-        waited = run.now - group.since
-        if waited > comparison_limit_s(run, group):
-            text = f"its members have not been compared for {waited:.0f} s; it is dropped"
-            run.warn(group.id, text, count=StopReason.REWARD_HANG)
-            groups.drop(run, group, StopReason.REWARD_HANG)
-
-
-def comparison_limit_s(run: Run, group: Group) -> float:
-    """Return the maximum seconds of a comparison, with the start of its judge unless
-    one has answered.
-    """
-    starting_s = 0.0 if run.state.drawing.compared else run.config.watchdog.start_s
-    return group.comparison_s + starting_s + GRACE_S
-
-
 def _check_trainer(run: Run) -> None:
     trainer, limits = run.state.trainer, run.config.watchdog
     waited = run.now - trainer.since
@@ -237,3 +205,19 @@ def _check_trainer(run: Run) -> None:
     elif trainer.saving is not None and run.now - trainer.save_requested_at > limits.train_s:
         waited = run.now - trainer.save_requested_at
         training.restart(run, f"stuck writing checkpoint {trainer.saving} for {waited:.0f} s")
+
+
+DEADLINES: tuple[tuple[str, Step | None], ...] = (
+    ("engine deadlines", _check_engines),
+    ("rests", turns.end_rests),
+    ("fleet deadlines", _check_fleet),
+    ("attempt deadlines", _check_trajectories),
+    ("draw deadlines", _check_draws),
+    ("trainer deadlines", _check_trainer),
+    ("moves of trajectories", None),
+    ("ranks of turns", None),
+    ("timer", timer.set_timer),
+)
+"""The deadlines that the timer checks, each with a name, in this order. Mechanisms
+check theirs before some of them.
+"""

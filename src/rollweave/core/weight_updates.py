@@ -7,7 +7,7 @@ they can be, before the mode lets engines take them. An engine without room for 
 copy, or whose staging failed, is suspended for the whole load; so is one without work,
 since there is nothing to hide the load behind. While an evaluation runs, engines keep
 the version that is being evaluated. In mode decoupled each engine updates
-independently, and `core/version_affinity` decides when and to which version.
+independently, and `mechanisms/versions/binding` decides when and to which version.
 
 In a colocated run the trainer and the engines take turns on the same devices. Engines
 start without memory for weights and KV, and get it with `LoadWeights`. When the batch
@@ -18,15 +18,13 @@ that have given theirs back wait for it: it trains the batch again.
 """
 
 from rollweave.core import (
-    assignment,
     engines,
     training,
     trajectories,
     turns,
-    version_affinity,
     weights,
 )
-from rollweave.core.run import Run
+from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, EngineStatus, TrainerStatus
 from rollweave.schema.commands import LoadWeights, ResumeEngine, StageWeights, SuspendEngine
 from rollweave.schema.events import (
@@ -53,21 +51,23 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
         _make_stale(run, engine)
         return
     wanted = run.pacing.wanted_weights(run, engine)
-    _load(run, engine, engine.staged_id if _swaps_staged(run, engine, wanted) else wanted)
+    _load(run, engine, engine.staging.staged_id if _swaps_staged(run, engine, wanted) else wanted)
 
 
 def on_staged(run: Run, event: WeightsStaged) -> None:
     engine = engines.find(run, event.engine_id, event.epoch)
-    if engine is None or engine.staging_id != event.publication_id:
+    if engine is None or engine.staging.id != event.publication_id:
         return
-    run.state.counters.weights.transfer_s += run.now - engine.staging_since
-    engine.staging_id = -1
-    engine.staged_id = event.publication_id if event.publication_id > engine.publication_id else -1
+    run.state.counters.weights.transfer_s += run.now - engine.staging.since
+    engine.staging.id = -1
+    engine.staging.staged_id = (
+        event.publication_id if event.publication_id > engine.publication_id else -1
+    )
 
 
 def on_staging_failed(run: Run, event: StagingFailed) -> None:
     engine = engines.find(run, event.engine_id, event.epoch)
-    if engine is not None and engine.staging_id == event.publication_id:
+    if engine is not None and engine.staging.id == event.publication_id:
         give_up_staging(run, engine, event.error)
 
 
@@ -77,35 +77,37 @@ def give_up_staging(run: Run, engine: Engine, error: str) -> None:
     """
     run.warn(
         engine.id,
-        f"weights {engine.staging_id} not received while it serves: {error}",
+        f"weights {engine.staging.id} not received while it serves: {error}",
         count="staging_failed",
     )
-    engine.staging_id, engine.unstaged_id = -1, engine.staging_id
+    engine.staging.id, engine.staging.unstaged_id = -1, engine.staging.id
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
     engine = _loading(run, event)
     if engine is None:
         return
-    step = engine.loading_step
+    step = engine.loading.step
     if step is not None and run.state.publication.checkpointed.get(event.publication_id) != step:
         _unreadable(run, engine, step, "damaged, or written again in the meantime")
         return
     if engine.version >= 0:
         # it has survived from one update to the next: earlier failures are forgiven
-        engine.restarts, engine.doubted, engine.moved = 0, {}, False
-        counted, staged = run.state.counters.weights, engine.staged_id == event.publication_id
+        engine.failures.restarts, engine.failures.doubted, engine.failures.moved = 0, {}, False
+        counted, staged = (
+            run.state.counters.weights,
+            engine.staging.staged_id == event.publication_id,
+        )
         counted.updates += 1
         counted.staged += staged
         _count_stop(run, engine, transfers=not staged)
     else:
-        assignment.engines_changed(run)
+        run.follow(EngineMove.FLEET_CHANGED)
     engine.released = False
     engine.version, engine.publication_id = event.version, event.publication_id
-    engine.load_failures = 0
-    if engine.staged_id <= event.publication_id:
-        engine.staged_id = -1
-    engine.peak_kv = None
+    engine.failures.load_failures = 0
+    if engine.staging.staged_id <= event.publication_id:
+        engine.staging.staged_id = -1
     engines.enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
     _reassign(run)
@@ -116,19 +118,16 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     if engine is None:
         return
     if engine.version >= 0:
-        _count_stop(run, engine, transfers=engine.staged_id != event.publication_id)
-    if engine.loading_step is not None:
-        _unreadable(run, engine, engine.loading_step, event.error)
+        _count_stop(run, engine, transfers=engine.staging.staged_id != event.publication_id)
+    if engine.loading.step is not None:
+        _unreadable(run, engine, engine.loading.step, event.error)
         return
-    engine.load_failures += 1
+    engine.failures.load_failures += 1
     run.warn(
         engine.id, f"weights {event.publication_id} refused: {event.error}", count="load_failed"
     )
-    if engine.load_failures >= MAX_LOAD_FAILURES:
-        relay = weights.relay_of(run, engine)
-        # either of the two may be at fault
-        if relay is not None and event.publication_id in relay.versions:
-            relay.restart_reason = f"{engine.id} cannot load from it"
+    if engine.failures.load_failures >= MAX_LOAD_FAILURES:
+        run.carrier.accuse(run, engine, event.publication_id)
         engines.restart(run, engine, f"weights refused {MAX_LOAD_FAILURES} times: {event.error}")
     elif run.pacing.interchangeable:  # all its trajectories can continue with the newest
         _load(run, engine, weights.newest(run, engine))
@@ -145,7 +144,7 @@ def _loading(run: Run, event: WeightsLoaded | WeightsLoadFailed) -> Engine | Non
     if (
         engine is None
         or engine.status is not EngineStatus.LOADING
-        or engine.loading_id != event.publication_id
+        or engine.loading.id != event.publication_id
     ):
         return None
     return engine
@@ -165,7 +164,7 @@ def _reassign(run: Run) -> None:
     """Reassign unassigned trajectories, and restart those whose version can no longer
     be loaded anywhere.
     """
-    for trajectory in version_affinity.reassign(run):
+    for trajectory in run.pacing.reassign(run):
         text = "no engine can load the weights with which it started"
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE, failure=text)
 
@@ -176,7 +175,7 @@ def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
     """
     run.warn(
         engine.id,
-        f"weights {engine.loading_id} not loaded from checkpoint {step}: {error}",
+        f"weights {engine.loading.id} not loaded from checkpoint {step}: {error}",
         count="load_failed",
     )
     weights.keep_checkpoints(run, but={*run.state.publication.checkpointed.values()} - {step})
@@ -227,29 +226,29 @@ def _stage(run: Run) -> None:
         return  # this is asked after every event
     for engine in run.state.engines.values():
         if (
-            engine.stages
+            engine.abilities.stages
             and engine.status is EngineStatus.SERVING
-            and engine.staging_id < 0
-            and published not in (engine.publication_id, engine.staged_id)
+            and engine.staging.id < 0
+            and published not in (engine.publication_id, engine.staging.staged_id)
             and not engine.departing
         ):
             newest = weights.newest(run, engine)
             if (
                 newest is not None
-                and newest > max(engine.publication_id, engine.staged_id)
+                and newest > max(engine.publication_id, engine.staging.staged_id)
                 and _can_stage(run, engine, newest)
                 and _has_work(run)
             ):
-                engine.staging_id, engine.staging_since = newest, run.now
+                engine.staging.id, engine.staging.since = newest, run.now
                 version = run.state.publication.retained[newest]
                 run.emit(StageWeights(engine_id=engine.id, version=version, publication_id=newest))
 
 
 def _can_stage(run: Run, engine: Engine, publication_id: int) -> bool:
     return (
-        engine.stages
+        engine.abilities.stages
         and not run.colocated  # there is no room for two copies
-        and publication_id != engine.unstaged_id
+        and publication_id != engine.staging.unstaged_id
         and "staging" not in run.config.ablation.without
         and weights.is_in_memory(run, engine, publication_id)
     )
@@ -265,7 +264,7 @@ def _stages(run: Run, engine: Engine, target: int | None) -> bool:
     return (
         run.pacing.interchangeable
         and target is not None
-        and target != engine.staged_id
+        and target != engine.staging.staged_id
         and _can_stage(run, engine, target)
         and _has_work(run)
     )
@@ -279,8 +278,8 @@ def _swaps_staged(run: Run, engine: Engine, target: int | None) -> bool:
     return (
         run.pacing.interchangeable
         and target is not None
-        and engine.publication_id < engine.staged_id <= target
-        and weights.is_in_memory(run, engine, engine.staged_id)
+        and engine.publication_id < engine.staging.staged_id <= target
+        and weights.is_in_memory(run, engine, engine.staging.staged_id)
     )
 
 
@@ -300,8 +299,8 @@ def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
             if weights.is_in_memory(run, engine, publication_id)
             else run.state.publication.checkpointed[publication_id]
         )
-        engine.loading_id, engine.loading_step = publication_id, step
-        version_affinity.begin_load(run, engine)
+        engine.loading.id, engine.loading.step = publication_id, step
+        run.pacing.begin_load(run, engine)
         engines.enter(run, engine, EngineStatus.LOADING)
         version = run.state.publication.retained[publication_id] if step is None else step
         run.emit(
@@ -312,7 +311,7 @@ def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
                 from_checkpoint=step,
             )
         )
-    elif run.state.chain.relayed and engine.version >= 0 and not engine.released:
+    elif run.carrier.relayed(run) and engine.version >= 0 and not engine.released:
         _resume(run, engine)  # its relay was lost in the meantime
     else:
         _make_stale(run, engine)
@@ -320,7 +319,7 @@ def _load(run: Run, engine: Engine, publication_id: int | None) -> None:
 
 def _resume(run: Run, engine: Engine) -> None:
     """Let the engine serve on with its weights."""
-    engine.loading_id = -1
+    engine.loading.id = -1
     engines.enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
 
@@ -330,7 +329,7 @@ def _make_stale(run: Run, engine: Engine) -> None:
 
     If trajectories are bound to weights, it no longer counts as having any.
     """
-    engine.loading_id = -1
+    engine.loading.id = -1
     if not run.pacing.interchangeable:
         engine.version = engine.publication_id = -1
     engines.enter(run, engine, EngineStatus.STALE)

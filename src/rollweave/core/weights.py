@@ -1,9 +1,9 @@
 """The versions of the weights that may still be loaded, and which of them an engine can
 load now.
 
-The trainer and the relays keep these versions in memory and release all others. With
-relays an engine loads only from its own host's relay (Laminar §4), so it can load
-what that relay holds. In mode decoupled any engine can also read a version from a
+The trainer keeps these versions in memory and releases all others; what carries them to
+the engines, if it is not that memory, is a mechanism's (`core/run.Carrier`). In mode
+decoupled any engine can also read a version from a
 checkpoint that holds it (§3.3), since all hosts see the run's directory. Publication
 ids only grow.
 
@@ -14,9 +14,8 @@ that a checkpoint may no longer hold.
 
 from collections.abc import Container
 
-from rollweave.core.policy.relay import repair
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Relay, State
+from rollweave.core.state import Engine
 
 MAX_VERSIONS = 8
 """Maximum number of versions kept in memory at once, the newest ones: that many models
@@ -35,13 +34,13 @@ def needed(run: Run) -> tuple[int, ...]:
     state = run.state
     ids = {state.publication.id}
     for engine in state.engines.values():
-        ids |= {engine.publication_id, engine.loading_id, engine.staging_id, engine.staged_id}
-    for relay in state.relays.values():
-        if takes_versions(state, relay, run.fleet.hosts):
-            ids |= {*relay.versions[-1:]}
-        if relay.fetch is not None:
-            base = relay.fetch.base
-            ids |= {relay.fetch.publication_id, base if base is not None else -1}
+        ids |= {
+            engine.publication_id,
+            engine.loading.id,
+            engine.staging.id,
+            engine.staging.staged_id,
+        }
+    ids |= run.carrier.needed(run)
     ids |= run.pacing.bound_weights(run)
     loadable = {*state.publication.retained, state.publication.id} - {-1}
     return tuple(sorted(ids & loadable))[-MAX_VERSIONS:]
@@ -65,9 +64,6 @@ def publish(run: Run, version: int, publication_id: int) -> None:
         publication_id,
         run.now,
     )
-    state.chain.broadcast = {}
-    for relay in state.relays.values():
-        relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
     keep = needed(run)
     publication.retained = {kept: publication.retained.get(kept, version) for kept in keep}
 
@@ -83,8 +79,7 @@ def trainer_lost(run: Run) -> None:
     Engines keep the weights that they have loaded, relays the versions that they have
     fetched.
     """
-    state = run.state
-    held = {held for relay in state.relays.values() for held in (*relay.versions, relay.fetching)}
+    state, held = run.state, run.carrier.held(run)
     state.publication.retained = {
         kept: version for kept, version in state.publication.retained.items() if kept in held
     }
@@ -108,46 +103,6 @@ def keep_checkpoints(run: Run, *, but: Container[int]) -> None:
     }
 
 
-def relay_of(run: Run, engine: Engine) -> Relay | None:
-    """Return the relay on the engine's host; None without relays."""
-    return run.state.relays.get(relay_id(engine.host)) if run.state.chain.relayed else None
-
-
-def takes_versions(state: State, relay: Relay, with_engines: Container[int]) -> bool:
-    """True if a relay must have the published versions: there are engines on its host,
-    or it is the first relay that is not suspected, from which the others get them.
-    `with_engines` are the hosts that have engines.
-
-    All other relays fetch nothing; they serve what the trainer's ranks publish on their
-    hosts.
-    """
-    return relay.host in with_engines or is_chain_head(state, relay)
-
-
-def is_chain_head(state: State, relay: Relay) -> bool:
-    """True if only suspected relays stand before it in the chain: it is the master, or
-    acts as the master.
-    """
-    for other in state.chain.order:
-        if other == relay.id:
-            return True
-        if not state.relays[other].suspected:
-            return False
-    return False
-
-
-def relay_id(host: int) -> str:
-    """Return the id of a host's relay."""
-    return f"r{host}"
-
-
-def leave_chain(run: Run, relay: Relay) -> None:
-    """Take a lost relay out of the chain."""
-    chain = run.state.chain
-    if relay.id in chain.order:
-        chain.order = list(repair(chain.order, relay.id).order)
-
-
 def is_obtainable(run: Run, publication_id: int) -> bool:
     """True if the trainer, a relay or a checkpoint holds these weights."""
     publication = run.state.publication
@@ -164,10 +119,10 @@ def is_loadable(run: Run, engine: Engine, publication_id: int) -> bool:
 
 def is_in_memory(run: Run, engine: Engine, publication_id: int) -> bool:
     """True if the engine can load these weights without a checkpoint."""
-    relay = relay_of(run, engine)
-    return publication_id in run.state.publication.retained and (
-        not run.state.chain.relayed or (relay is not None and publication_id in relay.versions)
-    )
+    if publication_id not in run.state.publication.retained:
+        return False
+    reach = run.carrier.reach(run, engine)
+    return reach is None or publication_id in reach
 
 
 def newest(run: Run, engine: Engine) -> int | None:
@@ -179,9 +134,8 @@ def newest(run: Run, engine: Engine) -> int | None:
     ones of a checkpoint, unless the engine's own are newer.
     """
     published, retained = run.state.publication.id, run.state.publication.retained
-    if run.state.chain.relayed:
-        relay = relay_of(run, engine)
-        held = relay.versions if relay is not None else []
+    held = run.carrier.reach(run, engine)
+    if held is not None:
         if run.colocated:
             held = [version for version in held if version == published]
         in_memory = next((version for version in reversed(held) if version in retained), -1)
@@ -190,3 +144,22 @@ def newest(run: Run, engine: Engine) -> int | None:
     saved = max(run.state.publication.checkpointed, default=-1) if published not in retained else -1
     newest = max(in_memory, saved if saved >= engine.publication_id else -1)
     return newest if newest >= 0 else None
+
+
+class Memory:
+    """Engines load weights from the memory in which the trainer publishes them."""
+
+    def relayed(self, run: Run) -> bool:
+        return False
+
+    def reach(self, run: Run, engine: Engine) -> list[int] | None:
+        return None
+
+    def needed(self, run: Run) -> set[int]:
+        return set()
+
+    def held(self, run: Run) -> set[int]:
+        return set()
+
+    def accuse(self, run: Run, engine: Engine, publication_id: int) -> None:
+        """The memory is never at fault."""

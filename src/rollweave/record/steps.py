@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from rollweave.core.mechanisms.cluster.state import cluster_of
+from rollweave.core.mechanisms.cluster.workers import processes
+from rollweave.core.mechanisms.pools.state import pools_of
 from rollweave.core.state import State
-from rollweave.core.workers import processes
 
 
 class CounterSnapshot:
@@ -119,7 +121,7 @@ def worker_figures(state: State, at: float) -> dict[str, float]:
     needed, and the seconds of all workers until `at`. Empty if their number does not
     change.
     """
-    part = state.scaling
+    part = cluster_of(state).scaling
     if not part.peaks:
         return {}
     return {
@@ -135,7 +137,9 @@ def _affinity(state: State) -> dict[str, Any]:
     """Return, by task domain, its shares of the pools, if they are learned, and the
     seconds of a token in each, with the standard deviation of their errors.
     """
-    affinity = state.affinity
+    affinity = pools_of(state)
+    if affinity is None:
+        return {}
     return {
         name: {
             "shares": {

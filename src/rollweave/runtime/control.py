@@ -19,6 +19,7 @@ from typing import assert_never
 
 import msgspec
 
+from rollweave.core.mechanisms.relays.state import is_relayed
 from rollweave.core.membership import next_id, why_not_join, why_not_leave
 from rollweave.core.state import Engine, State
 from rollweave.runtime.pump import PostEvent
@@ -204,10 +205,10 @@ class Control:
             id=engine.id,
             status="leaving" if engine.departing else engine.status,
             version=engine.version,
-            host=engine.host if self._state().chain.relayed else None,
-            group=engine.group,
-            degree=engine.degree,
-            slots=engine.max_slots,
+            host=engine.seat.host if is_relayed(self._state()) else None,
+            group=engine.seat.group,
+            degree=engine.seat.degree,
+            slots=engine.abilities.max_slots,
             busy=len(engine.active),
             joined=engine.joined,
         )

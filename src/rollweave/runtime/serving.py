@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from rollweave.core.policy.scheduling import scheduling
-from rollweave.core.waits import waits
 from rollweave.runtime.effects import TRAINING_ONLY, Effects, Handlers, prediction_handlers
 from rollweave.runtime.status import StatusFile
 from rollweave.runtime.supervisors.predictor import OpenPredictor, PredictorSupervisor
@@ -96,7 +95,7 @@ class ServiceWorld:
         return rollouts.error or ""
 
     def _now(self) -> RunStatus:
-        waiting = waits(self.core.state, {}, start_s=self._start_s)
+        waiting = self.core.waits({}, start_s=self._start_s)
         return self.core.status(self._clock(), [*waiting, *self._rollouts.waits()])
 
     def stop(self, *, drain: bool) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.state import Phase
-from rollweave.core.waits import waits
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.control import Control
 from rollweave.runtime.drawing import TaskDrawer
@@ -187,7 +186,7 @@ class World:
     def _waits(self) -> list[Wait]:
         progress = self._relays.progress()
         return [
-            *waits(self._core.state, progress, start_s=self._wiring.config.watchdog.start_s),
+            *self._core.waits(progress, start_s=self._wiring.config.watchdog.start_s),
             *self._rollouts.waits(),
         ]
 

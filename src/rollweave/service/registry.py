@@ -220,10 +220,10 @@ class EngineRegistry:
             address=address,
             status=engine.status.value,
             version=engine.version,
-            slots=engine.max_slots,
+            slots=engine.abilities.max_slots,
             running=len(engine.active),
             draining=engine.draining,
-            restarts=engine.restarts,
+            restarts=engine.failures.restarts,
             reason="" if _serves(engine) else self._problems.get(engine_id, ""),
         )
 

@@ -163,8 +163,9 @@ class _Reader:
             engine.turns.pop(name, None)
 
     def _learn(self, now: float, event: e.TurnDone) -> None:
-        """Keep the turn's time, as `core/costs.learn_turn` does. Left out are turns
-        that have begun elsewhere, and those during which the engine loaded weights.
+        """Keep the turn's time, as `mechanisms/costs/rates.learn_turn` does. Left out
+        are turns that have begun elsewhere, and those during which the engine loaded
+        weights.
         """
         engine_id = self._engine_of.get(event.trajectory_id)
         if engine_id is None or event.replayed:

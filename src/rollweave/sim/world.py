@@ -13,9 +13,9 @@ from typing import Protocol
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.relays.state import relay_id
 from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.state import Stage
-from rollweave.core.weights import relay_id
 from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from rollweave.core.policy.interference import CostTable
+from rollweave.core.mechanisms.costs.interference import CostTable
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 """Few values, so that many are equal."""

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from benchmarks.placement.heddle_baselines import anneal, place_dp
 from benchmarks.placement.whole_lists import allocate, by_length, place
-from rollweave.core.policy.allocation import Allocation
-from rollweave.core.policy.interference import CostTable
-from rollweave.core.policy.placement import (
+from rollweave.core.mechanisms.costs.interference import CostTable
+from rollweave.core.mechanisms.costs.placement import (
     ByTable,
     Placement,
     Problem,
     in_order,
 )
+from rollweave.core.mechanisms.placement.policy.allocation import Allocation
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.placement.whole_lists import simulated_s
-from rollweave.core.policy.interference import (
+from rollweave.core.mechanisms.costs.interference import (
     FILLINGS,
     CostTable,
     step_times,

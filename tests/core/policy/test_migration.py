@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.policy.migration import GAIN, Request, retarget, transfer_epoch, worth_it
+from rollweave.core.mechanisms.placement.policy.migration import (
+    GAIN,
+    Request,
+    retarget,
+    transfer_epoch,
+    worth_it,
+)
 from rollweave.schema.base import EngineId
 from tests.support.properties import examples
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.placement.heddle_baselines import place_dp
 from benchmarks.placement.whole_lists import by_length, place
-from rollweave.core.policy.interference import CostTable
-from rollweave.core.policy.placement import (
+from rollweave.core.mechanisms.costs.interference import CostTable
+from rollweave.core.mechanisms.costs.placement import (
     EXACT_STATES,
     ORDERED_KINDS,
     ByTable,

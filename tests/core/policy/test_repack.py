@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
+from rollweave.core.mechanisms.versions.repack import Move, Replica, batch_bound, repack
 from rollweave.schema.base import EngineId
 from rollweave.schema.events import StepTime
 from tests.support.properties import examples

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from rollweave.core.policy.shares import Seconds, assign, makespan
+from rollweave.core.mechanisms.pools.shares import Seconds, assign, makespan
 from tests.support.properties import examples
 
 NEEDED = st.one_of(st.floats(0.01, 100.0), st.sampled_from([1.0, 2.0, 4.0]))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.core.mechanisms.lengths.work import rate
 from rollweave.core.policy import turn_times
 from rollweave.core.policy.turn_times import (
     FIRST_TURNS,
@@ -23,7 +24,6 @@ from rollweave.core.policy.turn_times import (
     renewed,
     step_times,
 )
-from rollweave.core.policy.work import rate
 from tests.support.properties import examples
 
 PRICES = st.builds(

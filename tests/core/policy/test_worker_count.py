@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.policy.worker_count import Peak, needed, observe
+from rollweave.core.mechanisms.cluster.worker_count import Peak, needed, observe
 from tests.support.properties import examples
 
 NEEDS = st.lists(

@@ -377,7 +377,7 @@ def test_engines_and_workers_leave_a_host_that_is_given_up_and_move_to_the_next(
     state = replay(config).core.state
     names = {number: host.name for number, host in state.hosts.up.items()}
     assert sorted(names.values()) == ["a", "c"]
-    assert sorted(names[engine.host] for engine in state.engines.values()) == ["a", "c"]
+    assert sorted(names[engine.seat.host] for engine in state.engines.values()) == ["a", "c"]
     assert [names[worker.host] for worker in state.workers.values()] == ["c", "c"]
     assert agents.statuses() == {"a": 0, "b": 0, "c": 0}
     assert_no_processes(config)

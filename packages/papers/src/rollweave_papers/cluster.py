@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rollweave.core.mechanisms.relays.state import part_of
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import Struct
@@ -339,10 +340,11 @@ class Watched:
         seconds since their publication.
         """
         state = self.world.core.state
-        published = state.publication.id
+        published, part = state.publication.id, part_of(state)
+        assert part is not None, "these clusters have relays"
 
         def everywhere() -> bool:
-            relays = [relay for relay in state.relays.values() if relay.id != without]
+            relays = [relay for relay in part.relays.values() if relay.id != without]
             return all(published in relay.versions for relay in relays)
 
         run_until(self.world, everywhere)

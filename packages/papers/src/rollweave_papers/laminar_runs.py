@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from rollweave.core.mechanisms.cluster.state import cluster_of
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
@@ -460,7 +461,7 @@ def recover(*, quick: bool) -> Recovery:
         engines = state.engines.values()
         return (
             len(engines) == len(world.slots)
-            and not state.hosts.displaced
+            and not cluster_of(state).displaced
             and all(engine.version >= 0 for engine in engines)
         )
 

@@ -1,8 +1,8 @@
 """Laminar's experiments on weight transfer (§4, §8.3, App. C): simulated runs with a
 relay on each machine, beside closed forms over published links.
 
-The chain, its chunks and its repair are those of our relays (`core/relays`,
-`sim/relays`).
+The chain, its chunks and its repair are those of our relays
+(`mechanisms/relays/fetching`, `sim/relays`).
 """
 
 import statistics

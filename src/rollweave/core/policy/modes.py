@@ -76,7 +76,7 @@ def preset(
 
 def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
     """May engines take the newly published weights now? (Where each takes them alone,
-    `core/version_affinity` decides.)
+    `mechanisms/versions/binding` decides.)
 
     `batch_ready`: the batch that these weights train on is complete, or taken.
     `in_flight` counts training groups that are not complete yet. `too_old`: nothing

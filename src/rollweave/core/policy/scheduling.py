@@ -43,7 +43,7 @@ class Scheduling(Struct, frozen=True, kw_only=True):
     @property
     def by_finish(self) -> bool:
         """True if each turn waits for the engine on which it should finish first
-        (`core/policy/elastic`).
+        (`mechanisms/placement/policy/elastic`).
         """
         return self.placement == "earliest"
 

@@ -9,9 +9,9 @@ computed while it runs:
 
 `batch` is the mean number of turns on the engine meanwhile, `context` the mean length
 of their contexts, and `prompts` the number of prompt tokens computed. The four prices
-are those of `core/policy/work.Rate` and the one of a prompt token. They are fitted
-without negative prices, by relative errors, to the newest turns of each batch size, so
-that a fleet that is full most of the time still knows its empty steps.
+are those of `mechanisms/lengths/work.Rate` and the one of a prompt token. They are
+fitted without negative prices, by relative errors, to the newest turns of each batch
+size, so that a fleet that is full most of the time still knows its empty steps.
 
 - *Outliers* (a server that paused, a request that waited inside it) have no weight:
   Tukey's biweight over the median error, iterated.

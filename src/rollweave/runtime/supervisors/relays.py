@@ -10,8 +10,8 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollweave.core.mechanisms.relays.state import relay_id
 from rollweave.core.policy.relay import chunk_bytes
-from rollweave.core.weights import relay_id
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.relay import OpenRelay, RelayLink

@@ -105,8 +105,8 @@ class EngineConfig(Section):
 
 
 class AllocationConfig(Section):
-    """Engines of several degrees, as many of each as `core/policy/allocation` finds
-    best for the lengths seen (Heddle §6).
+    """Engines of several degrees, as many of each as `core/mechanisms/placement`
+    finds best for the lengths seen (Heddle §6).
     """
 
     budget: PositiveInt = Field(description="Sum of all engines' degrees.")

@@ -1,0 +1,95 @@
+"""The number of rollout workers, if it changes with the attempts that want a place
+(Heddle §3, the tool manager; `mechanisms/cluster/worker_count`).
+
+Each worker has places for an equal share of `rollout.max_running` until all of them
+are there. A place is wanted by each attempt that a worker has, and by each trajectory
+that could start if there were one; those of groups whose task is still to be drawn
+count, too, since workers draw. No attempt is ended for the sake of a smaller number.
+"""
+
+from collections.abc import Iterator
+
+from rollweave.core import trajectories
+from rollweave.core.mechanisms.cluster import workers
+from rollweave.core.mechanisms.cluster.state import Cluster
+from rollweave.core.mechanisms.cluster.worker_count import needed, observe
+from rollweave.core.run import Run
+from rollweave.core.state import GroupStatus, State, Worker, WorkerStatus
+from rollweave.schema.work import Purpose
+
+GONE = (WorkerStatus.RETIRING, WorkerStatus.STOPPED, WorkerStatus.FAILED)
+"""Statuses of workers that do not count: they take no attempts, and will not."""
+
+
+def resize(run: Run) -> None:
+    """Start or wake as many workers as are needed, and retire those that have not been
+    needed for long.
+    """
+    if not run.config.workers.elastic:
+        return
+    state, wanted = run.state, run.config.workers
+    part = run.part(Cluster).scaling
+    part.peaks = observe(
+        part.peaks,
+        needed(_wanting(run), workers=_usable(state), at_once=run.config.rollout.max_running),
+        now=run.now,
+        window_s=max(wanted.idle_s, part.start_s),
+    )
+    part.target = max(wanted.first, part.peaks[0].workers)
+    here = [worker for worker in state.workers.values() if worker.status not in GONE]
+    sleeping = [
+        *_having(state, WorkerStatus.RETIRING),
+        *_having(state, WorkerStatus.STOPPED),
+    ]
+    for worker in sleeping[: max(0, part.target - len(here))]:
+        workers.wake(run, worker)
+    here.reverse()  # of equal ones, the last retires
+    for worker in sorted(here, key=_cost_of_end)[: max(0, len(here) - part.target)]:
+        workers.retire(run, worker)
+    workers.stop_retired(run)
+
+
+def waiting(run: Run) -> int:
+    """Return the number of trajectories that would start if there were a place for each
+    in a worker.
+    """
+    state, rollout = run.state, run.config.rollout
+    pools = state.pools
+    room = rollout.max_running - len(pools.init) - len(pools.run) - len(pools.closing)
+    queued = len(pools.queued) if trajectories.may_start(run) else 0
+    return max(0, min(room, queued))
+
+
+def _wanting(run: Run) -> int:
+    """Return the number of places that are wanted."""
+    state, pools = run.state, run.state.pools
+    taken = sum(len(worker.attempts) for worker in state.workers.values())
+    room = run.config.rollout.max_running - len(pools.init) - len(pools.run) - len(pools.closing)
+    drawn = 0 if state.serving else sum(_drawn(run))
+    return max(taken + min(max(0, room), waiting(run) + drawn), 1 if drawn else 0)
+
+
+def _drawn(run: Run) -> Iterator[int]:
+    """Yield the size of each group whose task is still to be drawn."""
+    state = run.state
+    evaluation = state.evaluations.current
+    for group_id in [*state.drawing.active, *(evaluation.pending if evaluation else ())]:
+        group = state.groups[group_id]
+        if group.status is GroupStatus.DRAWING:
+            yield run.group_sizes[group.name] if group.purpose is Purpose.TRAIN else 1
+
+
+def _usable(state: State) -> int:
+    """Return the number of workers that there are or could be."""
+    return sum(worker.status is not WorkerStatus.FAILED for worker in state.workers.values())
+
+
+def _having(state: State, status: WorkerStatus) -> list[Worker]:
+    return [worker for worker in state.workers.values() if worker.status is status]
+
+
+def _cost_of_end(worker: Worker) -> tuple[bool, int]:
+    """Return the key by which workers are chosen to retire, the least first: those that
+    take no attempts yet, then those with the fewest.
+    """
+    return worker.status is WorkerStatus.READY, len(worker.attempts)

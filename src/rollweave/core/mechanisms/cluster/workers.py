@@ -1,0 +1,245 @@
+"""Rollout workers: the processes that run INIT, RUN and EVAL of attempts (RollArt
+§6.1).
+
+An attempt stays with one worker from its start until it is scored. The loss of a worker
+ends its attempts; the infrastructure is blamed, and they start again in any worker,
+where they may continue with their recorded turns (`core/continuation`). The worker is
+restarted on its host or, if that host is lost or given up, on another one as
+soon as there is one. From there it moves to a host that joins once its attempts are
+over, one worker at a time. Without workers, attempts run in the controller.
+
+If the number of workers changes, `cluster/scaling` decides it. A worker of which there
+is no need retires: it stops once its attempts are over, unless it is needed again
+before.
+"""
+
+from collections.abc import Sequence
+
+from rollweave.core import attempts, bindings, continuation, trajectories
+from rollweave.core.mechanisms.cluster.state import Cluster
+from rollweave.core.run import Run
+from rollweave.core.state import ALIVE, Phase, State, Worker, WorkerStatus
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import RemoveWorker, RestartWorker
+from rollweave.schema.config.cluster import WorkersConfig
+from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
+from rollweave.schema.work import StopReason
+
+PROCESSLESS = (WorkerStatus.UNPLACED, WorkerStatus.FAILED, WorkerStatus.STOPPED)
+"""Statuses in which a worker has no process."""
+
+
+def start(run: Run, slots: tuple[WorkerSlot, ...]) -> None:
+    """Record the workers that a new world starts, and those that may start later."""
+    state, wanted = run.state, run.config.workers
+    _charge(run)
+    state.workers = {slot.id: Worker(id=slot.id, host=slot.host, since=run.now) for slot in slots}
+    for name in _names(wanted) if wanted.elastic else ():
+        stopped = Worker(id=name, host=0, status=WorkerStatus.STOPPED, since=run.now)
+        state.workers.setdefault(name, stopped)
+    part = run.part(Cluster).scaling
+    part.peaks, part.target = [], wanted.first
+
+
+def on_joined(run: Run, event: WorkerJoined) -> None:
+    worker = _find(run, event.worker_id, event.epoch)
+    if worker is not None and worker.status is WorkerStatus.STARTING:
+        run.part(Cluster).scaling.start_s = max(
+            run.part(Cluster).scaling.start_s, run.now - worker.since
+        )
+        _enter(run, worker, WorkerStatus.READY)
+
+
+def on_lost(run: Run, event: WorkerLost) -> None:
+    worker = _find(run, event.worker_id, event.epoch)
+    if worker is None:
+        return
+    _end_attempts(run, worker, event.error, event.recorded)
+    if worker.status is WorkerStatus.RETIRING:
+        run.warn(worker.id, f"lost while it retired: {event.error}", count="worker_lost")
+        _stop(run, worker, "it was lost")
+    else:
+        _restart(run, worker, f"lost: {event.error}")
+
+
+def host_joined(run: Run, host: int) -> None:
+    """Let workers whose host is gone move to this one."""
+    for worker in run.state.workers.values():
+        if worker.displaced:
+            worker.candidates.append(host)
+
+
+def advance(run: Run) -> None:
+    """Move workers from hosts that are given up, and to hosts that have joined, and
+    start those for which there is a place now.
+    """
+    up = run.state.hosts.up
+    for worker in run.state.workers.values():
+        if worker.status is WorkerStatus.UNPLACED or (
+            worker.host not in up and worker.status not in PROCESSLESS
+        ):
+            reason = f"host {worker.host} was given up"
+            _end_attempts(run, worker, reason)
+            if worker.status is WorkerStatus.RETIRING:
+                _stop(run, worker, reason)
+            else:
+                _begin(run, worker, reason)
+    _move_back(run)
+
+
+def wake(run: Run, worker: Worker) -> None:
+    """Let a worker that retires take attempts again, or start one that has stopped, if
+    there is a place for it.
+    """
+    if worker.status is WorkerStatus.RETIRING:
+        _enter(run, worker, WorkerStatus.READY)
+        return
+    run.part(Cluster).scaling.starts += 1
+    _begin(run, worker, "attempts wait for a place", moves=True)
+
+
+def retire(run: Run, worker: Worker) -> None:
+    """Stop the worker once its attempts are over."""
+    if worker.attempts:
+        _enter(run, worker, WorkerStatus.RETIRING)
+    else:
+        _stop(run, worker, "it was not needed")
+
+
+def stop_retired(run: Run) -> None:
+    """Stop the workers that retire and have no more attempts."""
+    for worker in run.state.workers.values():
+        if worker.status is WorkerStatus.RETIRING and not worker.attempts:
+            _stop(run, worker, "it was not needed")
+
+
+def _move_back(run: Run) -> None:
+    """Drain the next worker that may move to a host that has joined, while the others
+    take attempts, and move it once it has none.
+    """
+    workers = run.state.workers.values()
+    for worker in workers:
+        if not worker.candidates:
+            continue
+        if any(one.status is WorkerStatus.STARTING for one in workers):
+            return
+        place = bindings.bind_worker(run.config, run.state, worker.id)
+        stays = worker.status in PROCESSLESS or worker.status is WorkerStatus.RETIRING
+        if stays or place not in worker.candidates:
+            worker.candidates.clear()  # it waits for another host
+            if worker.status is WorkerStatus.DRAINING:
+                _enter(run, worker, WorkerStatus.READY)
+            continue
+        if worker.status is WorkerStatus.READY:
+            _enter(run, worker, WorkerStatus.DRAINING)
+        if not worker.attempts:
+            _begin(run, worker, "it moves to a host that has joined", moves=True)
+        return
+
+
+def check_timeouts(run: Run) -> None:
+    """Restart workers that are not ready in time. A service, which never gives up, also
+    restarts those that have failed.
+    """
+    limit = run.config.watchdog.start_s
+    for worker in run.state.workers.values():
+        if worker.status is WorkerStatus.STARTING and run.now - worker.since > limit:
+            _restart(run, worker, f"not ready within {limit:g} s")
+        elif worker.status is WorkerStatus.FAILED and run.state.serving:
+            _begin(run, worker, "it had failed")
+
+
+def _find(run: Run, worker_id: str, epoch: int) -> Worker | None:
+    worker = run.state.workers.get(worker_id)
+    return worker if worker is not None and worker.epoch == epoch else None
+
+
+def processes(state: State) -> int:
+    """Return the number of workers that have a process."""
+    return sum(worker.status not in PROCESSLESS for worker in state.workers.values())
+
+
+def _names(wanted: WorkersConfig) -> list[str]:
+    return [f"w{number}" for number in range(wanted.count)]
+
+
+def _enter(run: Run, worker: Worker, status: WorkerStatus) -> None:
+    _charge(run)
+    worker.status, worker.since = status, run.now
+
+
+def _charge(run: Run) -> None:
+    """Count the seconds of all processes since the last change of one."""
+    part = run.part(Cluster).scaling
+    part.worker_s += processes(run.state) * max(0.0, run.now - part.at)
+    part.at = max(part.at, run.now)
+
+
+def _stop(run: Run, worker: Worker, reason: str) -> None:
+    """End the worker's process, which has no attempts."""
+    worker.epoch += 1
+    worker.candidates.clear()
+    worker.displaced = False
+    _enter(run, worker, WorkerStatus.STOPPED)
+    run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
+
+
+def _end_attempts(
+    run: Run, worker: Worker, error: str, recorded: Sequence[TrajectoryId] | None = None
+) -> None:
+    """End the worker's attempts. `recorded` are those of which turns are recorded, and
+    None if its host was lost: otherwise each attempt that was running may be the cause.
+    """
+    known = set(recorded) if recorded is not None else None
+    for trajectory in [run.state.trajectories[name] for name in worker.attempts]:
+        attempts.note_failure(run, StopReason.WORKER_LOST, error)
+        continuation.keep_if_recorded(run, trajectory, known)
+        attempts.release_turn(run, trajectory)
+        if known is not None and trajectory.stage in ALIVE:
+            trajectories.suspect(run, trajectory)
+        trajectories.end_attempt(run, trajectory, trajectory.closing or StopReason.WORKER_LOST)
+
+
+def _restart(run: Run, worker: Worker, reason: str) -> None:
+    """Restart the worker, or give it up after repeated failures. The run ends if no
+    worker is left.
+    """
+    state = run.state
+    if worker.restarts < run.config.watchdog.restarts:
+        run.warn(worker.id, f"restarted: {reason}", count="worker_restarted")
+        worker.restarts += 1
+        _begin(run, worker, reason)
+        return
+    run.warn(
+        worker.id, f"given up after {worker.restarts} restarts: {reason}", count="worker_failed"
+    )
+    worker.epoch += 1
+    _enter(run, worker, WorkerStatus.FAILED)
+    run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
+    failed = all(one.status is WorkerStatus.FAILED for one in state.workers.values())
+    if failed and not state.serving and state.phase is not Phase.FINISHED:
+        state.error = state.error or f"no worker is left; the last one ({worker.id}): {reason}"
+
+
+def _begin(run: Run, worker: Worker, reason: str, *, moves: bool = False) -> None:
+    """Start the next epoch of the worker on its host, or where else there is a place if
+    that host is gone or the worker `moves`.
+    """
+    state = run.state
+    if moves or worker.host not in state.hosts.up:
+        place = bindings.bind_worker(run.config, state, worker.id)
+        if place is None:
+            if worker.status is not WorkerStatus.UNPLACED:
+                run.warn(worker.id, f"waits for a host: {reason}", count="worker_unplaced")
+                worker.epoch += 1
+                _enter(run, worker, WorkerStatus.UNPLACED)
+                run.emit(RemoveWorker(worker_id=worker.id, reason=reason))
+            return
+        worker.displaced = not moves and worker.status is not WorkerStatus.UNPLACED
+        worker.candidates.clear()
+        worker.host = place
+    worker.epoch += 1
+    _enter(run, worker, WorkerStatus.STARTING)
+    run.emit(
+        RestartWorker(worker_id=worker.id, host=worker.host, epoch=worker.epoch, reason=reason)
+    )

@@ -1,0 +1,201 @@
+"""The trajectories under way by predicted length, among those that prefer the same
+pool, and the work that remains for each engine's assigned trajectories.
+
+Derived from the state (`Work.estimate`, `kv_token_steps` and `assigned_engine`) and
+never written to a snapshot; `check` compares with a fresh index. A rank is a position
+in one sorted list: a change costs a search and a move in memory, microseconds for
+10,000 trajectories.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollweave.core.mechanisms.lengths.state import Work, work_of
+from rollweave.core.run import Run
+from rollweave.core.state import Stage, Trajectory
+from rollweave.schema.base import EngineId, TrajectoryId
+
+Key = tuple[int, TrajectoryId]
+"""(−tokens, id): longest first."""
+
+ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN)
+"""Stages in which a trajectory has tokens to sample."""
+
+
+KvPlace = tuple[int, float, TrajectoryId, int]
+"""(−length bucket if ranks are buckets, launch time, id, tokens): the order in which
+residents claim an engine's KV cache, and how much each claims.
+"""
+
+
+@dataclass(slots=True)
+class EngineWork:
+    """The tokens that an engine's assigned trajectories have yet to sample, and the KV
+    tokens that their contexts will occupy, summed over these.
+    """
+
+    remaining: list[Key] = field(default_factory=list)
+    tokens: int = 0
+    occupied: int = 0
+    kv_residents: list[KvPlace] = field(default_factory=list)
+    # cached by placement/assignment; None after a change
+    work_s: float | None = field(default=None, compare=False)
+
+    @property
+    def longest(self) -> int:
+        return -self.remaining[0][0] if self.remaining else 0
+
+
+@dataclass(slots=True)
+class IndexEntry:
+    """A trajectory as it was last indexed."""
+
+    pool: str
+    rank: Key
+    remaining: Key
+    assigned_engine: EngineId | None
+    occupied: int
+    kv_place: KvPlace | None
+
+
+class LengthIndex:
+    def __init__(
+        self,
+        work_of: Callable[[Trajectory], Work],
+        *,
+        by_level: bool,
+        pool_of: Callable[[Trajectory], str] = lambda _: "",
+    ) -> None:
+        """Create an empty index. With `by_level` longer trajectories claim the KV cache
+        first (priority longest_first), otherwise earlier ones. `pool_of` returns the
+        pool that a trajectory prefers, "" for any engine.
+        """
+        self._work_of, self._by_level, self._pool_of = work_of, by_level, pool_of
+        self.keys: dict[str, list[Key]] = {}  # by pool
+        self.loads: dict[EngineId, EngineWork] = {}
+        self._entries: dict[TrajectoryId, IndexEntry] = {}
+
+    def count(self, pool: str) -> int:
+        """Return the number of trajectories that prefer this pool."""
+        return len(self.keys.get(pool, ()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LengthIndex) and (self.keys, self.loads, self._entries) == (
+            other.keys,
+            other.loads,
+            other._entries,
+        )
+
+    def update(self, trajectory: Trajectory) -> None:
+        """Index the trajectory again after its estimate, engine or stage has
+        changed.
+        """
+        self.drop(trajectory.id)
+        if trajectory.stage not in ORDERED:
+            return
+        work = self._work_of(trajectory)
+        entry = self._entries[trajectory.id] = IndexEntry(
+            pool=self._pool_of(trajectory),
+            rank=(-trajectory.output_tokens - work.estimate, trajectory.id),
+            remaining=(-work.estimate, trajectory.id),
+            assigned_engine=work.assigned_engine,
+            occupied=work.kv_token_steps,
+            kv_place=self._place(trajectory, work) if work.kv_resident else None,
+        )
+        insort(self.keys.setdefault(entry.pool, []), entry.rank)
+        if entry.assigned_engine is not None:
+            load = self.loads.setdefault(entry.assigned_engine, EngineWork())
+            load.work_s = None
+            insort(load.remaining, entry.remaining)
+            load.tokens += work.estimate
+            load.occupied += entry.occupied
+            if entry.kv_place is not None:
+                insort(load.kv_residents, entry.kv_place)
+
+    def drop(self, trajectory_id: TrajectoryId) -> None:
+        entry = self._entries.pop(trajectory_id, None)
+        if entry is None:
+            return
+        keys = self.keys[entry.pool]
+        del keys[bisect_left(keys, entry.rank)]
+        if not keys:
+            del self.keys[entry.pool]
+        if entry.assigned_engine is not None:
+            load = self.loads[entry.assigned_engine]
+            load.work_s = None
+            del load.remaining[bisect_left(load.remaining, entry.remaining)]
+            load.tokens += entry.remaining[0]
+            load.occupied -= entry.occupied
+            if entry.kv_place is not None:
+                del load.kv_residents[bisect_left(load.kv_residents, entry.kv_place)]
+            if not load.remaining:
+                del self.loads[entry.assigned_engine]
+
+    def works(self, pool: str) -> list[tuple[int, int]]:
+        """Return the tokens to sample and the KV token steps of every trajectory that
+        prefers this pool, the longest first.
+        """
+        return sorted(
+            (
+                (-entry.remaining[0], entry.occupied)
+                for entry in self._entries.values()
+                if entry.pool == pool
+            ),
+            reverse=True,
+        )
+
+    def rank(self, trajectory_id: TrajectoryId) -> int:
+        """Return the position of the trajectory by predicted length among those that
+        prefer its pool; 0 is the longest.
+        """
+        entry = self._entries[trajectory_id]
+        return bisect_left(self.keys[entry.pool], entry.rank)
+
+    def ahead_of(self, trajectory: Trajectory, engine_id: EngineId) -> list[KvPlace]:
+        """The residents of this engine that claim its KV cache before the trajectory:
+        all of them if the trajectory is not resident there.
+        """
+        load = self.loads.get(engine_id)
+        if load is None:
+            return []
+        work = self._work_of(trajectory)
+        if not work.kv_resident or work.assigned_engine != engine_id:
+            return load.kv_residents
+        place = self._place(trajectory, work)
+        return load.kv_residents[: bisect_left(load.kv_residents, place[:3])]
+
+    def _place(self, trajectory: Trajectory, work: Work) -> KvPlace:
+        level = work.length_bucket or 0 if self._by_level else 0
+        return (-level, trajectory.launched_at, trajectory.id, work.kv_demand)
+
+
+def index_of(run: Run) -> LengthIndex:
+    """Return the index of the run's trajectories."""
+    index: LengthIndex | None = run.derived.get(LengthIndex)
+    if index is None:
+        index = run.derived[LengthIndex] = _fresh_index(run)
+    return index
+
+
+def reindex(run: Run, trajectory: Trajectory) -> None:
+    """Index the trajectory again after its estimate, engine or stage has changed."""
+    index = run.derived.get(LengthIndex)
+    if index is not None:
+        index.update(trajectory)
+
+
+def _fresh_index(run: Run) -> LengthIndex:
+    index = LengthIndex(
+        lambda trajectory: work_of(run, trajectory),
+        by_level=run.scheduling.priority == "longest_first",
+        pool_of=run.preferred_pool,
+    )
+    for trajectory in run.state.trajectories.values():
+        index.update(trajectory)
+    return index
+
+
+def check(run: Run) -> None:
+    """Assert that the index is what a fresh sort gives."""
+    assert not run.scheduling.assigns or index_of(run) == _fresh_index(run), "the order"

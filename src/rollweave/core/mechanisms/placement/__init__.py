@@ -1,0 +1,77 @@
+"""The placement of trajectories on engines, their moves with their KV, and the degrees
+of the engines (Heddle §5, §6).
+"""
+
+from rollweave.core.mechanisms.costs.rates import splits_turns
+from rollweave.core.mechanisms.placement import (
+    allocation,
+    assignment,
+    dispatch,
+    migration,
+    transfers,
+)
+from rollweave.core.mechanisms.placement.dispatch import AssignedEngine
+from rollweave.core.mechanisms.placement.state import Placement
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.run import Chooser, EngineMove, Mechanism, Run, TrainerMove, TurnMove
+from rollweave.core.state import Engine, Stage, Trajectory, Turn
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import MigrationDone, TurnDone, WorldLost
+
+
+def assigns(config: RunConfig) -> bool:
+    """True if trajectories are assigned to engines."""
+    return scheduling(config.rollout, config.ablation).assigns
+
+
+def used(config: RunConfig) -> bool:
+    """True if trajectories are assigned to engines, KV moves between these, or their
+    degrees are planned.
+    """
+    return assigns(config) or splits_turns(config) or config.allocation is not None
+
+
+def _choose_engine(config: RunConfig) -> Chooser | None:
+    return AssignedEngine() if assigns(config) else None
+
+
+def _turn_done(
+    run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
+) -> None:
+    if run.scheduling.assigns:
+        migration.turn_done(run, trajectory, turn, engine, event)
+
+
+def _revised(run: Run, trajectory: Trajectory, turn: Turn | None) -> None:
+    if run.scheduling.assigns:
+        migration.revised(run, trajectory, turn)
+
+
+def _check(run: Run) -> None:
+    transfers.check(run)
+    assignment.check(run)
+
+
+MECHANISM = Mechanism(
+    name="placement",
+    used=used,
+    state=Placement,
+    choose_engine=_choose_engine,
+    handlers={MigrationDone: transfers.on_done, WorldLost: transfers.on_world_lost},
+    steps={
+        "launch groups": allocation.advance,
+        "moves of trajectories": transfers.check_late,
+    },
+    follows={
+        Stage.EVAL_QUEUED: transfers.forget,
+        Stage.OVER: transfers.forget,
+        TurnMove.REQUESTED: transfers.hold_turn,
+        TurnMove.GIVEN: dispatch.keep_resident,
+        TurnMove.DONE: _turn_done,
+        TurnMove.REVISED: _revised,
+        EngineMove.FLEET_CHANGED: assignment.engines_changed,
+        EngineMove.REPRICED: assignment.engines_changed,
+        TrainerMove.TRAINED: allocation.plan,
+    },
+    check=_check,
+)

@@ -1,0 +1,242 @@
+"""The assignment of trajectories to engines: planned for all that are under way, then
+kept by rank as they end (Heddle §5).
+
+Trajectories whose task domains name a pool are ranked among themselves, over the
+engines of the pool that serves them; all others over all engines. Invariant: a
+partition names only engines that have weights and do not drain; a change of these
+clears it.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rollweave.core.dispatching import pool_for
+from rollweave.core.mechanisms.costs.placement import place_groups
+from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, numbers_of, rate_of
+from rollweave.core.mechanisms.lengths.index import index_of, reindex
+from rollweave.core.mechanisms.lengths.state import domain_of, work_of
+from rollweave.core.mechanisms.placement import elastic
+from rollweave.core.mechanisms.placement.policy.migration import retarget
+from rollweave.core.mechanisms.placement.state import Partition, Placement, Share
+from rollweave.core.policy.priority import overdue_rank
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Trajectory
+from rollweave.schema.base import EngineId
+
+KV_KEPT_TURNS = 4
+"""Number of mean turns for which KV is kept while a trajectory's environment works.
+With 1, simulated software engineering, whose tools have a long tail, took up to 1 %
+longer.
+"""
+
+REPLAN_GROWTH = 1.5
+"""Trajectories under way, or predictions received since the plan, as a multiple of
+those planned for, from which a new plan is made.
+"""
+
+
+def queue_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
+    """The engine for which the trajectory's turns wait; None while there is none."""
+    if not run.pacing.assign(run, trajectory, avoid):
+        assign_usable(run, trajectory, avoid)
+    return work_of(run, trajectory).assigned_engine
+
+
+def assign_usable(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> None:
+    """Assign the trajectory to another engine unless its own is usable."""
+    assigned = work_of(run, trajectory).assigned_engine
+    if run.scheduling.by_finish and trajectory.turn is not None:
+        engines = usable(run, trajectory)
+        loads = run.fleet.loads  # a borrowed engine that takes no turns may wait long
+        engines = [
+            one for one in engines if not one.abilities.lent or (one.open and one.id in loads)
+        ]
+        wanted = _wanted(engines, avoid)
+        _assign(run, trajectory, elastic.engine_for(run, trajectory, wanted))
+        return
+    if assigned is None or assigned in avoid or not is_usable(run, assigned):
+        _assign(run, trajectory, _choose_engine(run, trajectory, avoid))
+
+
+def _assign(run: Run, trajectory: Trajectory, engine_id: EngineId | None) -> None:
+    if work_of(run, trajectory).assigned_engine != engine_id or engine_id is None:
+        reassign(run, trajectory, engine_id)
+
+
+def reassign(run: Run, trajectory: Trajectory, engine_id: EngineId | None) -> None:
+    """Assign the trajectory to this engine, which computes its context again."""
+    work = work_of(run, trajectory)
+    work.assigned_engine, work.kv_resident = engine_id, False
+    reindex(run, trajectory)
+
+
+def keep_resident(run: Run, trajectory: Trajectory) -> None:
+    """Record that the assigned engine holds the trajectory's KV, or will."""
+    work = work_of(run, trajectory)
+    if not work.kv_resident:
+        work.kv_resident = True
+        reindex(run, trajectory)
+
+
+def is_usable(run: Run, engine_id: EngineId) -> bool:
+    """True if the engine serves, or will when it has loaded new weights."""
+    engine = run.state.engines.get(engine_id)
+    return engine is not None and _takes_turns(engine)
+
+
+def _takes_turns(engine: Engine) -> bool:
+    return engine.samples and not engine.draining and engine.version >= 0
+
+
+def usable(run: Run, trajectory: Trajectory) -> list[Engine]:
+    """Return the engines to which the trajectory may be assigned now: those of the pool
+    that serves its domain, if they take turns or will.
+    """
+    pool = pool_for(run, trajectory)
+    return [
+        engine
+        for engine in run.state.engines.values()
+        if _takes_turns(engine) and pool in (None, engine.seat.pool)
+    ]
+
+
+def _wanted(engines: Sequence[Engine], avoid: Sequence[EngineId]) -> list[Engine]:
+    """Return the engines that have not failed the turn; otherwise all but those that
+    gave it back to be run elsewhere, if there are any.
+    """
+    wanted = [engine for engine in engines if engine.id not in avoid]
+    return wanted or [engine for engine in engines if not engine.abilities.lent] or list(engines)
+
+
+def _choose_engine(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
+    wanted = _wanted(usable(run, trajectory), avoid)
+    if not wanted:
+        return None
+    # Without a prediction for the trajectory its rank is meaningless, and members of a
+    # group would gather on one engine.
+    if run.scheduling.by_rank and work_of(run, trajectory).predicted_at_turn >= 0:
+        target = engine_of_rank(run, trajectory)
+        if any(engine.id == target for engine in wanted):
+            return target
+    return min(wanted, key=lambda engine: work_s(run, engine)).id
+
+
+def fits_in_kv(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
+    """True if the KV cache holds the trajectory's context beside those of the residents
+    that claim it earlier.
+
+    Later residents give way. So contexts stay while their environments work, and are
+    not computed repeatedly; that pays where environments are quicker than turns, on
+    average. No KV is kept for a trajectory whose environment takes KV_KEPT_TURNS times
+    as long.
+    """
+    turn = trajectory.turn
+    if (
+        not run.scheduling.reserves_kv
+        or work_of(run, trajectory).predicted_at_turn < 0
+        or (turn is not None and turn.rank >= overdue_rank(turn.arrival))
+    ):
+        return True
+    stats = domain_of(run, trajectory)
+    turn_s = stats.turn_s or 0.0
+    if (stats.tool_s or 0.0) > turn_s:
+        return True
+    before, room = (
+        index_of(run).ahead_of(trajectory, engine.id),
+        engine.abilities.kv_tokens - work_of(run, trajectory).kv_demand,
+    )
+    if not before or sum(place[3] for place in before) <= room:
+        return True
+    since = run.now - KV_KEPT_TURNS * turn_s
+    kept = [
+        claims
+        for _, _, resident, claims in before
+        if not _is_away(run.state.trajectories[resident], since)
+    ]
+    return not kept or sum(kept) <= room
+
+
+def _is_away(trajectory: Trajectory, since: float) -> bool:
+    """True if the trajectory's environment has been at work since then or longer."""
+    return trajectory.turn is None and trajectory.since < since
+
+
+def least_loaded(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
+    """The engine whose assigned trajectories are done first, of all or `among` some;
+    None if none takes turns.
+
+    Called for most turns over all engines, so it computes only the work that is not
+    cached.
+    """
+    engines, loads = run.state.engines, index_of(run).loads
+    best, least = None, math.inf
+    for engine_id in engines if among is None else among:
+        engine = engines[engine_id]
+        if _takes_turns(engine):
+            load = loads.get(engine_id)
+            known = 0.0 if load is None else load.work_s
+            seconds = work_s(run, engine) if known is None else known
+            if seconds < least:
+                best, least = engine, seconds
+    return best
+
+
+def work_s(run: Run, engine: Engine) -> float:
+    """Seconds until the engine's assigned trajectories are done, without tools."""
+    load = index_of(run).loads.get(engine.id)
+    if load is None:
+        return 0.0
+    if load.work_s is None:
+        load.work_s = rate_of(run, engine).seconds(
+            longest=load.longest, tokens=load.tokens, occupied=load.occupied
+        )
+    return load.work_s
+
+
+def engine_of_rank(run: Run, trajectory: Trajectory) -> EngineId:
+    """Return the engine for the trajectory's rank among those that prefer its pool."""
+    order, pool = index_of(run), run.preferred_pool(trajectory)
+    partition, active = run.part(Placement).partitions.get(pool), order.count(pool)
+    if partition is None or max(active, partition.predictions) > REPLAN_GROWTH * partition.planned:
+        works, engines = order.works(pool), usable(run, trajectory)
+        partition = run.part(Placement).partitions[pool] = _plan(run, works, engines)
+    sizes = [share.size for share in partition.shares]
+    return partition.shares[
+        retarget(sizes, rank=order.rank(trajectory.id), active=active)
+    ].engine_id
+
+
+def _plan(run: Run, works: Sequence[tuple[int, int]], engines: Sequence[Engine]) -> Partition:
+    """Place trajectories on these engines (Heddle §5.2, exact)."""
+    numbers = numbers_of(run, engines)
+    numbered = sorted(
+        ((numbers[kind_of(run, engine)], engine) for engine in engines), key=lambda one: -one[0]
+    )[: len(works)]
+    engines, workers = [engine for _, engine in numbered], [number for number, _ in numbered]
+    kinds = {number: kind for kind, number in numbers.items() if number in workers}
+    placement = place_groups(groups_of(run, works, kinds), workers)
+    run.state.counters.scheduling.plans += 1
+    taken = sorted(
+        (start, end, engine.id)
+        for (start, end), engine in zip(placement.spans, engines, strict=True)
+        if end > start
+    )
+    return Partition(
+        shares=[Share(engine_id=name, size=end - start) for start, end, name in taken],
+        planned=len(works),
+    )
+
+
+def engines_changed(run: Run) -> None:
+    """Clear the partitions: an engine joined, drains, is gone, or has other costs."""
+    run.part(Placement).partitions = {}
+
+
+def check(run: Run) -> None:
+    """Assert that partitions name no engine that drains."""
+    for engine in run.state.engines.values():
+        assert not engine.draining or all(
+            share.engine_id != engine.id
+            for partition in run.part(Placement).partitions.values()
+            for share in partition.shares
+        ), f"a partition has {engine.id}, which drains"

@@ -1,0 +1,128 @@
+"""The decision to migrate a trajectory, with its KV, to the engine for its new rank,
+while its environment works (Heddle §5.3; `placement/transfers` moves it).
+"""
+
+from rollweave.core import dispatching
+from rollweave.core.dispatching import pool_for
+from rollweave.core.mechanisms.costs.rates import rate_of
+from rollweave.core.mechanisms.lengths.index import EngineWork, index_of, reindex
+from rollweave.core.mechanisms.lengths.state import domain_of, work_of
+from rollweave.core.mechanisms.placement import assignment, transfers
+from rollweave.core.mechanisms.placement.policy.migration import worth_it
+from rollweave.core.mechanisms.placement.state import Placement, migration_of
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Queued, Trajectory, Turn
+from rollweave.schema.events import TurnDone
+
+UNEVEN = 1.25
+"""Ratio of an engine's work to that of the least loaded one from which a trajectory
+moves only to balance them: estimates err by about that.
+"""
+
+
+def turn_done(
+    run: Run, trajectory: Trajectory, _turn: Turn, _engine: Engine, _event: TurnDone
+) -> None:
+    """Consider a move while the environment works."""
+    if work_of(run, trajectory).predicted_at_turn >= 0:
+        dispatching.release(run, consider(run, trajectory))
+
+
+def revised(run: Run, trajectory: Trajectory, turn: Turn | None) -> None:
+    """Act on the trajectory's new estimate."""
+    partition = run.part(Placement).partitions.get(run.preferred_pool(trajectory))
+    if partition is not None:
+        partition.predictions += 1
+    if turn is None:
+        dispatching.release(run, consider(run, trajectory))
+    elif (
+        isinstance(turn.place, Queued)
+        and trajectory.turns_requested <= 1
+        and run.pacing.interchangeable
+    ):
+        work_of(run, trajectory).assigned_engine = None  # no engine has KV of it yet
+        reindex(run, trajectory)
+
+
+def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
+    """Decide whether the trajectory, whose estimate has changed in a tool interval,
+    should move. Return the trajectories whose turns wait no longer, as `begin` does.
+    """
+    assigned = work_of(run, trajectory).assigned_engine
+    if (
+        run.scheduling.migration == "never"
+        or migration_of(run, trajectory) is not None
+        or assigned is None
+        or not assignment.is_usable(run, assigned)
+    ):
+        return []
+    source = run.state.engines[assigned]
+    if not source.abilities.moves_kv:
+        return []
+    target = _target(run, trajectory, source)
+    if target is None:
+        return []
+    transfers.plan(run, trajectory, source.id, target.id)
+    return transfers.begin(run)
+
+
+def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
+    """Return the engine for the trajectory's rank; with migration by gain also the
+    least loaded one, if the former does not pay and this one does. The source must be
+    able to move KV.
+    """
+    by_rank = run.state.engines[assignment.engine_of_rank(run, trajectory)]
+    if run.scheduling.migration == "rank":
+        can_take = by_rank.abilities.moves_kv and transfers.can_take(source, by_rank)
+        return by_rank if by_rank is not source and can_take else None
+    in_pool = pool_for(run, trajectory) is not None
+    idlest = assignment.least_loaded(
+        run, [engine.id for engine in assignment.usable(run, trajectory)] if in_pool else None
+    )
+    assert idlest is not None, "the source takes turns"
+    uneven = assignment.work_s(run, source) > UNEVEN * assignment.work_s(run, idlest)
+    for target in (by_rank, idlest) if uneven else (by_rank,):
+        if (
+            target is not source
+            and target.abilities.moves_kv
+            and transfers.can_take(source, target)
+            and _is_worthwhile(run, trajectory, source, target)
+        ):
+            return target
+    return None
+
+
+def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
+    own, other = (
+        index_of(run).loads.get(source.id, EngineWork()),
+        index_of(run).loads.get(target.id, EngineWork()),
+    )
+    left = next((-key[0] for key in own.remaining if key[1] != trajectory.id), 0)
+    there = max(other.longest, work_of(run, trajectory).estimate)
+    work, held = work_of(run, trajectory).estimate, work_of(run, trajectory).kv_token_steps
+    transfer_s = trajectory.context_tokens * run.part(Placement).migrations.token_s
+    return worth_it(
+        _seconds(
+            run,
+            source,
+            (own.longest, own.tokens, own.occupied),
+            (left, own.tokens - work, own.occupied - held),
+        ),
+        _seconds(
+            run,
+            target,
+            (other.longest, other.tokens, other.occupied),
+            (there, other.tokens + work, other.occupied + held),
+        ),
+        exposed_s=max(0.0, transfer_s - (domain_of(run, trajectory).tool_s or 0.0)),
+    )
+
+
+def _seconds(run: Run, engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float]:
+    """Seconds until the engine's work is done, before the move and after it."""
+    cost = rate_of(run, engine)
+    before, after = (
+        cost.seconds(longest=longest, tokens=tokens, occupied=held)
+        for longest, tokens, held in loads
+    )
+    return before, after

@@ -1,0 +1,1 @@
+"""The decisions about places of trajectories, pure, one question a file."""

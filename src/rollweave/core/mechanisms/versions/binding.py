@@ -1,0 +1,456 @@
+"""Independent weight updates (mode decoupled, Laminar §3, §4): which trajectories an
+engine launches, and when it loads other weights.
+
+A trajectory is bound to the weights that it began with, and is assigned to an engine
+that serves them. An engine launches trajectories while its weights are the newest, and
+at least a whole batch under each version. When the last of them is over, or
+consolidation has moved the rest away, it loads newer weights, independently of the
+others. The trajectories of a lost engine are reassigned to another one with the same
+weights, or wait for the next engine that is free to load them: from memory, or from a
+checkpoint (Laminar §3.3).
+
+Invariant: an engine changes its weights only while no trajectory is assigned to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from rollweave.core import evaluation, weights
+from rollweave.core.mechanisms.lengths.index import index_of, reindex
+from rollweave.core.mechanisms.lengths.state import work_of
+from rollweave.core.mechanisms.placement.state import Placement
+from rollweave.core.mechanisms.versions.state import Versions, batch_of, weights_of
+from rollweave.core.policy.staleness import acceptable
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
+from rollweave.schema.base import EngineId
+from rollweave.schema.events import WorldLost
+from rollweave.schema.work import Purpose
+
+BATCH_PER_SLOT = 2
+"""Default number of trajectories of an engine for each of its slots: while the
+environments of half of them work, the others have turns.
+"""
+
+
+def assigned_count(run: Run, engine: Engine) -> int:
+    """The number of trajectories under way that are assigned to the engine."""
+    load = index_of(run).loads.get(engine.id)
+    return len(load.remaining) if load is not None else 0
+
+
+def batch_size(run: Run, engine: Engine) -> int:
+    """The number of trajectories that the engine has at once, and launches at least
+    under each version: at most its share of all.
+    """
+    return _batch_sizes(run)[engine.id]
+
+
+class _BatchSizes(dict[EngineId, int]):
+    """The batch sizes of all engines."""
+
+
+def _batch_sizes(run: Run) -> _BatchSizes:
+    sizes: _BatchSizes | None = run.fleet.derived.get(_BatchSizes)
+    if sizes is None:
+        rollout, engines = run.config.rollout, run.state.engines
+        sampling = sum(engine.samples for engine in engines.values())
+        share = -(-rollout.max_running // max(1, sampling))
+        sizes = run.fleet.derived[_BatchSizes] = _BatchSizes(
+            (
+                engine.id,
+                max(
+                    1,
+                    min(rollout.engine_batch or BATCH_PER_SLOT * engine.abilities.max_slots, share),
+                ),
+            )
+            for engine in engines.values()
+        )
+    return sizes
+
+
+def _with_capacity(run: Run) -> list[Engine]:
+    """The serving engines with fewer trajectories than their batch size.
+
+    Called at every event, so it checks nothing else of all engines.
+    """
+    engines, loads, batches = run.state.engines, index_of(run).loads, _batch_sizes(run)
+    return [
+        engines[one]
+        for one in run.fleet.loads
+        if one not in loads or len(loads[one].remaining) < batches[one]
+    ]
+
+
+# What an engine launches.
+
+
+def free_capacity(run: Run) -> int:
+    """The number of training trajectories that engines would launch now, within the
+    limit on environments alive.
+    """
+    batches = _batch_sizes(run)
+    free = sum(batches[engine.id] - assigned_count(run, engine) for engine in _launching(run))
+    alive = len(run.state.pools.init) + len(run.state.pools.run) + len(run.state.pools.closing)
+    return max(0, min(free, run.config.rollout.max_running - alive))
+
+
+def buffer_capacity(run: Run) -> int:
+    """The number of groups that may be buffered or under way: a batch to take, and
+    another one or what engines work on at once.
+    """
+    rollout, size = run.config.rollout, min(run.group_sizes.values())
+    held = min(rollout.max_running, sum(_batch_sizes(run).values()))
+    return run.config.buffer.groups or rollout.groups_per_step + max(
+        rollout.groups_per_step, -(-held // size)
+    )
+
+
+def buffer_limit(run: Run) -> int:
+    """The number of groups that may be buffered at all.
+
+    Each group that was begun within the capacity has a place: long tails are not worth
+    less.
+    """
+    return buffer_capacity(run) + run.config.rollout.max_running
+
+
+def engine_for(run: Run, purpose: Purpose) -> Engine | None:
+    """The engine that launches a trajectory now: the emptiest one that may."""
+    batches = _batch_sizes(run)
+    candidates = _taking_episodes(run) if purpose is Purpose.EVAL else _launching(run)
+    return min(
+        candidates,
+        key=lambda engine: assigned_count(run, engine) / batches[engine.id],
+        default=None,
+    )
+
+
+def begin_load(run: Run, engine: Engine) -> None:
+    """Set how many trajectories the engine may launch after the load: a batch under the
+    newest weights. Others it loads only for the trajectories that wait for them.
+    """
+    newest = engine.loading.id == weights.newest(run, engine)
+    batch = batch_of(run, engine)
+    batch.launched, batch.peak_kv = 0 if newest else batch_size(run, engine), None
+
+
+def launch_on(run: Run, trajectory: Trajectory, engine: Engine) -> None:
+    """Launch the trajectory on this engine."""
+    work_of(run, trajectory).assigned_engine = engine.id
+    run.part(Versions).trajectories[trajectory.id] = engine.publication_id
+    batch_of(run, engine).launched += 1
+
+
+def _launching(run: Run) -> list[Engine]:
+    """The engines that launch training trajectories now."""
+    other, batches = awaited_weights(run), _batch_sizes(run)
+    next_version, window, published = (
+        run.next_version(),
+        run.mode.window,
+        run.state.publication.id,
+    )
+    return [
+        engine
+        for engine in _with_capacity(run)
+        if not engine.leaving
+        and acceptable(engine.version, next_version, window)
+        and (
+            batch_of(run, engine).launched < batches[engine.id]
+            or (
+                (
+                    engine.publication_id == published
+                    or engine.publication_id == weights.newest(run, engine)
+                )
+                and (other is None or not weights.is_loadable(run, engine, other))
+            )
+        )
+    ]
+
+
+def _taking_episodes(run: Run) -> list[Engine]:
+    """The engines that launch an evaluation's episodes now."""
+    current = run.state.evaluations.current
+    if current is None:
+        return []
+    return [
+        engine
+        for engine in _with_capacity(run)
+        if not engine.leaving and engine.publication_id == current.publication_id
+    ]
+
+
+def _serves(engine: Engine) -> bool:
+    return engine.samples and engine.status is EngineStatus.SERVING and not engine.draining
+
+
+# Which weights an engine loads.
+
+
+def is_bound(run: Run, engine: Engine) -> bool:
+    """True while trajectories that began under the engine's weights are under way, or
+    KV moves from it or to it.
+    """
+    return assigned_count(run, engine) > 0 or engine.id in _in_transfer(run)
+
+
+def _in_transfer(run: Run) -> frozenset[EngineId | None]:
+    """The engines that are an end of a migration."""
+    return frozenset(
+        end for m in run.part(Placement).migrations.open.values() for end in (m.source, m.target)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """The facts about all engines that decide which weights one of them loads."""
+
+    other: int | None
+    """Weights that are waited for and that no engine has or loads."""
+    holder: EngineId | None
+    """The engine that keeps the weights of an evaluation."""
+    moving: frozenset[EngineId | None]
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        return cls(
+            other=awaited_weights(run), holder=_evaluation_holder(run), moving=_in_transfer(run)
+        )
+
+
+def wanted_weights(run: Run, engine: Engine) -> int | None:
+    """The weights that the engine is to load now; None to leave it as it is, for
+    example while KV moves from it or to it.
+    """
+    return _wanted_weights(run, engine, _Demand.of(run))
+
+
+def updates(run: Run) -> Iterator[tuple[Engine, int]]:
+    """The engines that are to load other weights now, each with these.
+
+    The caller's action on one engine is taken into account for the next.
+    """
+    wishes, loads = _Demand.of(run), index_of(run).loads
+    for engine in [engine for engine in run.state.engines.values() if engine.id not in loads]:
+        if not engine.departing and engine.status in (EngineStatus.STALE, EngineStatus.SERVING):
+            target = _wanted_weights(run, engine, wishes)
+            if target is not None:
+                yield engine, target
+                wishes = _Demand.of(run)
+
+
+def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
+    newest = weights.newest(run, engine)
+    if not engine.samples:  # nothing is bound to it
+        return newest if newest != engine.publication_id else None
+    if assigned_count(run, engine) or engine.id == wishes.holder or engine.id in wishes.moving:
+        return None
+    other = wishes.other
+    if other is not None and weights.is_loadable(run, engine, other):
+        return other
+    if newest is None or newest == engine.publication_id:
+        return None
+    # A version published during a load waits until the engine has launched something,
+    # or it might load forever.
+    fresh = (
+        engine.status is EngineStatus.SERVING
+        and batch_of(run, engine).launched == 0
+        and engine.since >= run.state.publication.at
+    )
+    return None if fresh else newest
+
+
+def awaited_weights(run: Run) -> int | None:
+    """Weights that no engine has or loads, and that an evaluation or unassigned
+    trajectories wait for.
+    """
+    state = run.state
+    evaluated = (
+        [state.evaluations.current.publication_id] if state.evaluations.current is not None else []
+    )
+    bound = (
+        sorted(weights_of(run, trajectory) for trajectory in _unassigned(run))
+        if run.part(Versions).unassigned
+        else []
+    )
+    return next(
+        (
+            awaited
+            for awaited in (*evaluated, *bound)
+            if weights.is_obtainable(run, awaited) and not is_loaded_or_loading(run, awaited)
+        ),
+        None,
+    )
+
+
+def _evaluation_holder(run: Run) -> EngineId | None:
+    """The first engine with the weights of an evaluation, which keeps them while
+    episodes of it are yet to begin.
+    """
+    state, current = run.state, run.state.evaluations.current
+    if current is None:
+        return None
+    first = next(
+        (
+            one.id
+            for one in state.engines.values()
+            if one.samples and one.publication_id == current.publication_id
+        ),
+        None,
+    )
+    waiting = any(state.groups[group_id].task is None for group_id in current.pending) or any(
+        state.groups[state.trajectories[member].group_id].purpose is Purpose.EVAL
+        for member in state.pools.queued
+    )
+    return first if not current.started or current.to_draw or waiting else None
+
+
+def is_loaded_or_loading(run: Run, publication_id: int) -> bool:
+    """True if an engine has these weights or is loading them."""
+    return publication_id in run.fleet.expected_publication_ids
+
+
+def abandon_if_lost(run: Run) -> None:
+    """Abandon an evaluation of weights that no engine has and none can load."""
+    current = run.state.evaluations.current
+    if (
+        current is None
+        or weights.is_obtainable(run, current.publication_id)
+        or is_loaded_or_loading(run, current.publication_id)
+    ):
+        return
+    run.warn(
+        "evaluation",
+        f"of version {current.version} abandoned: its weights can no longer be loaded",
+        count="evaluation_lost",
+    )
+    evaluation.abandon(run)
+
+
+# Trajectories of a lost engine.
+
+
+def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> None:
+    """Assign the trajectory to the emptiest engine with its weights, preferably none of
+    `avoid` and none that leaves; or mark it as unassigned.
+    """
+    engines = [
+        engine
+        for engine in run.state.engines.values()
+        if serves_version_of(run, engine, trajectory)
+    ]
+    preferred = [engine for engine in engines if engine.id not in avoid] or engines
+    wanted = [engine for engine in preferred if not engine.leaving] or preferred
+    work_of(run, trajectory).kv_resident = False
+    work_of(run, trajectory).assigned_engine = (
+        min(wanted, key=lambda engine: assigned_count(run, engine) / batch_size(run, engine)).id
+        if wanted
+        else None
+    )
+    if work_of(run, trajectory).assigned_engine is None:
+        run.part(Versions).unassigned[trajectory.id] = None
+    reindex(run, trajectory)
+
+
+def serves_version_of(run: Run, engine: Engine, trajectory: Trajectory) -> bool:
+    """True if the engine takes turns under the weights that the trajectory began
+    with.
+    """
+    return _serves(engine) and engine.publication_id == weights_of(run, trajectory)
+
+
+def unassign_engine(run: Run, engine: Engine) -> None:
+    """Unassign all trajectories of an engine that lost its weights or was removed."""
+    load = index_of(run).loads.get(engine.id)
+    for _, trajectory_id in list(load.remaining) if load is not None else ():
+        assign(run, run.state.trajectories[trajectory_id])
+
+
+def reassign(run: Run) -> list[Trajectory]:
+    """Reassign unassigned trajectories to engines that now serve their version. Return
+    those whose version can no longer be loaded anywhere.
+    """
+    stranded = []
+    for trajectory in _unassigned(run) if run.part(Versions).unassigned else ():
+        assign(run, trajectory)
+        bound = weights_of(run, trajectory)
+        lost = not weights.is_obtainable(run, bound) and not is_loaded_or_loading(run, bound)
+        if work_of(run, trajectory).assigned_engine is None and lost:
+            stranded.append(trajectory)
+    return stranded
+
+
+def needed_checkpoints(run: Run) -> set[int]:
+    """The steps of checkpoints that an engine is reading, or that an unassigned
+    trajectory waits for.
+    """
+    state = run.state
+    reading = [
+        engine.loading.step
+        for engine in state.engines.values()
+        if engine.status is EngineStatus.LOADING
+    ]
+    waiting = (
+        [
+            state.publication.checkpointed.get(weights_of(run, trajectory))
+            for trajectory in _unassigned(run)
+        ]
+        if run.part(Versions).unassigned
+        else []
+    )
+    return {step for step in (*reading, *waiting) if step is not None}
+
+
+def _unassigned(run: Run) -> list[Trajectory]:
+    """The trajectories that are still unassigned; the others are dropped from the
+    list.
+    """
+    state = run.state
+    listed = [
+        state.trajectories[member]
+        for member in run.part(Versions).unassigned
+        if member in state.trajectories
+    ]
+    unassigned = [
+        one
+        for one in listed
+        if work_of(run, one).assigned_engine is None and one.stage in (Stage.INIT, Stage.RUN)
+    ]
+    run.part(Versions).unassigned = {trajectory.id: None for trajectory in unassigned}
+    return unassigned
+
+
+def begin_attempt(run: Run, trajectory: Trajectory) -> None:
+    """Begin with a new attempt, which is bound to no weights."""
+    run.part(Versions).trajectories.pop(trajectory.id, None)
+
+
+def on_world_lost(run: Run, _event: WorldLost) -> None:
+    """Forget the trajectories without an engine: they end."""
+    run.part(Versions).unassigned.clear()
+
+
+def check(run: Run) -> None:
+    """Assert that a trajectory's turns are only on engines with the weights that it
+    began with.
+    """
+    if run.pacing.interchangeable:
+        return
+    state = run.state
+    for engine in state.engines.values():
+        for trajectory_id in engine.active if engine.samples else ():
+            bound = weights_of(run, state.trajectories[trajectory_id])
+            assert bound == engine.publication_id, f"{trajectory_id} on {engine}"
+    for trajectory_id in (*state.pools.init, *state.pools.run):
+        trajectory = state.trajectories[trajectory_id]
+        assigned = state.engines.get(work_of(run, trajectory).assigned_engine or EngineId(""))
+        if assigned is None:
+            assert trajectory_id in run.part(Versions).unassigned, (
+                f"{trajectory} has no engine, and is not listed as unassigned"
+            )
+        else:
+            assert assigned.publication_id == weights_of(run, trajectory), (
+                f"{trajectory} is assigned to {assigned}"
+            )
+            assert assigned.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), assigned
