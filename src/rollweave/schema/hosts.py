@@ -353,6 +353,7 @@ class StartAgents(TaggedStruct, frozen=True, kw_only=True):
     hosts: int | None = None
     labels: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
+    programs: Programs = Programs()
 
 
 class StopAgents(TaggedStruct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import pytest
 
 from rollweave.runtime.hosts import on_ray
 from rollweave.runtime.hosts.on_ray import Agents
-from rollweave.schema.hosts import AgentSpec, StartAgents
+from rollweave.schema.hosts import AgentSpec, Programs, StartAgents
 
 
 class FakeRay:
@@ -106,6 +106,21 @@ def test_a_run_takes_all_nodes_unless_its_hosts_are_limited() -> None:
     ray = FakeRay(a={}, b={}, c={})
     agents(ray, None).poll()
     assert serving(ray) == ["a", "b", "c"]
+
+
+def test_agents_get_what_their_run_names() -> None:
+    ray, programs = FakeRay(a={}), Programs(trainer="tests.runtime.fake_trainer")
+    start = StartAgents(
+        controller=("10.0.0.1", 1),
+        secret=b"s",
+        join_s=1.0,
+        variables=("COLOR",),
+        programs=programs,
+    )
+    Agents(ray, start, lambda report: None).poll()
+    (spec,) = ray.actors[0].specs
+    assert (spec.controller, spec.secret, spec.join_s) == (start.controller, start.secret, 1.0)
+    assert (spec.variables, spec.programs) == (("COLOR",), programs)
 
 
 def test_two_runs_with_one_host_share_a_cluster() -> None:

@@ -80,16 +80,18 @@ def launcher_of(
     """Return the launcher that the configuration names; None if the user starts the
     agents.
 
-    `labels` are resources that hosts should have, and `programs` the modules of agents
-    on this machine. `on_status` receives lines for the
-    user, and `fail` the reason why an agent cannot be started. Raises ConfigError.
+    `labels` are resources that hosts should have, and `programs` the modules that
+    agents start. `on_status` receives lines for the user, and `fail` the reason why an
+    agent cannot be started. Raises ConfigError.
     """
     match cluster.launcher:
         case "local":
             return LocalLauncher(cluster, logs, programs)
         case "ray":
             check_launcher(cluster)
-            return RayLauncher(cluster, logs, labels=labels, on_status=on_status, fail=fail)
+            return RayLauncher(
+                cluster, logs, programs, labels=labels, on_status=on_status, fail=fail
+            )
         case _:
             return None
 
@@ -178,13 +180,14 @@ class RayLauncher:
         self,
         cluster: ClusterConfig,
         logs: Path,
+        programs: Programs,
         *,
         labels: Sequence[str],
         on_status: Callable[[str], None],
         fail: Callable[[str], None],
     ) -> None:
         self._cluster, self._logs, self._on_status, self._fail = cluster, logs, on_status, fail
-        self._labels = tuple(labels)
+        self._labels, self._programs = tuple(labels), programs
         self._driver: ChildProcess | None = None
         self._reach: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
         self._closing = False
@@ -218,6 +221,7 @@ class RayLauncher:
             hosts=self._cluster.hosts,
             labels=self._labels,
             variables=self._cluster.env,
+            programs=self._programs,
         )
         self._driver.send(encode(start))
 

@@ -251,6 +251,7 @@ class Agents:
             devices=None if node.gpus else (),
             labels=dict(node.labels),
             variables=self._start.variables,
+            programs=self._start.programs,
         )
         running.ended = running.actor.run.remote(spec)
 
