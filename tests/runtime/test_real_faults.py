@@ -17,7 +17,7 @@ from rollweave.core.core import Core
 from rollweave.core.state import TrainerStatus
 from rollweave.record.journal import Replay
 from rollweave.record.store import TrajectoryReader
-from rollweave.schema.base import TrajectoryId
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import LoadWeights
 from tests.support.real_runs import (
     Life,
@@ -154,7 +154,7 @@ def only_waiting(core: Core) -> TrajectoryId | None:
     left = [
         one
         for one in (*state.pools.init, *state.pools.run)
-        if state.trajectories[one].publication_id == 0
+        if state.mechanisms["versions"].trajectories.get(one) == 0
     ]
     newer = [engine for engine in state.engines.values() if engine.publication_id > 0]
     candidates = (
@@ -163,9 +163,13 @@ def only_waiting(core: Core) -> TrajectoryId | None:
         and state.publication.checkpointed.get(0) == 0
         and state.evaluations.current is None
     )
-    return (
-        left[0] if candidates and state.trajectories[left[0]].assigned_engine is not None else None
-    )
+    return left[0] if candidates and engine_of(core, left[0]) is not None else None
+
+
+def engine_of(core: Core, trajectory: TrajectoryId) -> EngineId | None:
+    """Return the engine to which the trajectory is assigned."""
+    work = core.state.mechanisms["lengths"].trajectories.get(trajectory)
+    return work.assigned_engine if work is not None else None
 
 
 def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         core = life.until(only_waiting, "one trajectory of version 0")
         waiting = only_waiting(core)
         assert waiting is not None
-        engine_id = core.state.trajectories[waiting].assigned_engine
+        engine_id = engine_of(core, waiting)
         os.kill(life.child(TRAINER), signal.SIGKILL)
         life.until(
             lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.publication.retained,
@@ -216,10 +220,8 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
 
 def again(core: Core, waiting: TrajectoryId) -> bool:
     """Return whether it has lost its engine, and has another one with its version."""
-    trajectory, engines = core.state.trajectories[waiting], core.state.engines
-    return (
-        any(engine.epoch for engine in engines.values()) and trajectory.assigned_engine is not None
-    )
+    lost = any(engine.epoch for engine in core.state.engines.values())
+    return lost and engine_of(core, waiting) is not None
 
 
 # The trainer.
