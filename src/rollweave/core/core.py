@@ -57,13 +57,8 @@ Deadlines are checked by a timer that the core sets itself (`SetTimer`): every w
 an owner and a limit (`core/watchdog`). `Core.check` verifies all invariants, for tests.
 """
 
-from collections.abc import Mapping
-
 from rollweave.core.kernel import Kernel
 from rollweave.core.mechanisms import MECHANISMS
-from rollweave.core.policy.experience import Rule
-from rollweave.core.state import State
-from rollweave.schema.config.root import RunConfig
 
 
 class Core(Kernel):
@@ -72,11 +67,4 @@ class Core(Kernel):
     `rules` are the user's functions that the configuration names.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        state: State | None = None,
-        *,
-        rules: Mapping[str, Rule] | None = None,
-    ) -> None:
-        super().__init__(config, state, rules=rules, mechanisms=MECHANISMS)
+    mechanisms = MECHANISMS

@@ -8,7 +8,7 @@ the same commands, in a live run, in its replay from the journal, and in simulat
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Self
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -52,19 +52,20 @@ class Kernel:
     `rules` are the user's functions that the configuration names.
     """
 
+    mechanisms: ClassVar[tuple[Mechanism, ...]] = ()
+
     def __init__(
         self,
         config: RunConfig,
         state: State | None = None,
         *,
         rules: Mapping[str, Rule] | None = None,
-        mechanisms: Iterable[Mechanism] = (),
     ) -> None:
         self._run = run = Run(
             config,
             state if state is not None else State(),
             rules or {},
-            mechanisms=mechanisms,
+            mechanisms=self.mechanisms,
             pacing=SharedPacing(),
             chooser=dispatching.AnyEngine(),
             carrier=weights.Memory(),
