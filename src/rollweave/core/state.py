@@ -73,6 +73,10 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
 
 
+MOVING = EngineId("")
+"""`Turn.prefill` while the KV of the prompt is on its way."""
+
+
 class Turn(msgspec.Struct, kw_only=True):
     """A turn that the episode waits for, and its place."""
 
@@ -92,7 +96,7 @@ class Turn(msgspec.Struct, kw_only=True):
     avoid: list[EngineId] = []
     # weights that sampled the tokens with which it was given back; -1 if it was not
     returned_with: int = -1
-    # the engine that computes its prompt for the one that has it; "" while the KV moves
+    # the engine that computes its prompt for the one that has it, or MOVING
     prefill: EngineId | None = None
 
 

@@ -9,7 +9,7 @@ from rollweave.core.mechanisms.lengths import estimates
 from rollweave.core.mechanisms.lengths.state import work_of
 from rollweave.core.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.core.run import Run, TurnMove
-from rollweave.core.state import Engine, OnEngine, Queued, Trajectory, Turn
+from rollweave.core.state import MOVING, Engine, OnEngine, Queued, Trajectory, Turn
 from rollweave.core.turn_queues import QueuedTurn
 from rollweave.schema.commands import RerankTurn
 from rollweave.schema.events import PredictionReady
@@ -79,7 +79,7 @@ def rerank(run: Run, trajectory: Trajectory) -> None:
 def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: float) -> None:
     before, turn.rank = turn.rank, rank
     run.fleet.rerank(engine, before, rank)
-    if turn.prefill == "":
+    if turn.prefill == MOVING:
         return  # no engine has it now
     run.emit(
         RerankTurn(

@@ -31,13 +31,10 @@ from rollweave.core.mechanisms.costs.state import Spent, turn_costs_of
 from rollweave.core.mechanisms.placement import transfers
 from rollweave.core.policy.disaggregation import LEAST_TOKENS, TRIAL, PrefillSite, prefill_site
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, OnEngine, Trajectory, Turn
+from rollweave.core.state import MOVING, Engine, OnEngine, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config.engines import BLOCK_TOKENS
 from rollweave.schema.events import PrefillDone, WorldLost
-
-MOVING = EngineId("")
-"""`Turn.prefill` while the KV of the prompt is on its way."""
 
 UNKNOWN_S = 1.0
 """Seconds of a prompt's token as long as none was observed anywhere: far more than any
