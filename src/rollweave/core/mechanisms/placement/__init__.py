@@ -14,9 +14,9 @@ from rollweave.core.mechanisms.placement.dispatch import AssignedEngine
 from rollweave.core.mechanisms.placement.state import Placement
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.run import Chooser, EngineMove, Mechanism, Run, TrainerMove, TurnMove
-from rollweave.core.state import Engine, Stage, Trajectory, Turn
+from rollweave.core.state import Stage
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import MigrationDone, TurnDone, WorldLost
+from rollweave.schema.events import MigrationDone, WorldLost
 
 
 def assigns(config: RunConfig) -> bool:
@@ -33,18 +33,6 @@ def used(config: RunConfig) -> bool:
 
 def _choose_engine(config: RunConfig) -> Chooser | None:
     return AssignedEngine() if assigns(config) else None
-
-
-def _turn_done(
-    run: Run, trajectory: Trajectory, turn: Turn, engine: Engine, event: TurnDone
-) -> None:
-    if run.scheduling.assigns:
-        migration.turn_done(run, trajectory, turn, engine, event)
-
-
-def _revised(run: Run, trajectory: Trajectory, turn: Turn | None) -> None:
-    if run.scheduling.assigns:
-        migration.revised(run, trajectory, turn)
 
 
 def _check(run: Run) -> None:
@@ -67,8 +55,8 @@ MECHANISM = Mechanism(
         Stage.OVER: transfers.forget,
         TurnMove.REQUESTED: transfers.hold_turn,
         TurnMove.GIVEN: dispatch.keep_resident,
-        TurnMove.DONE: _turn_done,
-        TurnMove.REVISED: _revised,
+        TurnMove.DONE: migration.turn_done,
+        TurnMove.REVISED: migration.revised,
         EngineMove.FLEET_CHANGED: assignment.engines_changed,
         EngineMove.REPRICED: assignment.engines_changed,
         TrainerMove.TRAINED: allocation.plan,

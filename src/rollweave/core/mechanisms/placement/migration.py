@@ -24,12 +24,14 @@ def turn_done(
     run: Run, trajectory: Trajectory, _turn: Turn, _engine: Engine, _event: TurnDone
 ) -> None:
     """Consider a move while the environment works."""
-    if work_of(run, trajectory).predicted_at_turn >= 0:
+    if run.scheduling.assigns and work_of(run, trajectory).predicted_at_turn >= 0:
         dispatching.release(run, consider(run, trajectory))
 
 
 def revised(run: Run, trajectory: Trajectory, turn: Turn | None) -> None:
     """Act on the trajectory's new estimate."""
+    if not run.scheduling.assigns:
+        return
     partition = run.part(Placement).partitions.get(run.preferred_pool(trajectory))
     if partition is not None:
         partition.predictions += 1
@@ -98,8 +100,9 @@ def _is_worthwhile(run: Run, trajectory: Trajectory, source: Engine, target: Eng
         index_of(run).loads.get(target.id, EngineWork()),
     )
     left = next((-key[0] for key in own.remaining if key[1] != trajectory.id), 0)
-    there = max(other.longest, work_of(run, trajectory).estimate)
-    work, held = work_of(run, trajectory).estimate, work_of(run, trajectory).kv_token_steps
+    mine = work_of(run, trajectory)
+    work, held = mine.estimate, mine.kv_token_steps
+    there = max(other.longest, work)
     transfer_s = trajectory.context_tokens * run.part(Placement).migrations.token_s
     return worth_it(
         _seconds(
