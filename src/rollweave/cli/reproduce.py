@@ -7,8 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from rollweave.io.extras import how_to_install_distribution
-from rollweave.schema.errors import ConfigError
+from rollweave.io.extras import without_distribution
 
 COMMANDS = "rollweave.commands"
 """The entry points of commands that further distributions of this repository have."""
@@ -22,9 +21,6 @@ def reproduce(names: Sequence[str], *, quick: bool, as_json: bool, write: Path |
     """
     found = [entry for entry in entry_points(group=COMMANDS) if entry.name == "reproduce"]
     if not found:
-        raise ConfigError(
-            f"`rollweave reproduce` needs the package {DISTRIBUTION}, which is not installed "
-            f"({how_to_install_distribution(DISTRIBUTION)})"
-        )
+        raise without_distribution("`rollweave reproduce`", DISTRIBUTION)
     work: Any = found[0].load()
     work(names, quick=quick, as_json=as_json, write=write)

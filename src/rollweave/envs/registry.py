@@ -16,7 +16,7 @@ import msgspec
 
 from rollweave.envs.base import Options
 from rollweave.io import user_code
-from rollweave.io.extras import MissingExtraError, how_to_install_distribution
+from rollweave.io.extras import MissingExtraError, without_distribution
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import did_you_mean
 
@@ -174,10 +174,7 @@ def reference_of(name: str) -> str:
         return BUILT_IN.get(name, name)
     announced = _announced()
     if name in DISTRIBUTED and name not in announced:
-        raise ConfigError(
-            f"environment {name!r} needs the package {DISTRIBUTION}, which is not installed "
-            f"({how_to_install_distribution(DISTRIBUTION)})"
-        )
+        raise without_distribution(f"environment {name!r}", DISTRIBUTION)
     if name not in announced:
         known = names()
         raise ConfigError(

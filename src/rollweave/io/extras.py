@@ -77,6 +77,14 @@ def how_to_install_distribution(name: str) -> str:
     return f"pip install -e '{checkout / DISTRIBUTIONS[name]}'"
 
 
+def without_distribution(what: str, name: str) -> ConfigError:
+    """Return the error of what needs a further distribution that is not installed."""
+    return ConfigError(
+        f"{what} needs the package {name}, which is not installed "
+        f"({how_to_install_distribution(name)})"
+    )
+
+
 def _checkout() -> Path | None:
     """Return the checkout of an editable installation; None for any other
     installation.
