@@ -403,15 +403,18 @@ CONFLICTS = (
 def conflicts(config: Sections) -> list[FieldError]:
     """Return an error for each setting that must be left out."""
     errors: dict[str, FieldError] = {}
-    for settings, clause, why in CONFLICTS:
-        for setting in settings.split():
-            key, _, choice = setting.partition("=")
+    for conflict in CONFLICTS:
+        clause, why = conflict.clause, conflict.why
+        for key, choices in conflict.choices().items():
             for place, value in _changed(config, key):
-                if choice and choice not in (value if _is_list(value) else (value,)):
+                given = value if _is_list(value) else (value,)
+                chosen = [choice for choice in choices if choice in given]
+                if choices and not chosen:
                     continue
                 if place.field not in errors and clause.applies(place):
                     said = clause.text if clause.said is None else clause.said(place)
                     rule = f"{said}, {why}" if why else said
+                    choice = chosen[0] if chosen else ""
                     errors[place.field] = _error(place.field, rule, value, choice)
     return list(errors.values())
 
