@@ -125,6 +125,26 @@ def run_with_lost_controllers(world: World, kills: Sequence[int]) -> None:
     assert world.core.account().balanced
 
 
+def run_accounted_for(world: World, *, lost: bool) -> None:
+    """Run to the end, and check that every attempt is accounted for. With `lost`, the
+    controller is lost once; without, check that a replay gives the same commands.
+    """
+    world.start()
+    restart_at = 200 if lost else 0
+    while world.finish is None:
+        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
+        world.step()
+        if restart_at and world.handled >= restart_at and world.finish is None:
+            restart_at = 0
+            restart_controller(world)
+    account = world.core.account()
+    assert account.balanced
+    assert account.in_flight == 0
+    if not lost:
+        core = Core(world.config)
+        assert [core.handle(now, event) for now, event in world.journal] == world.commands
+
+
 def until(world: World, kind: type[c.Command]) -> c.Command:
     """Run until a command of this kind is emitted, and return it."""
     seen = len(world.commands)

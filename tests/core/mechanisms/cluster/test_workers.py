@@ -14,7 +14,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import BLAME_OF, Blame, Purpose, StopReason, Task
-from tests.support.core import MODES, config, restart_controller
+from tests.support.core import MODES, config, run_accounted_for
 from tests.support.properties import examples
 from tests.support.random_world import World
 
@@ -361,20 +361,7 @@ def test_any_run_whose_workers_are_lost_ends_accounted_for(
     world = World(run_config, seed, failure=failure, hang=hang)
     world.losing_workers = 0.02
     world.changing_hosts = 0.02 if hosts else 0.0
-    world.start()
-    restart_at = 200 if lost else 0
-    while world.finish is None:
-        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
-        world.step()
-        if restart_at and world.handled >= restart_at and world.finish is None:
-            restart_at = 0
-            restart_controller(world)
-    account = world.core.account()
-    assert account.balanced
-    assert account.in_flight == 0
-    if not lost:
-        core = Core(run_config)
-        assert [core.handle(now, event) for now, event in world.journal] == world.commands
+    run_accounted_for(world, lost=lost)
 
 
 def test_the_random_runs_do_move_workers_back() -> None:
