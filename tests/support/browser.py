@@ -136,7 +136,7 @@ async def browsing(*, width: int = 1280, height: int = 900) -> AsyncIterator[Pag
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"HOME": profile},
+            env=os.environ | {"HOME": profile, "TMPDIR": profile},
             start_new_session=True,
         )
         try:
