@@ -280,8 +280,8 @@ def _access(url: str, key: str) -> dict[str, str]:
 
 
 async def _on_host(program: Installed, folder: Path, url: str, key: str, outcome: Outcome) -> None:
-    """Run the program in a folder of its own, with the variables that it has in a
-    sandbox.
+    """Run the program in a folder of its own, which also has its temporary files, with
+    the variables that it has in a sandbox.
     """
     values = _access(url, key)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
@@ -291,6 +291,7 @@ async def _on_host(program: Installed, folder: Path, url: str, key: str, outcome
         env = {
             "PATH": f"{folder / 'npm' / 'node_modules' / '.bin'}:{os.environ['PATH']}",
             "HOME": home,
+            "TMPDIR": home,
             "PWD": str(work),
             "LANG": "C.UTF-8",
             **variables(url, key),
