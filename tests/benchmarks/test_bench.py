@@ -13,7 +13,6 @@ from benchmarks import lora, losses
 from benchmarks.contract import Result, json_line
 from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
-from benchmarks.models import bench_models
 from benchmarks.modes import MODES, TARGET, figures_of, ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, shares
 from rollweave.cli.bench import format_figure
@@ -31,18 +30,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> MeasuredRun:
     run = write_run(tmp_path_factory.mktemp("bench") / "run")
     summary = msgspec.json.decode(run.summary.read_bytes(), type=Summary)
     return MeasuredRun(summary=summary, data=read_run(run), ready_s=2.0)
-
-
-@pytest.mark.slow
-def test_no_architecture_differs_from_transformers() -> None:
-    result = bench_models(quick=True)
-    assert result.figures["architectures"] == 4
-    assert result.figures["mismatches"] == 0
-    share = result.figures["compared_min"]
-    assert isinstance(share, float)
-    assert share > 0.99
-    assert result.figures["engine_reloads"] == 2
-    assert not result.broken
 
 
 def test_the_line_of_json_has_the_four_parts() -> None:

@@ -10,23 +10,14 @@ import pytest
 
 from benchmarks.cluster.bench import FIGURES, FIXED, bench_cluster, config_of
 from benchmarks.cluster.run import ClusterRun, LineFollower, lost_trajectories
-from benchmarks.cluster.sites import FIGURES as SITES_FIGURES
-from benchmarks.cluster.sites import bench_cluster_sites
-from benchmarks.cluster.soak import FIGURES as SOAK_FIGURES
-from benchmarks.cluster.soak import bench_cluster_soak
 
 
 def test_without_namespaces_every_figure_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.network.shutil.which", lambda _: None)
-    for bench, names in (
-        (bench_cluster, FIGURES),
-        (bench_cluster_sites, SITES_FIGURES),
-        (bench_cluster_soak, SOAK_FIGURES),
-    ):
-        result = bench(quick=True, progress=print)
-        assert result.figures == dict.fromkeys(names)
-        assert {*result.conditions} == {*names}
-        assert all("there is no `ip`" in result.conditions[name] for name in names)
+    result = bench_cluster(quick=True, progress=print)
+    assert result.figures == dict.fromkeys(FIGURES)
+    assert {*result.conditions} == {*FIGURES}
+    assert all("there is no `ip`" in result.conditions[name] for name in FIGURES)
 
 
 def test_lines_have_times_on_our_clock(tmp_path: Path) -> None:

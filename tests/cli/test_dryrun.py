@@ -15,7 +15,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.architectures import build
 from rollweave.cli.main import app
 from rollweave.core.core import Core
 from rollweave.envs.base import Split, split_of
@@ -35,6 +34,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
+from tests.support.architectures import build
 from tests.support.chats import TEMPLATES
 from tests.support.sglang import sglang_python
 

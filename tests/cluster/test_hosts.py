@@ -18,13 +18,18 @@ from benchmarks.cluster.agents import HostsByHand
 from benchmarks.cluster.hosts import mounts, shared_memory
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
-from benchmarks.cluster.soak import NOTICED_S
+from rollweave.runtime.hosts.listener import SILENT_S
 from rollweave.schema.config.rollout import ModeName
+from rollweave.schema.hosts import ALIVE_S
 from tests.support.real_runs import ROOT, lake
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 PORT = 7400
+
+NOTICED_S = SILENT_S + 2 * ALIVE_S
+"""Maximum seconds until the loss of a host is noticed."""
+
 STEPS = 30
 FETCHING = re.compile(
     r"waiting \d+ s for relay r\d on host (?P<host>.): fetching version \d+ from r\d, "

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.architectures import read
 from rollweave.train.packing import Example
+from tests.support.architectures import read
 
 
 def oracle(

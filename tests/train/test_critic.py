@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.architectures import build, read
 from rollweave.schema.training import (
     Restore,
     Restored,
@@ -26,6 +25,7 @@ from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
 from rollweave.train.values import load_value_model
 from rollweave.train.weights import load_named_tensors
+from tests.support.architectures import build, read
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_extended, mostly_slow
 from tests.train.asking import published, trained

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.architectures import CONFIGURATIONS, build
 from rollweave.runtime.preflight.model import _transformers
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
@@ -29,6 +28,7 @@ from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A, AdapterBase, B, adapter_sizes, check_adapter
 from rollweave.weights.checkpoint import read_any_shape, read_shape
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
+from tests.support.architectures import CONFIGURATIONS, build
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_extended
 from tests.train.asking import published, trained

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from benchmarks.architectures import build
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import Trained, TrainOn
@@ -20,6 +19,7 @@ from rollweave.train.rows import batch_rows
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_loading import load_transformers_model
 from rollweave.train.transformers_model import TransformersModel
+from tests.support.architectures import build
 from tests.support.trainers import CPU, make_batch, make_examples
 from tests.train.oracle import loss_of
 

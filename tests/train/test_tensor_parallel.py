@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from benchmarks.architectures import build
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.training import Restore, Restored, Trained, TrainOn
 from rollweave.train.distributed import (
@@ -23,6 +22,7 @@ from rollweave.train.distributed import (
 )
 from rollweave.train.trainer import Trainer
 from rollweave.train.transformers_loading import examine
+from tests.support.architectures import build
 from tests.support.trainers import make_batch, make_config
 from tests.train.asking import published
 from tests.train.compare import assert_all_close

@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.architectures import CONFIGURATIONS, build, read
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import Restore, Restored, Save, Saved, TrainOn
 from rollweave.train.loading import implementation_of, load_trained_model
@@ -25,6 +24,7 @@ from rollweave.weights.checkpoint import read_sizes
 from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from rollweave.weights.views import StoredTensors, View
 from tests.support import tiny_models
+from tests.support.architectures import CONFIGURATIONS, build, read
 from tests.support.trainers import CPU, make_batch, make_config, make_examples, make_model
 from tests.support.variants import mostly_slow
 from tests.train.asking import published

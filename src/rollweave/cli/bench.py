@@ -28,7 +28,6 @@ BENCHES = {
     "fixed": "learning:bench_learning",
     "multitask": "learning:bench_learning",
     "longtail": "learning:bench_learning",
-    "models": "models:bench_models",
     "memory": "memory:bench_memory",
     "modes": "modes:bench_modes",
     "losses": "losses:bench_losses",
@@ -37,27 +36,19 @@ BENCHES = {
     "trl": "trl.bench:bench_trl",
     "sim": "sim.bench:bench_sim",
     "fidelity": "sim.fidelity:bench_fidelity",
-    "advice": "sim.advice:bench_advice",
     "faults": "sim.faults:bench_faults",
     "affinity": "affinity.bench:bench_affinity",
     "placement": "placement.bench:bench_placement",
     "scheduling": "scheduling.bench:bench_scheduling",
     "phases": "phases.bench:bench_phases",
     "service": "service.bench:bench_service",
-    "rewards": "rewards.bench:bench_rewards",
-    "workers": "workers.bench:bench_workers",
-    "elastic": "workers.elastic:bench_elastic",
     "coserve": "coserve.bench:bench_coserve",
     "agents": "agents.bench:bench_agents",
-    "dapo": "dapo.bench:bench_dapo",
-    "tools": "tools:bench_tools",
     "sandbox": "sandbox.bench:bench_sandbox",
     "delta": "delta:bench_delta",
     "relay": "relay.bench:bench_relay",
     "soak": "soak.bench:bench_soak",
     "cluster": "cluster.bench:bench_cluster",
-    "cluster_sites": "cluster.sites:bench_cluster_sites",
-    "cluster_soak": "cluster.soak:bench_cluster_soak",
 }
 """Benchmark → the function in `benchmarks/` that runs it, as `module:function`."""
 
@@ -73,7 +64,6 @@ SEEDED = (
     "vllm",
     "trl",
     "fidelity",
-    "advice",
     "faults",
 )
 """Names of benchmarks that repeat a run with several seeds."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.architectures import build
 from rollweave.engine.servers.adapters import AdapterMerger
 from rollweave.engine.servers.published import published
 from rollweave.schema.config.model import LoraConfig
@@ -20,6 +19,7 @@ from rollweave.train.trainer import Trainer
 from rollweave.weights.adapters import A, B, adapter_sizes, linear_layers
 from rollweave.weights.checkpoint import read_any_shape, read_shape, read_tensors_of
 from rollweave.weights.publication import publish, read_tensors
+from tests.support.architectures import build
 from tests.support.trainers import make_batch, make_config, make_model
 
 SCALE = 0.5

@@ -1,1 +1,0 @@
-"""Bench `dapo`: asynchronous DAPO, simulated and live."""

@@ -1,1 +1,0 @@
-"""Bench `rewards`: where rewards beside the environment's run, and what is lost."""

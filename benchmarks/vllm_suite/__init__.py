@@ -1,1 +1,0 @@
-"""vLLM's own tests of its OpenAI-compatible server, run against `rollweave engine`."""

@@ -1,1 +1,0 @@
-"""Bench `workers`: the controller's CPU time with rollout workers."""
