@@ -43,9 +43,8 @@ SETTINGS = (
 
 
 class Crossing(NamedTuple):
-    """The traffic over the link during one run: the number of `versions` that reached the
-    other site, the most bytes that a relay there received for one of them, and the
-    number of `fetches` over the link, of which a repeated one receives what is missing.
+    """The traffic over the link: the versions that reached the other site, the most
+    bytes that a relay there received for a version, and the fetches over the link.
     """
 
     versions: int
