@@ -21,7 +21,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 import xxhash
 from aiohttp import web
@@ -30,22 +29,15 @@ from rollweave.engine.clients.base import OnTokens
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.http.guard import Guard
 from rollweave.io.http.listening import listening
-from rollweave.schema.errors import EngineError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
-    Beating,
     EngineStats,
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    KvManifest,
-    KvTransport,
-    LoadCheckpoint,
     Ready,
-    Suspended,
     VersionSpan,
 )
-from rollweave.schema.weights import WeightManifest
 
 MEDIAN_TOKENS, SIGMA = 12.0, 0.6
 """Log-normal distribution of a turn's tokens; a request may lower their maximum."""
@@ -96,10 +88,7 @@ class Slots:
 
 
 class PacedEngine:
-    """The part of `EngineBackend` that its server needs.
-
-    Over several `Slots`, a conversation's hash selects its slots.
-    """
+    """An engine of `Slots`: of several, a conversation's hash selects one."""
 
     def __init__(self, parts: Sequence[Slots], *, token_s: float) -> None:
         self._parts, self._token_s = parts, token_s
@@ -157,43 +146,12 @@ class PacedEngine:
             busy_s=sum(part.busy_s for part in self._parts),
         )
 
-    async def beat(self) -> Beating:
-        """Return nothing: it computes nothing."""
-        return Beating()
-
-    def rerank(self, request_id: str, rank: float) -> None:
-        """Do nothing: turns are served first come, first served."""
-
-    async def suspend(self, *, release: bool = False) -> Suspended:
-        self._has_none(EngineError, "steps to stop")
-
-    def resume(self) -> None:
-        """Do nothing: the engine is never suspended."""
-
-    async def stage(self, weights: WeightManifest) -> None:
-        self._has_none(WeightsError, "weights")
-
-    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
-        self._has_none(WeightsError, "weights")
-
-    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
-        self._has_none(KvError, "KV")
-
-    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        self._has_none(KvError, "KV")
-
-    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
-        """Do nothing: no KV is exported."""
-
     async def close(self) -> None:
         self.kill()
 
     def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("killed")
-
-    def _has_none(self, kind: type[Exception], what: str) -> NoReturn:
-        raise kind(f"an engine of known pace does not support {what}")
 
 
 def engine_index(tokens: Sequence[int], count: int) -> int:

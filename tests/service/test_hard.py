@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Generates
 from rollweave.engine.clients.transport import OnRetry
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import Replay, RunJournal
@@ -504,7 +504,7 @@ def test_a_full_disk_never_loses_an_accepted_rollout(tmp_path: Path, spare: int)
 # Engines.
 
 
-def refuse(request: EngineRequest, name: str, failed: OnRetry) -> EngineBackend:
+def refuse(request: EngineRequest, name: str, failed: OnRetry) -> Generates:
     raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
 
 

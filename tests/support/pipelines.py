@@ -160,7 +160,7 @@ async def _play(entry: Any) -> Any:
 
 
 class OneWordEngine:
-    """An `EngineBackend` that answers every request with `answer`: a result, an
+    """An engine of all protocols that answers every request with `answer`: a result, an
     exception to raise, or None to hang.
     """
 

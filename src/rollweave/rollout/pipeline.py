@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Generates
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.driver import record_of
@@ -89,7 +89,7 @@ class Pipeline:
         self,
         *,
         worker: Callable[[str], WorkerPort | None],
-        engine: Callable[[EngineId], EngineBackend | None],
+        engine: Callable[[EngineId], Generates | None],
         store: TrajectoryStore,
         post: Callable[[Event], None],
         clock: Callable[[], float],

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Generates, Reranks
 from rollweave.record.turn_log import (
     TurnAnswer,
     TurnLog,
@@ -140,7 +140,7 @@ class Turns:
     """
 
     command: StartInit
-    engine: Callable[[EngineId], EngineBackend | None]
+    engine: Callable[[EngineId], Generates | None]
     post: Callable[[Event], None]
     clock: Callable[[], float]
     spans: Spans
@@ -344,7 +344,7 @@ class Turns:
         self,
         turn: _OpenTurn,
         command: StartTurn,
-        backend: EngineBackend,
+        backend: Generates,
         resumed: PartialOutput | None,
     ) -> None:
         """Let the engine compute the KV of the context and of the tokens that the turn
@@ -430,12 +430,13 @@ class Turns:
         generating.add_done_callback(aborted)
 
     def rerank(self, command: RerankTurn) -> None:
-        """Pass the new rank to the engine."""
+        """Pass the new rank to the engine, if ranks can change there."""
         turn, backend = self._addressed(command), self.engine(command.engine_id)
         if turn is None or backend is None:
             return
         if turn.generating is not None:
-            backend.rerank(turn.request_id, command.rank)
+            if isinstance(backend, Reranks):
+                backend.rerank(turn.request_id, command.rank)
         elif turn.next is not None:
             turn.next = msgspec.structs.replace(turn.next, rank=command.rank)
 

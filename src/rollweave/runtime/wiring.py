@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollweave.core.core import Core
 from rollweave.core.policy.waiting import Wait
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Generates
 from rollweave.record.journal import RunJournal
 from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import ENVIRONMENTS, Trace
@@ -54,7 +54,7 @@ class Wiring:
     store: TrajectoryStore
     trace: Trace
     hosts: Hosts
-    make_engine: Callable[[EngineSlot, int], EngineBackend]
+    make_engine: Callable[[EngineSlot, int], Generates]
     make_episode: MakeEpisode
     make_worker: MakeWorker
     image_waits: Callable[[], tuple[ImageWait, ...]] = tuple

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Generates
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.transport import OnRetry
 from rollweave.io.reading import read_json
@@ -17,7 +17,7 @@ START_S = 300.0
 compile. After that the core retries.
 """
 
-BackendFactory = Callable[[EngineRequest, str, OnRetry], EngineBackend]
+BackendFactory = Callable[[EngineRequest, str, OnRetry], Generates]
 """Makes the backend of a registered engine from its registration, its name and a
 callback for failed attempts to reach it.
 """
@@ -30,7 +30,7 @@ def backend_factory(config: RunConfig) -> BackendFactory:
     directory = Path(config.model.path or "")
     hosts = Hosts.parse(config.serve.engine_hosts, field="serve.engine_hosts")
 
-    def make_backend(request: EngineRequest, name: str, failed: OnRetry) -> EngineBackend:
+    def make_backend(request: EngineRequest, name: str, failed: OnRetry) -> Generates:
         try:
             vocab = vocab_size(directory)
         except ConfigError as error:

@@ -19,7 +19,7 @@ from rollweave.core.bindings import bind_all, bind_workers
 from rollweave.core.core import Core
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Generates
 from rollweave.envs.foreign import describe_error
 from rollweave.envs.tasks import TaskSource
 from rollweave.io.disk import replace_file
@@ -263,7 +263,7 @@ class _Launch:
             version=0,
         )
 
-        def make_engine(slot: EngineSlot, epoch: int) -> EngineBackend:
+        def make_engine(slot: EngineSlot, epoch: int) -> Generates:
             if not is_registered(slot.id):
                 return processes.engine(slot, epoch)
             request = service.engines.request_of(slot.id)

@@ -11,17 +11,14 @@ import pytest
 
 from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.engine.clients.probe import Logprobs
-from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import (
     DialectName,
     FinishReason,
     GenerateRequest,
-    LoadCheckpoint,
     Sampling,
 )
-from rollweave.schema.weights import WeightManifest
 from tests.engine.clients.wire import HANG, Exchange, Handle, Wire, prorl, serving
-from tests.support.echo_engine import kv_manifest
 
 FINE = prorl(hot=-1.5)
 
@@ -137,31 +134,6 @@ async def test_concurrency_is_bounded_by_slots_except_for_health_checks() -> Non
         await asyncio.gather(*answers)
         assert most == 3
         assert not engine.lost.done()
-
-
-async def test_operations_of_the_owner_raise() -> None:
-    weights = WeightManifest(
-        version=1, publication_id=1, location="", tensors=(), nbytes=0, digest=""
-    )
-    async with serving(FINE) as wire, connected(wire) as engine:
-        with pytest.raises(EngineError, match="cannot be suspended from here"):
-            await engine.suspend()
-        with pytest.raises(WeightsError, match="cannot be given weights from here"):
-            await engine.load(weights)
-        with pytest.raises(WeightsError, match="cannot be given weights from here"):
-            await engine.stage(weights)
-        with pytest.raises(WeightsError, match="cannot be given weights from here"):
-            await engine.load(
-                LoadCheckpoint(version=1, publication_id=1, directory="", dtype="float32")
-            )
-        with pytest.raises(KvError, match="cannot be asked for its KV from here"):
-            await engine.export_kv([5], "tcp")
-        with pytest.raises(KvError, match="cannot be given KV from here"):
-            await engine.import_kv([5], kv_manifest("kv", 1))
-        engine.resume()
-        engine.rerank("r0", 1.0)
-        engine.release_kv("kv")
-        engine.abort("unknown")
 
 
 # Being ended.
@@ -282,13 +254,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later() -> None:
         with pytest.raises(EngineLostError, match="killed"):
             await pending
         assert "killed" in await engine.lost
-        later = (
-            engine.suspend(),
-            engine.stats(),
-            engine.export_kv([5], "shm"),
-            engine.import_kv([5], kv_manifest("kv", 1)),
-        )
-        for call in (engine.generate(request()), *later):
+        for call in (engine.generate(request()), engine.stats()):
             with pytest.raises(EngineLostError):
                 await call
         engine.abort("r0")

@@ -152,7 +152,7 @@ async def test_served_tokens_equal_the_engine_s(served: Served, dialect: Dialect
 async def test_ready_and_stats_are_forwarded(served: Served) -> None:
     async with served.remote() as remote:
         here, there = await served.engine.ready(), await remote.ready()
-        assert there == msgspec.structs.replace(here, version=0, moves_kv=False)
+        assert there == msgspec.structs.replace(here, version=0, stages=False, moves_kv=False)
         assert (await remote.stats()).kv_total_tokens == here.kv_total_tokens
         request = GenerateRequest(
             id="r0", tokens=tuple(range(2, 42)), sampling=Sampling(max_tokens=3)

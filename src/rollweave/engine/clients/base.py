@@ -1,15 +1,18 @@
-"""The protocol of an engine as its callers see it, wherever it runs.
+"""The protocols of an engine as its callers see it, wherever it runs.
 
-Invariants, held by every implementation and checked by one conformance suite: each call
-is answered exactly once or raises; replies of one kind arrive in the order of their
-calls; once the engine is lost, every pending and every later call raises
-`EngineLostError`, and `lost` holds the reason. Nothing waits without a limit except
-`generate`, `export_kv` and `import_kv`, whose owners cancel them.
+Every engine `Generates`. What only some engines can do is a protocol of its own, for
+which a caller asks with `isinstance`: an engine that cannot do it has no such methods.
+
+Invariants, held by every implementation and checked by one conformance suite for each
+protocol: each call is answered exactly once or raises; replies of one kind arrive in
+the order of their calls; once the engine is lost, every pending and every later call
+raises `EngineLostError`, and `lost` holds the reason. Nothing waits without a limit
+except `generate`, `export_kv` and `import_kv`, whose owners cancel them.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollweave.schema.serving import (
     STREAM_S,
@@ -34,8 +37,8 @@ It must check what it receives: deltas may be lost or repeated.
 """
 
 
-class EngineBackend(Protocol):
-    """One engine. All calls belong to the event loop's thread."""
+class Generates(Protocol):
+    """An engine. All calls belong to the event loop's thread."""
 
     @property
     def lost(self) -> asyncio.Future[str]:
@@ -68,33 +71,39 @@ class EngineBackend(Protocol):
         Unknown ids are ignored.
         """
 
+    async def stats(self) -> EngineStats:
+        """Return a sample of the engine's state."""
+
+    async def close(self) -> None:
+        """Ask the engine to end, and kill it if it does not."""
+
+    def kill(self) -> None:
+        """End the engine now. This does not wait, and is harmless when repeated."""
+
+
+@runtime_checkable
+class Reranks(Protocol):
+    """An engine in which the ranks of live requests can change."""
+
     def rerank(self, request_id: str, rank: float) -> None:
         """Change the rank of a request, which may preempt another request or be
         preempted. Unknown ids are ignored.
         """
 
-    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
-        """Export the KV of the longest cached prefix of `tokens` for `import_kv` of
-        another engine.
 
-        The export is kept until `release_kv`, or for a limited time. Raises `KvError`
-        if nothing is cached, or if there is no room for the export.
+@runtime_checkable
+class Beats(Protocol):
+    """An engine that answers heartbeats. Others are watched by their client."""
+
+    async def beat(self) -> Beating:
+        """Return what the engine is doing, whatever that is: a process that answers is
+        alive.
         """
 
-    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        """Import the KV of a prefix of `tokens` into the cache; return how many of the
-        tokens are cached then.
 
-        Raises `KvError` if the KV does not match this engine's weights, model and
-        layout, or is incomplete.
-        """
-
-    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
-        """Free the export with this `KvManifest.id`; with `abandoned` if its importer
-        has not answered, and may still read it.
-
-        Unknown ids are ignored.
-        """
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine whose weights can be replaced while it serves."""
 
     async def suspend(self, *, release: bool = False) -> Suspended:
         """Stop before the next step. Requests stay, and new ones queue. With `release`,
@@ -121,19 +130,35 @@ class EngineBackend(Protocol):
         weights.
         """
 
-    async def stats(self) -> EngineStats:
-        """Return a sample of the engine's state."""
 
-    async def beat(self) -> Beating:
-        """Return what the engine is doing, whatever that is: a process that answers is
-        alive.
+@runtime_checkable
+class MovesKv(Protocol):
+    """An engine that can give its KV to others, and take theirs. `Ready.moves_kv` says
+    whether the engine behind a link does.
+    """
+
+    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
+        """Export the KV of the longest cached prefix of `tokens` for `import_kv` of
+        another engine.
+
+        The export is kept until `release_kv`, or for a limited time. Raises `KvError`
+        if nothing is cached, or if there is no room for the export.
         """
 
-    async def close(self) -> None:
-        """Ask the engine to end, and kill it if it does not."""
+    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        """Import the KV of a prefix of `tokens` into the cache; return how many of the
+        tokens are cached then.
 
-    def kill(self) -> None:
-        """End the engine now. This does not wait, and is harmless when repeated."""
+        Raises `KvError` if the KV does not match this engine's weights, model and
+        layout, or is incomplete.
+        """
+
+    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
+        """Free the export with this `KvManifest.id`; with `abandoned` if its importer
+        has not answered, and may still read it.
+
+        Unknown ids are ignored.
+        """
 
 
 class EngineLink(Protocol):

@@ -1,4 +1,4 @@
-"""The one implementation of `EngineBackend` over a link: matches replies to calls.
+"""An engine behind a link, with all protocols of `base`: matches replies to calls.
 
 Invariant: a waiter is either in exactly one of the tables here or done; the loss of the
 engine empties all tables.

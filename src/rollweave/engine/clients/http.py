@@ -1,5 +1,4 @@
-"""An engine behind HTTP: `EngineBackend` except for weights and KV, which belong to its
-owner.
+"""An engine behind HTTP. It only `Generates`: its weights and KV belong to its owner.
 
 Invariants: every call is answered exactly once or raises, and all raise
 `EngineLostError` once the engine is lost (see `transport.py`); every result is checked
@@ -12,9 +11,8 @@ clients.
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -47,22 +45,16 @@ from rollweave.engine.grammar_check import GrammarCheck
 from rollweave.engine.matchers import CANNOT
 from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import (
     STREAM_S,
-    Beating,
     DialectName,
     EngineStats,
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    KvManifest,
-    KvTransport,
-    LoadCheckpoint,
     Ready,
-    Suspended,
 )
-from rollweave.schema.weights import WeightManifest
 
 T = TypeVar("T")
 
@@ -117,8 +109,8 @@ class _Call:
 
 
 class HttpEngine:
-    """`EngineBackend`. `start_s` bounds `ready`; `reply_s` bounds connecting, a health
-    check and a sample.
+    """`start_s` bounds `ready`; `reply_s` bounds connecting, a health check and a
+    sample.
 
     `check_s` is the time between health checks, `body_s` bounds the time between an
     answer's first byte and its last, `silence_s` that between two parts of a streamed
@@ -225,9 +217,6 @@ class HttpEngine:
         if call is not None:
             _resolve(call.stop, FinishReason.ABORTED)
 
-    def rerank(self, request_id: str, rank: float) -> None:
-        """Do nothing: the rank is sent with the request only."""
-
     async def stats(self) -> EngineStats:
         """Return the server's sample if it provides one, else the requests and tokens
         of this client, without KV.
@@ -246,32 +235,6 @@ class HttpEngine:
             output_tokens=self._output_tokens,
             uptime_s=time.monotonic() - self._started_at,
         )
-
-    async def beat(self) -> Beating:
-        """Return nothing: health checks show whether the server is alive."""
-        self._wire.raise_if_lost()
-        return Beating()
-
-    async def suspend(self, *, release: bool = False) -> Suspended:
-        self._refuse(EngineError, "suspended")
-
-    def resume(self) -> None:
-        """Do nothing: it was never suspended."""
-
-    async def stage(self, weights: WeightManifest) -> None:
-        self._refuse(WeightsError, "given weights")
-
-    async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
-        self._refuse(WeightsError, "given weights")
-
-    async def export_kv(self, tokens: Sequence[int], over: KvTransport) -> KvManifest:
-        self._refuse(KvError, "asked for its KV")
-
-    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
-        self._refuse(KvError, "given KV")
-
-    def release_kv(self, export_id: str, *, abandoned: bool = False) -> None:
-        """Do nothing: no KV was exported."""
 
     async def close(self) -> None:
         """Close this client. The server belongs to its owner."""
@@ -493,6 +456,7 @@ class HttpEngine:
                 ready,
                 version=max(0, ready.version),
                 max_slots=min(slots, ready.max_slots),
+                stages=False,
                 moves_kv=False,
             )
         self._version = greedy.versions[-1].version if greedy.versions else 0
@@ -521,12 +485,6 @@ class HttpEngine:
         del self._calls[request_id]
         if call.task is not None:
             call.task.cancel()
-
-    def _refuse(self, kind: type[Exception], what: str) -> NoReturn:
-        self._wire.raise_if_lost()
-        raise kind(
-            f"{self._name} cannot be {what} from here: an engine behind HTTP has an owner elsewhere"
-        )
 
 
 def _resolve(waiter: asyncio.Future[T], value: T) -> None:

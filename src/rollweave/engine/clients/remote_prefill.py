@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from rollweave.core.policy.disaggregation import LEAST_TOKENS
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import MovesKv
 from rollweave.engine.clients.protocol import (
     PREFILL_PATH,
     RELEASE_PATH,
@@ -66,7 +66,7 @@ class RemotePrefill:
         url: str,
         *,
         token: str | None,
-        engine: EngineBackend,
+        engine: MovesKv,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._url, self._engine, self._report = url.rstrip("/"), engine, report

@@ -12,13 +12,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from rollweave.engine.clients.base import EngineBackend, OnTokens
+from rollweave.engine.clients.base import Generates, MovesKv, OnTokens
 from rollweave.engine.clients.protocol import (
     ABORT_PATH,
     GENERATE_PATH,
@@ -89,7 +90,8 @@ class _Prorl(msgspec.Struct, frozen=True):
 
 
 class EngineServer:
-    """The handlers of one engine.
+    """The handlers of one engine. Prompts are computed for other servers if the engine
+    moves KV.
 
     `model` is its name in answers; `BODY_S` and `MAX_REQUESTS` are the default limits.
     With `prompts`, the KV of prompts comes from another server. With `prompts_only`,
@@ -98,7 +100,7 @@ class EngineServer:
 
     def __init__(
         self,
-        engine: EngineBackend,
+        engine: Generates,
         *,
         model: str,
         read_s: float = BODY_S,
@@ -131,11 +133,16 @@ class EngineServer:
                 web.get(STATS_PATH, self._stats),
                 web.post(GENERATE_PATH, self._rollweave),
                 web.post(ABORT_PATH, self._abort),
-                web.post(PREFILL_PATH, self._prefill),
-                web.post(RELEASE_PATH, self._release),
                 web.post("/generate", self._prorl_generate),
             ]
         )
+        if isinstance(self._engine, MovesKv):
+            app.add_routes(
+                [
+                    web.post(PREFILL_PATH, partial(self._prefill, self._engine)),
+                    web.post(RELEASE_PATH, partial(self._release, self._engine)),
+                ]
+            )
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -170,10 +177,10 @@ class EngineServer:
         self._engine.abort((await self._read(request, _Abort)).id)
         return _json({})
 
-    async def _prefill(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted(request, self._prefilled)
+    async def _prefill(self, engine: MovesKv, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, partial(self._prefilled, engine))
 
-    async def _prefilled(self, request: web.Request) -> web.Response:
+    async def _prefilled(self, engine: MovesKv, request: web.Request) -> web.Response:
         """Compute a prompt here, whatever `prompts` is, and export its KV."""
         asked = await self._read(request, Prefill)
         await self._generate(
@@ -184,20 +191,15 @@ class EngineServer:
                 rank=asked.rank,
             )
         )
-        export = asyncio.ensure_future(self._engine.export_kv(asked.tokens, "tcp"))
+        export = asyncio.ensure_future(engine.export_kv(asked.tokens, "tcp"))
         try:
             return _json(await asyncio.shield(export))
         except asyncio.CancelledError:
-            export.add_done_callback(self._release_unread)
+            export.add_done_callback(partial(_release_unread, engine))
             raise
 
-    def _release_unread(self, export: asyncio.Future[KvManifest]) -> None:
-        """Free an export of whose id the client, which has left, knows nothing."""
-        if not export.cancelled() and export.exception() is None:
-            self._engine.release_kv(export.result().id)
-
-    async def _release(self, request: web.Request) -> web.Response:
-        self._engine.release_kv((await self._read(request, KvRelease)).id)
+    async def _release(self, engine: MovesKv, request: web.Request) -> web.Response:
+        engine.release_kv((await self._read(request, KvRelease)).id)
         return _json({})
 
     async def _prorl_generate(self, request: web.Request) -> web.StreamResponse:
@@ -330,6 +332,12 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(str(error), 400)
     except web.HTTPException as error:
         return _error(error.reason, error.status, headers=dict(error.headers))
+
+
+def _release_unread(engine: MovesKv, export: asyncio.Future[KvManifest]) -> None:
+    """Free an export whose client has left before it learned the id."""
+    if not export.cancelled() and export.exception() is None:
+        engine.release_kv(export.result().id)
 
 
 def _met(result: GenerateResult) -> GenerateResult:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Beats, Generates, MovesKv, TakesWeights
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.runtime.hosts.hosts import Hosts, hosts_here
 from rollweave.runtime.manifests import Manifests
@@ -71,7 +71,7 @@ A single one may be missed because the whole machine stood still.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class EngineProcess(Supervised[EngineBackend]):
+class EngineProcess(Supervised[Generates]):
     """One epoch of one engine."""
 
     slot: EngineSlot
@@ -92,7 +92,7 @@ class EngineSupervisor:
     def __init__(
         self,
         *,
-        make: Callable[[EngineSlot, int], EngineBackend],
+        make: Callable[[EngineSlot, int], Generates],
         tasks: Tasks,
         post: Callable[[Event], None],
         clock: Callable[[], float],
@@ -134,10 +134,18 @@ class EngineSupervisor:
         if self._engines.remove(command.engine_id) is not None:
             self._trace.instant(ENGINES, command.engine_id, "removed", self._clock())
 
-    def backend(self, engine_id: EngineId) -> EngineBackend | None:
+    def backend(self, engine_id: EngineId) -> Generates | None:
         """Return the engine's living process, if it has one."""
         engine = self._engines.get(engine_id)
         return engine.link if engine is not None else None
+
+    def _taking(self, engine_id: EngineId) -> tuple[EngineProcess, TakesWeights] | None:
+        """Return the engine's living process, which takes weights, if it has one."""
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.link is None:
+            return None  # the event of its loss follows
+        assert isinstance(engine.link, TakesWeights), f"{engine_id} takes no weights"
+        return engine, engine.link
 
     def suspend(self, command: SuspendEngine) -> None:
         self._tasks.spawn(self._suspend(command), f"suspend {command.engine_id}")
@@ -149,9 +157,9 @@ class EngineSupervisor:
         self._tasks.spawn(self._load(command), f"load {command.engine_id}")
 
     def resume(self, command: ResumeEngine) -> None:
-        backend = self.backend(command.engine_id)
-        if backend is not None:
-            backend.resume()
+        taking = self._taking(command.engine_id)
+        if taking is not None:
+            taking[1].resume()
 
     def migrate(self, command: Migrate, tokens: Sequence[int] | None) -> None:
         """Copy the KV of `tokens`, the attempt's whole context; None if the attempt is
@@ -203,7 +211,7 @@ class EngineSupervisor:
         assert engine.link is not None, "the engine is ready"
         return await self._monitor(engine, engine.link)
 
-    async def _monitor(self, engine: EngineProcess, backend: EngineBackend) -> str:
+    async def _monitor(self, engine: EngineProcess, backend: Generates) -> str:
         """Send heartbeats until the engine is lost or hangs, and return the reason.
 
         The loss of a process is known at once. One that lives is slow until it has been
@@ -211,7 +219,7 @@ class EngineSupervisor:
         whose timeout would show it.
         """
         reply_s = self._reply_s
-        if reply_s is None:
+        if reply_s is None or not isinstance(backend, Beats):
             return await until_lost(backend)
         most = max(MISSED_HEARTBEATS, math.ceil(self._slow_s / (reply_s + self._heartbeat_s)))
         missed = 0
@@ -230,24 +238,25 @@ class EngineSupervisor:
         self._post(EngineLost(engine_id=engine.slot.id, epoch=engine.epoch, error=str(error)))
 
     async def _suspend(self, command: SuspendEngine) -> None:
-        engine_id = command.engine_id
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.link is None:
-            return  # the event of its loss follows
+        taking = self._taking(command.engine_id)
+        if taking is None:
+            return
+        engine, link = taking
         try:
-            await engine.link.suspend(release=command.release)
+            await link.suspend(release=command.release)
         except EngineError:
-            return  # likewise
-        self._post(EngineSuspended(engine_id=engine_id, epoch=engine.epoch))
+            return  # the event of its loss follows
+        self._post(EngineSuspended(engine_id=engine.slot.id, epoch=engine.epoch))
 
     async def _stage(self, command: StageWeights) -> None:
         engine_id, publication_id = command.engine_id, command.publication_id
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.link is None:
+        taking = self._taking(engine_id)
+        if taking is None:
             return
+        engine, link = taking
         manifest = self._manifests.on_host(engine.slot.host, publication_id)
         started = self._clock()
-        staging = None if manifest is None else engine.link.stage(manifest)
+        staging = None if manifest is None else link.stage(manifest)
         if not await self._finish(staging, engine, publication_id, StagingFailed):
             return
         lane = f"{engine_id} weights"
@@ -258,14 +267,15 @@ class EngineSupervisor:
 
     async def _load(self, command: LoadWeights) -> None:
         engine_id, publication_id = command.engine_id, command.publication_id
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.link is None:
+        taking = self._taking(engine_id)
+        if taking is None:
             return
+        engine, link = taking
         source = self._source(engine.slot.host, command)
         started = self._clock()
         engine.loading = True
         try:
-            loading = None if source is None else engine.link.load(source)
+            loading = None if source is None else link.load(source)
             if not await self._finish(loading, engine, publication_id, WeightsLoadFailed):
                 return
         finally:
@@ -368,6 +378,8 @@ class EngineSupervisor:
         source, target = self.backend(command.source), self.backend(command.target)
         if source is None or target is None:
             raise KvError(f"{command.source if source is None else command.target} is not running")
+        assert isinstance(source, MovesKv), f"{command.source} moves no KV"
+        assert isinstance(target, MovesKv), f"{command.target} moves no KV"
         over = self._kv_over or self._kv_between(command.source, command.target)
         manifest = await source.export_kv(tokens, over)
         try:
@@ -391,7 +403,7 @@ def _slot(command: StartEngine | RestartEngine) -> EngineSlot:
     )
 
 
-async def _beating(backend: EngineBackend, reply_s: float) -> Beating | None:
+async def _beating(backend: Beats, reply_s: float) -> Beating | None:
     """Return what the engine is doing, None if it does not reply in time.
 
     A lost engine counts as replying: its loss is reported by itself.

@@ -1,195 +1,35 @@
-"""One suite for every backend: in a thread, in a process and over HTTP, with the fake
-and the embedded engine.
-"""
+"""The suite of `Generates`, and of `Reranks`."""
 
 import asyncio
-import contextlib
-import functools
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import pytest
-from aiohttp import web
 
-from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.base import Beats, MovesKv, Reranks, TakesWeights
 from rollweave.engine.clients.client import EngineClient
-from rollweave.engine.clients.http import HttpEngine, HttpSpec
-from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.clients.process import in_process
-from rollweave.engine.clients.server import EngineServer
-from rollweave.io.child import child_of
-from rollweave.schema.base import EngineId
-from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import (
     EngineCommand,
     EngineReply,
-    EngineSpec,
     FinishReason,
     Generated,
-    GenerateRequest,
     GenerateResult,
-    KvTransport,
-    LoadCheckpoint,
     PartialOutput,
     Progress,
-    Sampling,
     TokenDelta,
     VersionSpan,
 )
-from tests.support.echo_engine import (
-    CRASH,
-    DEAF,
-    HOLD,
-    PROGRESS,
-    PROGRESS_TOKENS,
-    REFUSE,
-    EchoLoop,
-    kv_manifest,
+from tests.engine.clients.conformance.backends import (
+    FAKES,
+    HTTP,
+    KINDS,
+    QUICK,
+    SERVERS,
+    Connect,
+    request,
 )
-from tests.support.engines import (
-    environment,
-    manifest,
-    needs_vllm,
-    real_loop,
-    tiny_checkpoint,
-    vllm_checkpoint,
-    vllm_spec,
-)
-from tests.support.sglang import sglang_spec
-from tests.support.vllm_server import attached_spec, free_port, start_vllm_server
-
-Connect = Callable[..., EngineBackend]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_checkpoint(tmp_path_factory.mktemp("vllm"))
-
-
-KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a process")
-QUICK = KINDS[:3]
-FAKES = KINDS[:2]
-"""The backends with the fake engine. The embedded engine in a process takes seconds to
-import; one test of it covers the connection.
-"""
-SERVERS = (
-    pytest.param("vllm", marks=needs_vllm),
-    pytest.param("sglang", marks=pytest.mark.slow),
-    pytest.param("attached", marks=pytest.mark.slow),
-)
-"""A server behind the process of an engine: a real vLLM, which starts in tens of
-seconds, `tests/support/sglang_server.py`, which computes with the embedded engine, and
-`tests/support/vllm_server.py`, which does so too and is started before the engine.
-"""
-HTTP = ("fake over HTTP", "ours over HTTP")
-"""An engine in a thread, served to a client, which controls neither its weights and KV
-nor its suspension.
-"""
-
-
-def over_http(engine: EngineClient) -> HttpEngine:
-    """Return a client of a server of `engine`.
-
-    The server starts at once; a request before it listens waits.
-    """
-    place = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{place.getsockname()[1]}"
-    client = HttpEngine(HttpSpec(name="engine e0", url=url, vocab=128), start_s=60.0, reply_s=20.0)
-    runner = web.AppRunner(
-        EngineServer(engine, model="m").application(),
-        handler_cancellation=True,
-        shutdown_timeout=1.0,
-    )
-
-    async def serve() -> None:
-        await runner.setup()
-        await web.SockSite(runner, place).start()
-        await asyncio.wait([client.lost])
-        await runner.cleanup()
-
-    serving = asyncio.ensure_future(serve())
-    client.lost.add_done_callback(lambda _: serving)  # kept until then
-    return client
-
-
-@pytest.fixture(scope="module")
-def vllm_server(vllm_model: Path) -> Iterator[Callable[[], int]]:
-    """Return the port of a server, which starts when it is first needed."""
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def start() -> int:
-            port = free_port()
-            stack.enter_context(start_vllm_server(vllm_model, port, "--slots", "4"))
-            return port
-
-        yield start
-
-
-@pytest.fixture
-async def connect(
-    tmp_path: Path, model: Path, vllm_model: Path, vllm_server: Callable[[], int]
-) -> AsyncIterator[Connect]:
-    """Start engines, and end all of them."""
-    clients: list[EngineClient | HttpEngine] = []
-
-    def start(
-        kind: str, *, broken: bool = False, reply_s: float = 20.0
-    ) -> EngineClient | HttpEngine:
-        server = None
-        if kind == "vllm":
-            server = vllm_spec()
-        elif kind == "sglang":
-            server = sglang_spec(tmp_path)
-        elif kind == "attached":
-            server = attached_spec(vllm_server())
-        path = "broken" if broken else str(vllm_model if kind in ("vllm", "attached") else model)
-        spec = EngineSpec(
-            id=EngineId("e0"),
-            model=path,
-            max_slots=4,
-            kv_tokens=512,
-            server=server,
-        )
-        model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(model_ready.set_result, None)
-        if "process" not in kind and server is None:
-            link = in_thread(
-                spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready
-            )
-        else:
-            module = (
-                "tests.support.echo_engine"
-                if "fake" in kind
-                else f"rollweave.runtime.entrypoints.{'engine' if server is None else 'server_engine'}"
-            )
-            link = in_process(
-                spec,
-                spawn=child_of(module, env=environment()),
-                log=tmp_path / "logs" / "e0.log",
-                model_ready=model_ready,
-            )
-        start_s = 60.0 if server is None else server.start_s
-        engine = EngineClient("engine e0", link, start_s=start_s, reply_s=reply_s)
-        clients.append(engine)
-        if "HTTP" in kind:
-            clients.append(over_http(engine))
-        return clients[-1]
-
-    yield start
-    for client in reversed(clients):
-        await client.close()
-
-
-def request(id: str, *tokens: int, count: int = 3) -> GenerateRequest:
-    return GenerateRequest(id=id, tokens=tokens, sampling=Sampling(max_tokens=count, seed=5))
+from tests.support.echo_engine import CRASH, HOLD, PROGRESS, PROGRESS_TOKENS, REFUSE
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *HTTP, *SERVERS])
@@ -204,20 +44,6 @@ async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> N
     for result in results:
         assert 1 <= len(result.tokens) == len(result.logprobs) <= 3
         assert result.versions[-1].end == len(result.tokens)
-
-
-@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
-async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind: str) -> None:
-    client = connect(kind)
-    await client.ready()
-    await client.suspend()
-    waiting = client.generate(request("r0", 5))
-    stats = await client.stats()  # taken after the request: the engine has seen it, and holds it
-    assert stats.kv_total_tokens > 0
-    assert not waiting.done()
-    assert (await client.beat()).for_s < 60
-    client.resume()
-    assert (await waiting).id == "r0"
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
@@ -407,85 +233,6 @@ async def test_late_or_unknown_deltas_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
-async def test_bad_weights_are_refused_and_the_engine_still_serves(
-    connect: Connect, kind: str
-) -> None:
-    client = connect(kind)
-    await client.ready()
-    with pytest.raises(WeightsError):
-        await client.stage(manifest(3, digest="bad"))
-    with pytest.raises(WeightsError):
-        await client.load(manifest(3, digest="bad"))
-    assert (await client.stats()).version == -1
-    assert (await client.generate(request("r0", 5))).id == "r0"
-
-
-@pytest.mark.parametrize("kind", FAKES)
-async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None:
-    client = connect(kind)
-    await client.ready()
-    await client.stage(manifest(7))
-    assert (await client.stats()).version == -1
-    await client.load(manifest(7))
-    assert (await client.generate(request("r0", 5))).versions[0].version == 7
-    await client.load(LoadCheckpoint(version=6, publication_id=6, directory="", dtype="float32"))
-    assert (await client.generate(request("r1", 5))).versions[0].version == 6
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("over", ["shm", "tcp"])
-async def test_next_turn_hits_migrated_kv(connect: Connect, kind: str, over: KvTransport) -> None:
-    source, target = connect(kind), connect(kind)
-    await asyncio.gather(source.ready(), target.ready())
-    tokens = tuple(range(2, 42))
-    await source.generate(request("r0", *tokens))
-    exported = await source.export_kv([*tokens, 7, 7], over)
-    assert exported.tokens > 0
-    moved = await target.import_kv([*tokens, 7, 7], exported)
-    assert moved == exported.tokens
-    source.release_kv(exported.id)
-    source.release_kv("unknown")
-    assert (await target.generate(request("r1", *tokens, 7, 7))).cached_tokens == moved
-
-
-@pytest.mark.parametrize("kind", QUICK)
-async def test_refused_kv_raises_and_the_engine_still_serves(connect: Connect, kind: str) -> None:
-    client = connect(kind)
-    await client.ready()
-    with pytest.raises(KvError, match="cache"):
-        await client.export_kv([5] * 40, "shm")
-    foreign = msgspec.structs.replace(kv_manifest("kv", 1), publication_id=9)
-    with pytest.raises(KvError, match="publication_id"):
-        await client.import_kv([5], foreign)
-    assert (await client.generate(request("r0", 5))).id == "r0"
-
-
-@pytest.mark.parametrize("kind", SERVERS)
-async def test_servers_refuse_to_move_kv(connect: Connect, kind: str) -> None:
-    client = connect(kind)
-    await client.ready()
-    with pytest.raises(KvError, match="cannot be moved"):
-        await client.export_kv([5] * 40, "shm")
-    with pytest.raises(KvError, match="cannot be moved"):
-        await client.import_kv([5], kv_manifest("kv", 1))
-
-
-async def test_lost_engine_fails_pending_kv_transfers(connect: Connect) -> None:
-    client = connect("fake in a process")
-    await client.ready()
-    deaf = client.generate(request("r0", DEAF))
-    moves = [
-        asyncio.ensure_future(call)
-        for call in (client.export_kv([5], "shm"), client.import_kv([5], kv_manifest("kv", 1)))
-    ]
-    await asyncio.sleep(0)
-    client.kill()
-    for call in (deaf, *moves):
-        with pytest.raises(EngineLostError, match="killed"):
-            await call
-
-
-@pytest.mark.parametrize("kind", [*QUICK, *SERVERS])
 async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()
@@ -502,7 +249,9 @@ async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> Non
 async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, kind: str) -> None:
     """This covers without suspension what the other tests show of other backends."""
     client = connect(kind)
-    await client.ready()
+    assert not isinstance(client, Reranks | Beats | TakesWeights | MovesKv)
+    ready = await client.ready()
+    assert (ready.stages, ready.moves_kv) == (False, False)
     with pytest.raises(EngineError):
         await client.generate(request("r0", REFUSE if "fake" in kind else 10_000))
     hold_token = HOLD if "fake" in kind else 5
@@ -512,7 +261,6 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     with pytest.raises(EngineError, match="must be unique"):
         await again
     cancelled.cancel()
-    client.rerank("r1", 3.0)
     client.abort("r1")
     client.abort("unknown")
     assert (await aborted).finish is FinishReason.ABORTED
@@ -521,13 +269,7 @@ async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, k
     client.kill()
     with pytest.raises(EngineLostError, match="killed"):
         await left
-    for call in (
-        client.generate(request("r4", 5)),
-        client.stats(),
-        client.suspend(),
-        client.stage(manifest(1)),
-        client.load(manifest(1)),
-    ):
+    for call in (client.generate(request("r4", 5)), client.stats()):
         with pytest.raises(EngineLostError):
             await call
     client.kill()
@@ -546,22 +288,11 @@ async def test_a_killed_engine_fails_everything_pending_and_later(
     with pytest.raises(EngineLostError, match="killed"):
         await waiting
     assert "killed" in await client.lost
-    kv = kv_manifest("kv", 1)
-    later = (
-        client.suspend(),
-        client.stage(manifest(1)),
-        client.load(manifest(1)),
-        client.stats(),
-        client.export_kv([5], "shm"),
-        client.import_kv([5], kv),
-    )
-    for call in (client.generate(request("r1", 5)), *later):
+    for call in (client.generate(request("r1", 5)), client.stats(), client.beat()):
         with pytest.raises(EngineLostError):
             await call
     client.abort("r0")
     client.rerank("r0", 1.0)
-    client.release_kv("kv")
-    client.resume()
     client.kill()
 
 
@@ -587,15 +318,3 @@ async def test_failed_start_is_reported_with_the_reason(connect: Connect, kind: 
     client = connect(kind, broken=True)
     with pytest.raises(EngineLostError, match="cannot start" if "fake" in kind else "broken"):
         await client.ready()
-
-
-@pytest.mark.parametrize("kind", FAKES)
-async def test_unresponsive_engine_is_killed(connect: Connect, kind: str) -> None:
-    client = connect(kind, reply_s=0.3)
-    await client.ready()
-    deaf = client.generate(request("r0", DEAF))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineLostError, match=r"did not suspend within 0\.3 s and was killed"):
-        await client.suspend()
-    with pytest.raises(EngineLostError):
-        await deaf
