@@ -62,8 +62,8 @@ if TYPE_CHECKING:
         TokenSequence,
         Trajectory,
     )
+    from rollweave.service.adapters.dapo import DapoBatches, DapoRollouts
     from rollweave.service.adapters.rows import row_of
-    from rollweave.service.batches import DapoBatches, DapoRollouts
     from rollweave.service.client import RolloutClient, Rollouts
 
 __version__ = VERSION
@@ -173,7 +173,7 @@ _NAMES_OF = {
         "TokenDelta",
     ),
     "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),
-    "service.batches": ("DapoBatches", "DapoRollouts"),
+    "service.adapters.dapo": ("DapoBatches", "DapoRollouts"),
     "service.client": ("RolloutClient", "Rollouts"),
 }
 """The public names of each module, which `__getattr__` imports."""

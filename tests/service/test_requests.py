@@ -1,10 +1,9 @@
 """Decoding of request bodies: single requests and batches, invalid ones, and ones that
-are too large, which must not block the event loop.
+are too large, of which nothing is decoded.
 """
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import msgspec
@@ -56,42 +55,25 @@ GAME: dict[str, Any] = {"handler": "game", "index": 1}
         (b'{"rollouts": []}', "at least one"),
         (b'{"rollouts": [{"handler": "game"}]}', r"rollouts\[0\]"),
         (b'{"rollouts": [{"handler": "game", "index": 1},]}', "must be JSON"),
-        (b'{"rollouts": [{"handler": "game", "index": 1}}', "another form"),
-        (b'{"rollouts": [{"handler": "game", "index": 1}], "more": 1}', "another form"),
+        (b'{"rollouts": [{"handler": "game", "index": 1}}', "must be JSON"),
+        (b'{"rollouts": [{"handler": "game", "index": 1}], "more": 1}', "nothing else, got also"),
         (b'{"rollouts": [' + b"[" * 100_000, "must be JSON"),
-        (b'{"rollouts": [NaN]}', r"rollouts\[0\]"),
+        (b'{"rollouts": [NaN]}', "must be JSON"),
+        (b'{"rollouts": 1}', "rollouts must be JSON"),
         (
             b'{"handler": "game"}',
             "^the body: a rollout must have either index or payload, got neither$",
         ),
         (b'{"handler": "game", "index": 1, "payload": {}}', "either index or payload, got both$"),
-        (b"\xff", "UTF-8"),
+        (b"\xff", "must be JSON"),
+        (b'{"handler": "\xff", "index": 1}', "utf-8' codec"),
+        (b'{"rollouts": [{"handler": "\xff", "index": 1}]}', r"rollouts\[0\].*utf-8' codec"),
         (b"", "the body must be JSON"),
     ],
 )
 async def test_refuses_invalid_requests(body: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         await decode_requests(body, max_requests=10)
-
-
-class Pulse:
-    """Measures the longest delay of the event loop inside its context."""
-
-    async def __aenter__(self) -> "Pulse":
-        self.longest_s = 0.0
-        self._task = asyncio.create_task(self._beat())
-        await asyncio.sleep(0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.sleep(0)
-        self._task.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            began = time.perf_counter()
-            await asyncio.sleep(0)
-            self.longest_s = max(self.longest_s, time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("count", [11, 250_000, 400_000])
@@ -104,11 +86,9 @@ async def test_refuses_too_many_requests_before_decoding_them(
         RolloutRequest, "__post_init__", lambda self: (created.append(self), original(self))[1]
     )
     body = b'{"rollouts": [' + b", ".join([json.dumps(GAME).encode()] * count) + b"]}"
-    async with Pulse() as pulse:
-        with pytest.raises(TooLargeError, match="at most"):
-            await decode_requests(body, max_requests=10)
-    assert len(created) <= 10
-    print(f"{count} rollouts refused, the loop was held up for {1e3 * pulse.longest_s:.1f} ms")
+    with pytest.raises(TooLargeError, match="at most"):
+        await decode_requests(body, max_requests=10)
+    assert not created
 
 
 async def test_refuses_a_body_with_too_many_json_values() -> None:

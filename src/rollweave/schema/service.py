@@ -1,7 +1,7 @@
 """Requests and answers of a rollout service (`service/`): the JSON of `/v1`."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -106,6 +106,18 @@ class RolloutStatus(Struct, frozen=True, kw_only=True):
     waits_for: str = ""
 
 
+class RolloutStatuses(Struct, frozen=True, kw_only=True):
+    """The states of the rollouts of a batch, in its order."""
+
+    rollouts: tuple[RolloutStatus, ...]
+
+
+class RolloutPage(RolloutStatuses, frozen=True, kw_only=True):
+    """Rollouts in order of acceptance. `next` is the `after` of the next page."""
+
+    next: int
+
+
 class Completion(Struct, frozen=True, kw_only=True):
     """Member number `number`, counted in the order of completion in this service's
     lifetime.
@@ -115,6 +127,19 @@ class Completion(Struct, frozen=True, kw_only=True):
     rollout: str
     member: TrajectoryId
     stop_reason: str
+
+
+class Completions(Struct, frozen=True, kw_only=True):
+    """Completions in their order. `next` is the `after` of the next request."""
+
+    completions: tuple[Completion, ...]
+    next: int
+
+
+class Handlers(Struct, frozen=True, kw_only=True):
+    """The task domains for which rollouts may be requested."""
+
+    handlers: tuple[str, ...]
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
@@ -160,3 +185,43 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     draining: bool
     restarts: int
     reason: str = ""
+
+
+class EngineStatuses(Struct, frozen=True, kw_only=True):
+    """All engines, local ones first."""
+
+    engines: tuple[EngineStatus, ...]
+
+
+class Health(Struct, frozen=True, kw_only=True):
+    """The state of a service. `reason` says why rollouts wait; "" if they do not.
+
+    The numbers are rollouts by stage, engines that serve, turns, and all submitted
+    rollouts and sampled tokens so far.
+    """
+
+    status: Literal["ok", "no engine", "closing"]
+    reason: str
+    queued: int
+    init: int
+    run: int
+    eval: int
+    closing: int
+    engines: int
+    turns_waiting: int
+    turns_running: int
+    submitted: int
+    output_tokens: int
+
+
+class ErrorDetail(Struct, frozen=True, kw_only=True):
+    """`message` names the field, the rule and the value."""
+
+    type: str
+    message: str
+
+
+class Error(Struct, frozen=True, kw_only=True):
+    """The answer to a request that is refused."""
+
+    error: ErrorDetail

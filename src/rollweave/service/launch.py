@@ -50,10 +50,10 @@ from rollweave.schema.errors import ConfigError, DiskError, EngineError, Rollwea
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Programs
 from rollweave.service import http
+from rollweave.service.adapters.prorl import ProRL
 from rollweave.service.backends import BackendFactory
 from rollweave.service.engine_access import EngineTokens
 from rollweave.service.jobs import JobStore, job_of_group
-from rollweave.service.prorl import ProRL
 from rollweave.service.registry import is_registered
 from rollweave.service.service import Service
 from rollweave.train.lengths import check_installed
@@ -327,8 +327,8 @@ class _Launch:
         await asyncio.sleep(0)  # the world posts the first event
         service.restore()
         hosts = Hosts.parse(config.engine_hosts, field="serve.engine_hosts")
-        app = http.make_app(service, hosts)
-        app.add_routes(ProRL(service, codec=self._codec, hosts=hosts).routes())
+        prorl = ProRL(service, codec=self._codec, hosts=hosts)
+        app = http.make_app(service, hosts, prorl.routes())
         guard = Guard(token=self._token, hosts=self._access.names)
 
         def on_listening(address: str) -> None:

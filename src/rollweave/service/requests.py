@@ -6,9 +6,6 @@ the event loop for long.
 """
 
 import asyncio
-import json
-import re
-from collections.abc import AsyncIterator
 from typing import Final, TypeVar
 
 import msgspec
@@ -33,10 +30,6 @@ milliseconds.
 REQUESTS_AT_ONCE: Final = 100
 """Number of requests that are decoded between two yields to the event loop."""
 
-_BATCH_START = re.compile(r'\s*\{\s*"rollouts"\s*:\s*\[\s*')
-_SEPARATOR = re.compile(r"\s*(?:,\s*|(\])\s*\}\s*\Z)")
-_scan = json.JSONDecoder().raw_decode
-
 
 async def decode_requests(body: bytes, *, max_requests: int) -> tuple[list[RolloutRequest], bool]:
     """Return the requests in `body`, and whether they are a batch.
@@ -45,24 +38,25 @@ async def decode_requests(body: bytes, *, max_requests: int) -> tuple[list[Rollo
     request.
     """
     await _check_value_count(body)
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the body must be UTF-8: {error}") from error
-    start = _BATCH_START.match(text)
-    if start is None:
-        return [decode_json(body, RolloutRequest, what="the body")], False
-    requests: list[RolloutRequest] = []
-    async for element in _elements(text, start.end()):
-        if len(requests) == max_requests:
-            raise TooLargeError(f"rollouts must be at most {max_requests} requests, got more")
-        requests.append(
-            decode_json(element.encode(), RolloutRequest, what=f"rollouts[{len(requests)}]")
+    parts = decode_json(body, dict[str, msgspec.Raw])
+    if "rollouts" not in parts:
+        return [decode_json(body, RolloutRequest)], False
+    elements = decode_json(parts.pop("rollouts"), list[msgspec.Raw], what="rollouts")
+    if parts:
+        raise ConfigError(
+            f'the body must be {{"rollouts": [...]}} and nothing else, got also {min(parts)!r:.100}'
         )
-        if len(requests) % REQUESTS_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    if not requests:
+    if len(elements) > max_requests:
+        raise TooLargeError(
+            f"rollouts must be at most {max_requests} requests, got {len(elements)}"
+        )
+    if not elements:
         raise ConfigError("rollouts must have at least one request, got none")
+    requests = []
+    for number, element in enumerate(elements):
+        requests.append(decode_json(element, RolloutRequest, what=f"rollouts[{number}]"))
+        if number % REQUESTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return requests, True
 
 
@@ -78,40 +72,14 @@ async def _check_value_count(body: bytes) -> None:
         await asyncio.sleep(0)
 
 
-async def _elements(text: str, position: int) -> AsyncIterator[str]:
-    """Yield the JSON text of each element of the array whose first element starts at
-    `position`. The array must end the object that is `text`.
-    """
-    if text.startswith("]", position) and text[position + 1 :].strip() == "}":
-        return
-    while True:
-        try:
-            _, end = _scan(text, position)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"the body must be JSON as described in /openapi.json: {error}"
-            ) from error
-        yield text[position:end]
-        separator = _SEPARATOR.match(text, end)
-        if separator is None:
-            raise ConfigError(
-                f'the body must be {{"rollouts": [...]}} and nothing else, got '
-                f"another form at character {end}"
-            )
-        if separator[1]:
-            return
-        position = separator.end()
-
-
-def decode_json(
-    body: bytes, kind: type[T], *, what: str, rule: str = "JSON as described in /openapi.json"
-) -> T:
+def decode_json(body: bytes | msgspec.Raw, kind: type[T], *, what: str = "the body") -> T:
     """Decode one of `kind`. Raises ConfigError if it is not one: the message has the
-    broken rule of its values, or says that `what` must be `rule`.
+    broken rule of its values, or says that `what` must be as the document describes.
     """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         if isinstance(error.__cause__, ValueError):  # a rule of ours, which names the field
             raise ConfigError(f"{what}: {error}") from error
-        raise ConfigError(f"{what} must be {rule}: {decoding_failure(body, error)}") from error
+        rule = f"{what} must be JSON as described in /openapi.json"
+        raise ConfigError(f"{rule}: {decoding_failure(bytes(body), error)}") from error

@@ -155,14 +155,10 @@ class RolloutManager:
         """Maximum number of rollouts that may wait to begin."""
         return QUEUE
 
-    def handlers(self) -> list[str]:
-        """Return the task domains of the configuration, for which rollouts may be
-        requested.
-        """
-        return [task.name for task in self._config.tasks]
-
     def environments(self) -> dict[str, str]:
-        """Map each task domain to its environment or handler."""
+        """Map each task domain for which rollouts may be requested to its environment
+        or handler.
+        """
         return {task.name: task.env for task in self._config.tasks}
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutStatus]:
@@ -224,7 +220,7 @@ class RolloutManager:
         return job is not None
 
     async def _resolve_task(self, request: RolloutRequest) -> Task:
-        names = self.handlers()
+        names = self.environments()
         if request.handler not in names:
             raise UnknownError(
                 f"handler must be one of {', '.join(names)}, got {request.handler!r:.100}"

@@ -9,6 +9,7 @@ from rollweave.record.store import TrajectoryStore
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.service import Health
 from rollweave.service.engine_access import EngineTokens
 from rollweave.service.jobs import JobStore
 from rollweave.service.registry import EngineRegistry
@@ -87,26 +88,23 @@ class Service:
         """True if the service refuses new requests."""
         return self._world.closed
 
-    @property
-    def health(self) -> str:
-        """The service's status: `ok`, `no engine` or `closing`."""
-        return "closing" if self.closed else "ok" if self.engines.serving() else "no engine"
-
-    def counts(self) -> Mapping[str, int]:
-        """Count rollouts by stage, engines that serve, and turns."""
+    def health(self) -> Health:
+        """Return whether rollouts can begin, and the counts of what there is."""
         state = self._world.state
-        return {
-            "queued": len(state.pools.queued),
-            "init": len(state.pools.init),
-            "run": len(state.pools.run),
-            "eval": len(state.pools.eval) + len(state.pools.eval_queued),
-            "closing": len(state.pools.closing),
-            "engines": len(self.engines.serving()),
-            "turns_waiting": len(state.turns.queue) + len(state.turns.suspects),
-            "turns_running": sum(len(engine.active) for engine in state.engines.values()),
-            "submitted": state.counters.submitted,
-            "output_tokens": state.counters.output_tokens,
-        }
+        return Health(
+            status="closing" if self.closed else "ok" if self.engines.serving() else "no engine",
+            reason=self.engines.waits_for(),
+            queued=len(state.pools.queued),
+            init=len(state.pools.init),
+            run=len(state.pools.run),
+            eval=len(state.pools.eval) + len(state.pools.eval_queued),
+            closing=len(state.pools.closing),
+            engines=len(self.engines.serving()),
+            turns_waiting=len(state.turns.queue) + len(state.turns.suspects),
+            turns_running=sum(len(engine.active) for engine in state.engines.values()),
+            submitted=state.counters.submitted,
+            output_tokens=state.counters.output_tokens,
+        )
 
     def delivered_by_reason(self) -> Mapping[str, int]:
         """Count delivered rollouts by stop reason."""

@@ -23,6 +23,7 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.work import Decoding
+from rollweave.service.adapters.dapo import DapoBatch, DapoRollouts, TasksOverError
 from rollweave.service.adapters.engine import TrainedEngine
 from rollweave.service.adapters.trl import (
     RolloutWorker,
@@ -33,7 +34,6 @@ from rollweave.service.adapters.trl import (
     rows,
 )
 from rollweave.service.backends import backend_factory
-from rollweave.service.batches import DapoBatch, DapoRollouts, TasksOverError
 from rollweave.service.client import Rollouts
 from tests.support.accounts import balances
 from tests.support.chats import CHATML, SPECIAL_MAP, bpe

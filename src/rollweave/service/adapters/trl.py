@@ -24,9 +24,9 @@ from rollweave.io.http.fields import NEUTRAL, refused_field
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding
+from rollweave.service.adapters.dapo import DapoGroup, DapoRollouts
 from rollweave.service.adapters.engine import TrainedEngine
 from rollweave.service.adapters.rows import Row, row_of
-from rollweave.service.batches import DapoGroup, DapoRollouts
 from rollweave.service.client import Rollouts
 
 EPSILON = 1e-8
@@ -171,7 +171,7 @@ class SyncWeights(TrainerCallback):
 
 class RolloutWorker:
     """TRL's `RolloutWorkerProtocol` by asynchronous DAPO: informative groups, as soon
-    as they are complete (`service/batches.py`).
+    as they are complete (`service/adapters/dapo.py`).
 
     Samples carry the version with which their group started, so that TRL can drop
     stale ones.

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rollweave.service.adapters.prorl import task_domain
 from rollweave.service.backends import backend_factory
-from rollweave.service.prorl import task_domain
 from tests.service.api import call, wait_until
 from tests.support.rollout_service import Serving, service_config, serving
 from tests.support.services import elsewhere, registered

@@ -8,27 +8,26 @@ jobs of this API, and no request causes a 500. Errors are `{"detail"}`.
 """
 
 import asyncio
+import functools
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from rollweave.io.http.bodies import body_of
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, refused_field
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
-from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.prorl import Address, JobId, Process
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
 from rollweave.service.engine_access import check_engine_host
-from rollweave.service.errors import RefusedError, UnknownError
-from rollweave.service.http import BODY_BYTES, decode_body, json_response
+from rollweave.service.errors import ClosedError, RefusedError, UnknownError
 from rollweave.service.registry import REMOVED
+from rollweave.service.routes import Route, json_response, status_of
 from rollweave.service.service import Service
 
 T = TypeVar("T")
@@ -68,42 +67,16 @@ Thinking is on by default, in ProRL and here.
 """
 
 PRORL_AGENT_FIELDS = frozenset(
-    (
-        "api_key",
-        "api_version",
-        "aws_access_key_id",
-        "aws_region_name",
-        "aws_secret_access_key",
-        "base_url",
-        "caching_prompt",
-        "custom_llm_provider",
-        "custom_tokenizer",
-        "disable_stop_word",
-        "disable_vision",
-        "drop_params",
-        "enable_a11y_tree",
-        "enable_vision",
-        "ensure_thinking_end_properly",
-        "input_cost_per_token",
-        "is_reasoning_task",
-        "log_completions",
-        "log_completions_folder",
-        "max_input_tokens",
-        "max_message_chars",
-        "model",
-        "modify_params",
-        "native_tool_calling",
-        "num_retries",
-        "ollama_base_url",
-        "openrouter_app_name",
-        "openrouter_site_url",
-        "output_cost_per_token",
-        "retry_max_wait",
-        "retry_min_wait",
-        "retry_multiplier",
-        "strict_loop_detector",
-        "token_level_generation",
-    )
+    """
+    api_key api_version aws_access_key_id aws_region_name aws_secret_access_key base_url
+    caching_prompt custom_llm_provider custom_tokenizer disable_stop_word disable_vision
+    drop_params enable_a11y_tree enable_vision ensure_thinking_end_properly
+    input_cost_per_token is_reasoning_task log_completions log_completions_folder
+    max_input_tokens max_message_chars model modify_params native_tool_calling
+    num_retries ollama_base_url openrouter_app_name openrouter_site_url
+    output_cost_per_token retry_max_wait retry_min_wait retry_multiplier
+    strict_loop_detector token_level_generation
+    """.split()  # noqa: SIM905 (a list has one name a line)
 )
 """Fields of `sampling_params` that configure the agent and LLM client of ProRL's
 server; our handler has its own.
@@ -126,10 +99,52 @@ FAILED_STAGE: Mapping[str, str] = {
 """`critical_error` by stop reason; an environment that never ran failed in "init"."""
 
 
-class _DetailError(Exception):
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
+class Process(msgspec.Struct, frozen=True):
+    """The body of /process. Unknown fields of all bodies are ignored."""
+
+    instance: dict[str, Any]
+    sampling_params: dict[str, Any] = {}
+    job_id: str | int | None = None
+
+
+class Address(msgspec.Struct, frozen=True):
+    """The body of /add_llm_server.
+
+    `token` is the server's bearer token, if it requires one; ProRL's clients send none.
+    """
+
+    address: str
+    token: str = ""
+
+
+class JobId(msgspec.Struct, frozen=True):
+    """The body of /cancel."""
+
+    job_id: str | int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The answer to a request that was carried out."""
+
+    status: str
+
+
+class Detail(msgspec.Struct, frozen=True):
+    """The answer to a request that is refused."""
+
+    detail: str
+
+
+class UnknownJobError(UnknownError):
+    """No such job is under way."""
+
+
+def _refused(error: Exception) -> web.Response:
+    """Answer in ProRL's form, with the statuses that its clients read."""
+    status = status_of(error)
+    if isinstance(error, RefusedError) and not isinstance(error, UnknownJobError):
+        status = 400 if status in (400, 404) else 503
+    return json_response(Detail(detail=str(error)), status=status)
 
 
 class ProRL:
@@ -144,84 +159,57 @@ class ProRL:
         self._jobs: dict[str, list[str]] = {}
         self._numbers = itertools.count()
 
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes to add to the service's application."""
-        posts = {
-            "/start": self.start,
-            "/stop": self.stop,
-            "/add_llm_server": self.add_server,
-            "/clear_llm_server": self.clear_servers,
-            "/cancel": self.cancel,
-            "/process": self.process,
-        }
+    def routes(self) -> list[Route]:
+        """Return the routes to add to those of the service's own API."""
+        route = functools.partial(Route, refusal=Detail, refused=_refused, tag="ProRL")
         return [
-            web.get("/status", self.status),
-            *(web.post(path, self._with_errors(call)) for path, call in posts.items()),
+            route("GET", "/status", self.status),
+            route("POST", "/start", self.start, errors=(400,)),
+            route("POST", "/stop", self.stop, errors=(400,)),
+            route("POST", "/add_llm_server", self.add, errors=(400, 503, 507)),
+            route("POST", "/clear_llm_server", self.clear, errors=(507,)),
+            route("POST", "/cancel", self.cancel, errors=(400, 404)),
+            route("POST", "/process", self.process, errors=(400, 503, 507)),
         ]
-
-    def _with_errors(self, call: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
-        """Wrap a handler so that its errors become answers."""
-
-        async def handle(request: web.Request) -> web.Response:
-            try:
-                return json_response(await call(request))
-            except _DetailError as error:
-                return json_response({"detail": str(error)}, status=error.status)
-            except ConfigError as error:
-                return json_response({"detail": str(error)}, status=400)
-            except RefusedError as error:
-                return json_response(
-                    {"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503
-                )
-            except DiskError as error:
-                return json_response({"detail": str(error)}, status=507)
-
-        return handle
 
     # Control.
 
-    async def start(self, request: web.Request) -> dict[str, str]:
-        del request
+    async def start(self) -> Done:
+        """Accept jobs from now on."""
         if self._started:
-            raise _DetailError(400, "Server is already running")
+            raise RefusedError("Server is already running")
         self._started = True
-        return {"status": "Server started successfully"}
+        return Done("Server started successfully")
 
-    async def stop(self, request: web.Request) -> dict[str, str]:
-        del request
+    async def stop(self) -> Done:
+        """Cancel all jobs and accept no more."""
         if not self._started:
-            raise _DetailError(400, "Server is not running")
+            raise RefusedError("Server is not running")
         self._started = False
         for job_id in list(self._jobs):
             self._cancel(job_id)
-        return {"status": "Server stopped successfully"}
+        return Done("Server stopped successfully")
 
-    async def status(self, request: web.Request) -> web.Response:
-        del request
-        counts = self._service.counts()
-        active = {f"active_{stage}": counts[stage] for stage in ("init", "run", "eval")}
-        queued = {
-            "init_queue": counts["queued"],
-            "run_queue": counts["turns_waiting"],
+    async def status(self) -> dict[str, str | int]:
+        """Count jobs by stage."""
+        now = self._service.health()
+        return {
+            "status": "running" if self._started else "stopped",
+            "init_queue": now.queued,
+            "run_queue": now.turns_waiting,
             "eval_queue": 0,
+            "active_init": now.init,
+            "active_run": now.run,
+            "active_eval": now.eval,
+            "total": now.queued + now.init + now.run + now.eval,
         }
-        total = sum(active.values()) + counts["queued"]
-        return json_response(
-            {
-                "status": "running" if self._started else "stopped",
-                **queued,
-                **active,
-                "total": total,
-            }
-        )
 
-    async def add_server(self, request: web.Request) -> dict[str, str]:
-        body = decode_body(await body_of(request, most=BODY_BYTES), Address, rule="JSON")
-        url = (
-            body.address
-            if body.address.startswith(("http://", "https://"))
-            else f"http://{body.address}"
-        ).rstrip("/")
+    async def add(self, body: Address) -> Done:
+        """Register an engine."""
+        url = body.address
+        if not url.startswith(("http://", "https://")):
+            url = f"http://{url}"
+        url = url.rstrip("/")
         # Clients whose agents use OpenAI's API send its base URL; vLLM serves tokens
         # there, too.
         dialect = "completions" if url.endswith("/v1") else "prorl"
@@ -230,23 +218,22 @@ class ProRL:
         )
         await check_engine_host(self._hosts, engine.address)
         self._service.engines.register(engine)
-        return {"status": f"Added LLM server address: {engine.address}"}
+        return Done(f"Added LLM server address: {engine.address}")
 
-    async def clear_servers(self, request: web.Request) -> dict[str, str]:
+    async def clear(self) -> Done:
         """Withdraw all registered engines. Their turns wait for the next ones."""
-        del request
         for engine in self._service.engines.statuses():
             if engine.address:
                 self._service.engines.withdraw(EngineId(engine.id), drain=False, force=True)
-        return {"status": "Cleared all LLM server addresses"}
+        return Done("Cleared all LLM server addresses")
 
-    async def cancel(self, request: web.Request) -> dict[str, str]:
-        body = decode_body(await body_of(request, most=BODY_BYTES), JobId, rule="JSON")
+    async def cancel(self, body: JobId) -> Done:
+        """Cancel a job."""
         job_id = str(body.job_id)
         if job_id not in self._jobs:
-            raise _DetailError(404, f"Job {job_id} not found")
+            raise UnknownJobError(f"Job {job_id} not found")
         self._cancel(job_id)
-        return {"status": f"Job {job_id} canceled successfully"}
+        return Done(f"Job {job_id} canceled successfully")
 
     def _cancel(self, job_id: str) -> None:
         for rollout_id in self._jobs.get(job_id, []):
@@ -254,16 +241,13 @@ class ProRL:
 
     # Jobs.
 
-    async def process(self, request: web.Request) -> dict[str, Any]:
-        """Run a job, and answer once it is done. A client that disconnects cancels
-        it.
-        """
+    async def process(self, body: Process) -> dict[str, Any]:
+        """Run a job and wait for its result. A client that disconnects cancels it."""
         if not self._started:
-            raise _DetailError(503, "Server is not running")
-        body = decode_body(await body_of(request, most=BODY_BYTES), Process, rule="JSON")
+            raise ClosedError("Server is not running")
         rollouts, engines = self._service.rollouts, self._service.engines
         if all(engine.status == REMOVED for engine in engines.statuses()):
-            raise _DetailError(503, "No LLM server is registered")
+            raise ClosedError("No LLM server is registered")
         job_id = str(
             body.job_id
             if body.job_id is not None

@@ -17,7 +17,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import SegmentKind
 from rollweave.service import rollouts
-from rollweave.service.batches import (
+from rollweave.service.adapters.dapo import (
     DapoBatch,
     DapoBatches,
     DapoError,
