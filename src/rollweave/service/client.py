@@ -8,34 +8,37 @@ that another service has completed is cancelled as soon as the first one answers
 
 import asyncio
 import contextlib
-import itertools
 import os
 import resource
 import secrets
 import urllib.parse
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
 
 from rollweave.core.policy.balancing import Host, Hysteresis, spread
 from rollweave.io.http.guard import read_token
-from rollweave.io.loop_thread import LoopThread
+from rollweave.io.loop_thread import LoopContext
 from rollweave.record.rundir import RunDir
 from rollweave.schema.address import host_of, parse_address
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import (
-    Completion,
+    Completions,
     EngineRequest,
     EngineStatus,
+    EngineStatuses,
+    Error,
     MemberStatus,
+    RolloutPage,
     RolloutRequest,
     RolloutStatus,
 )
+
+T = TypeVar("T")
 
 POLL_S, MIN_POLL_S = 20.0, 1.0
 """Seconds that one request waits for a rollout to be done; down to the minimum while
@@ -68,6 +71,9 @@ REBALANCE_S = 2.0
 """Seconds between two checks of the services' engines. A service that misses three
 checks loses its share of the engines.
 """
+
+NO_ANSWER = (aiohttp.ClientError, TimeoutError)
+"""The errors of a request that is not answered."""
 
 Addresses = str | Path | Sequence[str | Path]
 """One or several addresses or directories of services."""
@@ -107,14 +113,8 @@ class _Server:
     to_cancel: list[str] = field(default_factory=list)
     health: Hysteresis | None = None  # None until engines are assigned to services
 
-
-class _Completions(msgspec.Struct):
-    completions: list[Completion]
-
-
-class _Page(msgspec.Struct):
-    rollouts: list[RolloutStatus]
-    next: int
+    def describe(self, error: Exception) -> str:
+        return f"{self.address} ({str(error) or type(error).__name__})"
 
 
 class RolloutClient:
@@ -185,7 +185,10 @@ class RolloutClient:
         self._idle.clear()
         try:
             async with until_left:
-                return await self._rollout(request)
+                request = _named(request)
+                status = await self._on_any(request, lambda one: self._run_on(one, request))
+                await self._cancel_abandoned()
+                return status
         except TimeoutError:
             if until_left.expired():
                 raise ClientClosedError from None
@@ -194,42 +197,6 @@ class RolloutClient:
             self._pending.discard(until_left)
             if not self._pending:
                 self._idle.set()
-
-    async def _rollout(self, request: RolloutRequest) -> RolloutStatus:
-        if not request.id:
-            request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
-        failed: list[_Server] = []
-        while True:
-            server = self._choose(failed)
-            if request.id in server.to_cancel:  # it is tried again after a failure
-                server.to_cancel.remove(request.id)
-            server.outstanding += request.members
-            self._polled += 1
-            try:
-                status = await self._run_on(server, request)
-                break
-            except (aiohttp.ClientError, TimeoutError) as error:
-                server.dead_until = _now() + DEAD_S
-                server.to_cancel.append(request.id)
-                server.failure = _failure(server, error)
-                failed.append(server)
-            except asyncio.CancelledError:
-                try:
-                    await asyncio.shield(
-                        asyncio.wait_for(
-                            self._send_in_turn(server, "DELETE", _path(request.id)), CANCEL_S
-                        )
-                    )
-                except (aiohttp.ClientError, TimeoutError):
-                    server.to_cancel.append(request.id)
-                except ServiceError:
-                    pass  # the request never reached the service
-                raise
-            finally:
-                server.outstanding -= request.members
-                self._polled -= 1
-        await self._cancel_abandoned()
-        return status
 
     async def rollouts(self, requests: Iterable[RolloutRequest]) -> AsyncIterator[RolloutStatus]:
         """Run all rollouts at once; yield each as soon as it is done."""
@@ -249,20 +216,11 @@ class RolloutClient:
         Leaving the context does not cancel it. Raises ServiceError if the request is
         refused for good, and NoServiceError if no service answers.
         """
-        if not request.id:
-            request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
-        body, failed = msgspec.json.encode(request), list[_Server]()
-        while True:
-            server = self._choose(failed)
-            try:
-                return msgspec.json.decode(
-                    await self._send_with_retries(server, "POST", "/v1/rollouts", body),
-                    type=RolloutStatus,
-                )
-            except (aiohttp.ClientError, TimeoutError) as error:
-                server.dead_until, server.failure = _now() + DEAD_S, _failure(server, error)
-                server.to_cancel.append(request.id)  # that service may have accepted it
-                failed.append(server)
+        request = _named(request)
+        return await self._on_any(
+            request,
+            lambda server: self._retry(server, "POST", "/v1/rollouts", RolloutStatus, body=request),
+        )
 
     async def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
         """Return a rollout's status, with the results of members that are done, after
@@ -274,10 +232,8 @@ class RolloutClient:
         server, status = await self._find(id)
         deadline = _now() + wait_s
         while status.state != "done" and (remaining_s := deadline - _now()) > 0:
-            answer = await self._send_with_retries(
-                server, "GET", f"{_path(id)}?wait={min(remaining_s, POLL_S):g}"
-            )
-            status = msgspec.json.decode(answer, type=RolloutStatus)
+            path = f"{_path(id)}?wait={min(remaining_s, POLL_S):g}"
+            status = await self._retry(server, "GET", path, RolloutStatus)
         return status
 
     async def cancel(self, id: str) -> RolloutStatus:
@@ -286,9 +242,7 @@ class RolloutClient:
         Returns its status; raises as `get`.
         """
         server, _ = await self._find(id)
-        return msgspec.json.decode(
-            await self._send_with_retries(server, "DELETE", _path(id)), type=RolloutStatus
-        )
+        return await self._retry(server, "DELETE", _path(id), RolloutStatus)
 
     async def stream(self, id: str) -> AsyncIterator[MemberStatus]:
         """Yield the members of a rollout with their results, each as soon as it is
@@ -304,16 +258,14 @@ class RolloutClient:
                     yield member
             if status.state == "done":
                 return
-            completions: list[Completion] = []
-            while not any(one.member not in yielded for one in completions):
-                answer = await self._send_with_retries(
-                    server, "GET", f"/v1/completions?after={after}&{query}"
+            is_new = False
+            while not is_new:
+                page = await self._retry(
+                    server, "GET", f"/v1/completions?after={after}&{query}", Completions
                 )
-                completions = msgspec.json.decode(answer, type=_Completions).completions
-                after = completions[-1].number if completions else after
-            status = msgspec.json.decode(
-                await self._send_with_retries(server, "GET", _path(id)), type=RolloutStatus
-            )
+                after = page.next
+                is_new = any(one.member not in yielded for one in page.completions)
+            status = await self._retry(server, "GET", _path(id), RolloutStatus)
 
     async def list_rollouts(self, *, unfinished: bool = False) -> list[RolloutStatus]:
         """Return all rollouts, or only unfinished ones, without results, for each
@@ -322,19 +274,25 @@ class RolloutClient:
         Raises NoServiceError if a service does not answer.
         """
         statuses: list[RolloutStatus] = []
+        query = f"limit=1000&unfinished={'true' if unfinished else 'false'}"
         for server in self._servers:
+            page, after = None, 0
             try:
-                statuses += await self._list_on(server, unfinished=unfinished)
-            except (aiohttp.ClientError, TimeoutError) as error:
+                while page is None or page.rollouts:
+                    path = f"/v1/rollouts?after={after}&{query}"
+                    page = await self._retry(server, "GET", path, RolloutPage)
+                    statuses += page.rollouts
+                    after = page.next
+            except NO_ANSWER as error:
                 raise NoServiceError(
-                    f"a service does not answer: {_failure(server, error)}"
+                    f"a service does not answer: {server.describe(error)}"
                 ) from error
         return statuses
 
     async def register(self, request: EngineRequest) -> None:
         """Register an engine with every service."""
         for server in self._servers:
-            await self._send(server, "POST", "/v1/engines", msgspec.json.encode(request))
+            await self._send(server, "POST", "/v1/engines", EngineStatus, body=request)
 
     async def register_engines(self, engines: Sequence[EngineRequest]) -> None:
         """Distribute engines over the services: each gets first those of its own host,
@@ -361,10 +319,8 @@ class RolloutClient:
         """
         health = {}
         for server in self._servers:
-            with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                health[server.address] = msgspec.json.decode(
-                    await self._send(server, "GET", "/health"), type=dict[str, Any]
-                )
+            with contextlib.suppress(ServiceError, *NO_ANSWER):
+                health[server.address] = await self._send(server, "GET", "/health", dict[str, Any])
         return health
 
     # One service.
@@ -378,15 +334,13 @@ class RolloutClient:
         failures = []
         for server in self._servers:
             try:
-                return server, msgspec.json.decode(
-                    await self._send_with_retries(server, "GET", _path(id)), type=RolloutStatus
-                )
+                return server, await self._retry(server, "GET", _path(id), RolloutStatus)
             except ServiceError as error:
                 if error.status != 404:
                     raise
                 unknown = error
-            except (aiohttp.ClientError, TimeoutError) as error:
-                failures.append(_failure(server, error))
+            except NO_ANSWER as error:
+                failures.append(server.describe(error))
         if failures or unknown is None:
             raise NoServiceError(
                 f"no service that answers knows rollout {id!r:.100}; these do "
@@ -394,109 +348,126 @@ class RolloutClient:
             )
         raise unknown
 
-    async def _list_on(self, server: _Server, *, unfinished: bool) -> list[RolloutStatus]:
-        """Return the rollouts of one service, read page by page."""
-        statuses: list[RolloutStatus] = []
-        query = f"limit=1000&unfinished={'true' if unfinished else 'false'}"
-        after = 0
-        while True:
-            page = msgspec.json.decode(
-                await self._send_with_retries(server, "GET", f"/v1/rollouts?after={after}&{query}"),
-                type=_Page,
-            )
-            if not page.rollouts:
-                return statuses
-            statuses += page.rollouts
-            after = page.next
-
-    async def _send_with_retries(
-        self, server: _Server, method: str, path: str, body: bytes | None = None
-    ) -> bytes:
-        """Call `_send_in_turn`, and retry a few times if the service is busy or does
-        not answer.
-        """
-        wait_s = BACKOFF_S
-        for attempt in itertools.count(1):
-            try:
-                return await self._send_in_turn(server, method, path, body)
-            except ServiceError as error:
-                if error.status not in (429, 503) or attempt == ATTEMPTS:
-                    raise
-            except (aiohttp.ClientError, TimeoutError):
-                if attempt == ATTEMPTS:
-                    raise
-            await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
-            wait_s = min(2 * wait_s, MAX_BACKOFF_S)
-        raise AssertionError("the loop above has no end")
-
     async def _run_on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
-        """Submit the rollout and wait for it. A step that fails is retried a few
-        times.
+        """Submit the rollout and wait until it is done; submit it again if the service
+        was restarted without its directory.
         """
-        body, path = msgspec.json.encode(request), _path(request.id)
-        submitted, failures, wait_s = False, 0, BACKOFF_S
+        path = _path(request.id)
+        server.outstanding += request.members
+        self._polled += 1
+        try:
+            while True:
+                await self._retry(
+                    server, "POST", "/v1/rollouts", RolloutStatus, body=request, is_patient=True
+                )
+                try:
+                    return await self._until_done(server, path)
+                except ServiceError as error:
+                    if error.status != 404:
+                        raise
+                await asyncio.sleep(BACKOFF_S)
+        except asyncio.CancelledError:
+            cancelling = self._send_in_turn(server, "DELETE", path, RolloutStatus)
+            try:
+                await asyncio.shield(asyncio.wait_for(cancelling, CANCEL_S))
+            except NO_ANSWER:
+                server.to_cancel.append(request.id)
+            except ServiceError:
+                pass  # the request never reached the service
+            raise
+        finally:
+            server.outstanding -= request.members
+            self._polled -= 1
+
+    async def _until_done(self, server: _Server, path: str) -> RolloutStatus:
+        while True:
+            seconds = max(MIN_POLL_S, POLL_S * min(1.0, self._connections / self._polled))
+            status = await self._retry(
+                server, "GET", f"{path}?wait={seconds:g}", RolloutStatus, is_patient=True
+            )
+            if status.state == "done":
+                return status
+
+    async def _retry(
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        body: msgspec.Struct | None = None,
+        is_patient: bool = False,
+    ) -> T:
+        """Call `_send_in_turn`, and retry a few times if the service does not answer or
+        is busy. A caller that `is_patient` waits without end for one that is busy, and
+        leaves one that shuts down as if it did not answer.
+        """
+        failures, wait_s = 0, BACKOFF_S
         while True:
             try:
-                if not submitted:
-                    await self._send_in_turn(server, "POST", "/v1/rollouts", body)
-                    submitted = True
-                seconds = max(MIN_POLL_S, POLL_S * min(1.0, self._connections / self._polled))
-                status = msgspec.json.decode(
-                    await self._send_in_turn(server, "GET", f"{path}?wait={seconds:g}"),
-                    type=RolloutStatus,
-                )
-                failures, wait_s = 0, BACKOFF_S
-                if status.state == "done":
-                    return status
-                continue
+                return await self._send_in_turn(server, method, path, kind, body)
             except ServiceError as error:
-                if error.status == 404 and submitted:
-                    submitted = False  # the service was restarted without its directory
-                elif error.status not in (429, 503):
+                failures += not is_patient or error.kind == "closed"
+                if error.status not in (429, 503) or (failures == ATTEMPTS and not is_patient):
                     raise
-                elif error.kind == "closed":
-                    failures += 1
-            except (aiohttp.ClientError, TimeoutError):
+                if failures == ATTEMPTS:
+                    raise aiohttp.ClientConnectionError("it is shutting down") from error
+            except NO_ANSWER:
                 failures += 1
-                if failures >= ATTEMPTS:
+                if failures == ATTEMPTS:
                     raise
-            if failures >= ATTEMPTS:
-                raise aiohttp.ClientConnectionError("it is shutting down")
             await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
             wait_s = min(2 * wait_s, MAX_BACKOFF_S)
 
     async def _send_in_turn(
-        self, server: _Server, method: str, path: str, body: bytes | None = None
-    ) -> bytes:
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: msgspec.Struct | None = None,
+    ) -> T:
         """Call `_send` once a connection is free. Requests that each rollout makes go
         through here.
         """
         async with self._free:
-            return await self._send(server, method, path, body)
+            return await self._send(server, method, path, kind, body=body)
 
     async def _send(
-        self, server: _Server, method: str, path: str, body: bytes | None = None
-    ) -> bytes:
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        body: msgspec.Struct | None = None,
+    ) -> T:
+        """Send one request, and return its answer, which is of `kind`."""
         if self._session is None or self._session.closed:
             raise ClientClosedError
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if server.token is not None:
             headers["Authorization"] = f"Bearer {server.token}"
+        data = msgspec.json.encode(body) if body is not None else None
         async with self._session.request(
-            method, server.address + path, data=body, headers=headers
+            method, server.address + path, data=data, headers=headers
         ) as response:
             answer = await response.read()
-            if response.status >= 400:
-                kind, message = _error(answer)
-                raise ServiceError(response.status, kind, f"{server.address}: {message}")
-            return answer
+        if response.status < 400:
+            return msgspec.json.decode(answer, type=kind)
+        try:
+            error = msgspec.json.decode(answer, type=Error).error
+            reason, message = error.type, error.message
+        except msgspec.DecodeError:  # it is not in the service's form
+            reason, message = "", answer[:200].decode(errors="replace")
+        raise ServiceError(response.status, reason, f"{server.address}: {message}")
 
     # Engines.
 
     async def _rebalance(self) -> None:
         while True:
             await asyncio.sleep(REBALANCE_S)
-            with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
+            with contextlib.suppress(ServiceError, *NO_ANSWER):
                 await self._assign_engines()
 
     async def _assign_engines(self) -> bool:
@@ -520,12 +491,12 @@ class RolloutClient:
                 continue
             share = shares[server.address]
             for address in [address for address in share if address not in engines]:
-                await self._send(
-                    server, "POST", "/v1/engines", msgspec.json.encode(self._engines[address])
-                )
+                engine = self._engines[address]
+                await self._send(server, "POST", "/v1/engines", EngineStatus, body=engine)
             for address, engine_id in engines.items():
                 if address in self._assigned and address not in share:
-                    await self._send(server, "DELETE", f"/v1/engines/{engine_id}?force=true")
+                    path = f"/v1/engines/{engine_id}?force=true"
+                    await self._send(server, "DELETE", path, EngineStatuses)
         return bool(healthy)
 
     async def _engines_of(self, server: _Server) -> dict[str, str] | None:
@@ -534,19 +505,35 @@ class RolloutClient:
         """
         try:
             async with asyncio.timeout(REBALANCE_S):
-                answer = msgspec.json.decode(
-                    await self._send(server, "GET", "/v1/engines"),
-                    type=dict[str, list[EngineStatus]],
-                )
-        except (aiohttp.ClientError, ServiceError, TimeoutError):
+                answer = await self._send(server, "GET", "/v1/engines", EngineStatuses)
+        except (ServiceError, *NO_ANSWER):
             return None
         return {
             engine.address: engine.id
-            for engine in answer["engines"]
+            for engine in answer.engines
             if engine.address and not engine.draining and engine.status != "removed"
         }
 
     # All services.
+
+    async def _on_any(
+        self, request: RolloutRequest, run: Callable[[_Server], Awaitable[RolloutStatus]]
+    ) -> RolloutStatus:
+        """Return what `run` returns for the first service that answers.
+
+        Raises NoServiceError.
+        """
+        failed: list[_Server] = []
+        while True:
+            server = self._choose(failed)
+            if request.id in server.to_cancel:  # it is tried again after a failure
+                server.to_cancel.remove(request.id)
+            try:
+                return await run(server)
+            except NO_ANSWER as error:
+                server.dead_until, server.failure = _now() + DEAD_S, server.describe(error)
+                server.to_cancel.append(request.id)  # that service may have accepted it
+                failed.append(server)
 
     def _choose(self, failed: list[_Server]) -> _Server:
         """Return the service with the fewest outstanding members, which is not in
@@ -569,34 +556,21 @@ class RolloutClient:
             if server.to_cancel and server.dead_until <= _now():
                 job_ids, server.to_cancel = server.to_cancel, []
                 for job_id in job_ids:
-                    with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                        await self._send(server, "DELETE", _path(job_id))
+                    with contextlib.suppress(ServiceError, *NO_ANSWER):
+                        await self._send(server, "DELETE", _path(job_id), RolloutStatus)
 
 
-class Rollouts:
+class Rollouts(LoopContext):
     """A `RolloutClient` for programs without an event loop: `with Rollouts(addresses)
     as rollouts: rollouts.run(requests)`.
     """
 
     def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
+        super().__init__("rollouts")
         self._client = RolloutClient(addresses, token=token)
-        self._loop = LoopThread("rollouts")
 
-    def __enter__(self) -> Self:
-        self._loop.start()
-        self._loop.call(self._client.__aenter__())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._loop.call(self._client.__aexit__(kind, error, trace))
-        finally:
-            self._loop.stop()
+    async def _open(self) -> None:
+        await self._stack.enter_async_context(self._client)
 
     def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
         """Run all rollouts at once; return them in the order of the requests. Errors
@@ -665,8 +639,9 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _failure(server: _Server, error: Exception) -> str:
-    return f"{server.address} ({str(error) or type(error).__name__})"
+def _named(request: RolloutRequest) -> RolloutRequest:
+    """Return the request with an id, by which it can be repeated."""
+    return msgspec.structs.replace(request, id=request.id or f"c-{secrets.token_hex(8)}")
 
 
 def _locate(entry: str | Path, token: str | None) -> tuple[str, str | None]:
@@ -684,14 +659,3 @@ def _locate(entry: str | Path, token: str | None) -> tuple[str, str | None]:
 
 def _path(job_id: str) -> str:
     return f"/v1/rollouts/{urllib.parse.quote(job_id, safe='')}"
-
-
-def _error(answer: bytes) -> tuple[str, str]:
-    """Return an error's type and message, or "" and the start of the answer if it is
-    not in the service's form.
-    """
-    try:
-        error = msgspec.json.decode(answer)["error"]
-        return str(error["type"]), str(error["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return "", answer[:200].decode(errors="replace")

@@ -8,15 +8,14 @@ between two batches, while the trainer trains. Cancelling `next` loses nothing.
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import msgspec
 
 from rollweave.core.policy.dapo import Account, Dapo, DapoRule
 from rollweave.core.policy.redundancy import GroupDecision
-from rollweave.io.loop_thread import LoopThread
+from rollweave.io.loop_thread import LoopContext
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import RolloutRequest, RolloutStatus
@@ -241,7 +240,7 @@ class DapoBatches:
         return results
 
 
-class DapoRollouts:
+class DapoRollouts(LoopContext):
     """`DapoBatches` for programs without an event loop: `with DapoRollouts(addresses,
     tasks, rule) as batches: ...`.
 
@@ -257,26 +256,9 @@ class DapoRollouts:
         token: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
+        super().__init__("dapo")
         self._client = RolloutClient(addresses, token=token)
-        self._tasks: Iterator[RolloutRequest] = iter(tasks)
-        self._rule, self._patience_s = rule, patience_s
-        self._loop = LoopThread("dapo")
-
-    def __enter__(self) -> Self:
-        self._loop.start()
-        self._batches = self._loop.call(self._open())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._loop.call(self._close())
-        finally:
-            self._loop.stop()
+        self._tasks, self._rule, self._patience_s = iter(tasks), rule, patience_s
 
     def next(self, *, version: int) -> DapoBatch:
         """Return a full batch, as `DapoBatches.next`."""
@@ -294,12 +276,7 @@ class DapoRollouts:
         """The counts of all groups so far, by outcome."""
         return self._batches.account
 
-    async def _open(self) -> DapoBatches:
-        await self._client.__aenter__()
-        return DapoBatches(self._client, self._tasks, self._rule, patience_s=self._patience_s)
-
-    async def _close(self) -> None:
-        try:
-            await self._batches.close()
-        finally:
-            await self._client.__aexit__()
+    async def _open(self) -> None:
+        await self._stack.enter_async_context(self._client)
+        batches = DapoBatches(self._client, self._tasks, self._rule, patience_s=self._patience_s)
+        self._batches = await self._stack.enter_async_context(batches)

@@ -6,11 +6,8 @@ its version; an update that the engine refuses leaves its weights unchanged.
 """
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import torch
@@ -22,7 +19,7 @@ from rollweave.io.child import child_of
 from rollweave.io.http.guard import TOKEN_BYTES, Guard
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
-from rollweave.io.loop_thread import LoopThread
+from rollweave.io.loop_thread import LoopContext
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import Publisher
@@ -37,7 +34,7 @@ SHUTDOWN_S = 1.0
 """Maximum seconds for requests that are under way when the engine ends."""
 
 
-class TrainedEngine:
+class TrainedEngine(LoopContext):
     """`with TrainedEngine(spec) as engine:` serves at `engine.address` (dialect
     `rollweave`), with the checkpoint's weights at first.
 
@@ -47,30 +44,12 @@ class TrainedEngine:
     """
 
     def __init__(self, spec: EngineSpec, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__("engine")
         self._spec = msgspec.structs.replace(spec, version=max(0, spec.version))
         self._host, self._port = host, port
-        self._loop = LoopThread("engine")
-        self._stack = contextlib.AsyncExitStack()
         self._updates = 0
         self.address = ""
         self.token = secrets.token_urlsafe(TOKEN_BYTES)
-
-    def __enter__(self) -> Self:
-        self._loop.start()
-        try:
-            self._loop.call(self._open())
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
 
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace all weights, named as in transformers. Turns under way continue with
@@ -111,9 +90,3 @@ class TrainedEngine:
 
     async def _load(self, manifest: WeightManifest) -> None:
         await self._engine.load(manifest)
-
-    def _end(self) -> None:
-        try:
-            self._loop.call(self._stack.aclose())
-        finally:
-            self._loop.stop()
