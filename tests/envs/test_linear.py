@@ -13,8 +13,7 @@ from rollweave.envs.handlers.answers import boxed_reward, equivalent, within_tol
 from rollweave.envs.handlers.tools import fenced_blocks
 from rollweave.rollout.chat.tools import Hermes
 from rollweave.rollout.gateway.requests import _has_too_many_tokens
-from rollweave.rollout.pairwise import VERDICT
-from rollweave.rollout.reward_sources import GRADE
+from rollweave.rollout.reward_sources import GRADE, VERDICT
 from rollweave.sandbox.tools import plain
 from rollweave.schema.failures import failure_kind
 from rollweave.schema.text import decimal, shortened

@@ -3,6 +3,7 @@ fails is kept for another try.
 """
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,10 @@ from rollweave.core.policy.comparison import pairs
 from rollweave.envs.threads import EnvThreads
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.comparisons import Comparisons, repeat_comparisons
-from rollweave.rollout.pairwise import PairwiseJudge
+from rollweave.rollout.comparisons import Comparisons
 from rollweave.rollout.reward_check import check_reward
-from rollweave.rollout.reward_sources import Finished, finished_attempt
-from rollweave.rollout.rewards import MissingRewardsError, Rewards
+from rollweave.rollout.reward_sources import Finished, Source, finished_attempt, source_of
+from rollweave.rollout.rewards import Rewards, compare
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelComparison, CompareGroup
@@ -95,19 +95,21 @@ def finished(answer: str, name: str = "g0.0") -> Finished:
 
 
 @pytest.fixture
-async def judge(server: FakeServer) -> AsyncIterator[PairwiseJudge]:
-    config = RewardConfig.model_validate(reward(server))
-    opened = PairwiseJudge(config, run_id="run", clock=asyncio.get_running_loop().time)
+async def judge(server: FakeServer) -> AsyncIterator[Source]:
+    config, clock = RewardConfig.model_validate(reward(server)), asyncio.get_running_loop().time
+    threads = EnvThreads()
+    opened = source_of(config, run_id="run", threads=threads, clock=clock)
     yield opened
     await opened.close()
+    threads.close()
 
 
 async def test_both_orders_are_asked_with_keys_of_their_own(
-    server: FakeServer, judge: PairwiseJudge
+    server: FakeServer, judge: Source
 ) -> None:
-    assert await judge.compare(finished("long"), finished("a", "g0.1")) == 1.0
-    assert await judge.compare(finished("a"), finished("long", "g0.1")) == 0.0
-    assert await judge.compare(finished("a"), finished("b", "g0.1")) == 0.5
+    assert await compare(judge, finished("long"), finished("a", "g0.1")) == 1.0
+    assert await compare(judge, finished("a"), finished("long", "g0.1")) == 0.0
+    assert await compare(judge, finished("a"), finished("b", "g0.1")) == 0.5
     assert {shown(body) for body in server.requests[:2]} == {("long", "a"), ("a", "long")}
     keys = {headers["Idempotency-Key"] for headers in server.headers[:2]}
     assert keys == {"run/g0.0/0/g0.1/0/duel", "run/g0.1/0/g0.0/0/duel"}
@@ -115,22 +117,22 @@ async def test_both_orders_are_asked_with_keys_of_their_own(
 
 
 async def test_a_judge_that_prefers_a_place_gives_no_preference(
-    server: FakeServer, judge: PairwiseJudge
+    server: FakeServer, judge: Source
 ) -> None:
     for verdict in ("A", "B"):
         server.answer = lambda _, verdict=verdict: graded(f"I see.\n**Verdict: {verdict}**")  # type: ignore[misc]
-        assert await judge.compare(finished("long"), finished("a", "g0.1")) == 0.5
+        assert await compare(judge, finished("long"), finished("a", "g0.1")) == 0.5
 
 
 @pytest.mark.parametrize("text", ["A", "Verdict: C", "Verdict: A or B", "Verdict: A\nDone.", ""])
 async def test_an_answer_without_a_verdict_is_a_failure(
-    server: FakeServer, judge: PairwiseJudge, text: str
+    server: FakeServer, judge: Source, text: str
 ) -> None:
     server.answer = lambda _: graded(text)
     with pytest.raises(
         EpisodeStopError, match=r"must end with a line Verdict: A, .* got"
     ) as raised:
-        await judge.compare(finished("x"), finished("y", "g0.1"))
+        await compare(judge, finished("x"), finished("y", "g0.1"))
     assert raised.value.reason is StopReason.REWARD_UNAVAILABLE
 
 
@@ -288,19 +290,23 @@ async def test_a_member_that_is_not_judged_has_no_reward_and_is_asked_about_agai
         ]
         domain, again = group.rewards.of("frozenlake"), finished("?", "g0.1")
         assert domain is not None
-        with pytest.raises(EpisodeStopError, match="Verdict: A"):
-            await repeat_comparisons(domain, again, kept.comparisons)
+        repeated = functools.partial(domain.compute, again, known=score.rewards, compared=True)
+        failed = await repeated(comparisons=kept.comparisons)
+        assert (failed.reward, failed.missing) == (None, ("duel",))
+        assert "Verdict: A" in failed.error
         server.answer = lambda _: longest(server.requests[-1])
         server.headers.clear()
-        assert await repeat_comparisons(domain, again, kept.comparisons) == {"duel": 0.0}
+        outcome = await repeated(comparisons=kept.comparisons)
+        assert (outcome.reward, outcome.components) == (0.5, {"env": 0.5, "duel": 0.0})
         assert {headers["Idempotency-Key"] for headers in server.headers} == {
             f"run/{one}/0/{two}/0/duel"
             for pair in (("g0.0", "g0.1"), ("g0.1", "g0.2"))
             for one, two in (pair, pair[::-1])
         }
         changed = msgspec.structs.replace(kept.comparisons[0], reward="other")
-        with pytest.raises(MissingRewardsError, match="no pairwise judge other any longer"):
-            await repeat_comparisons(domain, again, [changed])
+        removed = await repeated(comparisons=[changed])
+        assert removed.missing[0] == "other"
+        assert "no pairwise judge other any longer" in removed.error
 
 
 async def test_a_cancelled_comparison_asks_no_more(
@@ -314,7 +320,7 @@ async def test_a_cancelled_comparison_asks_no_more(
         with pytest.raises(asyncio.CancelledError):
             await group.tasks[0]
         assert not group.answered.done()
-        assert group.spans == ["g0 over"], "its lane in the trace is free again"
+        assert group.spans == ["g0: reward duel", "g0 over"], "its lane in the trace is free again"
         server.gate.set()
 
 

@@ -21,7 +21,7 @@ from rollweave.rollout.reward_sources import (
     reward_function,
     source_of,
 )
-from rollweave.rollout.rewards import DomainRewards, MissingRewardsError, Rewards
+from rollweave.rollout.rewards import DomainRewards, Rewards
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.commands import CancelTrajectory
@@ -366,11 +366,19 @@ async def test_what_failed_is_named_and_the_others_are_kept(domain_rewards: Doma
         {"name": "b", "function": f"{FUNCTIONS}:broken"},
         {"name": "c", "url": "http://127.0.0.1:9", "timeout_s": 0.05},
     )
-    with pytest.raises(MissingRewardsError) as raised:
-        await domain_rewards(config).compute(finished())
-    error = raised.value
-    assert (error.reason, error.missing) == (StopReason.REWARD_UNAVAILABLE, ("b", "c"))
-    assert error.known == {"env": 0.5, "a": 2.5}
+    outcome = await domain_rewards(config).compute(finished())
+    assert outcome.reward is None
+    assert (outcome.reason, outcome.missing) == (StopReason.REWARD_UNAVAILABLE, ("b", "c"))
+    assert outcome.components == {"env": 0.5, "a": 2.5}
+    assert "broken raised KeyError" in outcome.error
+    assert "gave no reward within 0.05 s" in outcome.error
+
+
+async def test_a_sum_that_is_too_large_is_a_failure(domain_rewards: Domain) -> None:
+    config = run_config({"name": "a", "weight": 1e12, "function": f"{FUNCTIONS}:length"})
+    outcome = await domain_rewards(config).compute(finished())
+    assert (outcome.reward, outcome.reason) == (None, StopReason.REWARD_ERROR)
+    assert outcome.error == "the weighted sum of rewards must be at most 1e+12, got 2.5e+12"
 
 
 async def test_rewards_of_an_attempt_are_computed_at_once(
@@ -459,8 +467,9 @@ async def test_a_reward_that_fails_before_the_comparison_leaves_both_missing(
     assert entry.score.unscored.missing == ("b", "duel")
     server.answer = lambda _: {"reward": 2}
     server.requests.clear()
-    with pytest.raises(MissingRewardsError, match="duel: the attempt was never compared"):
-        await domain.compute(finished(), compared=True)
+    outcome = await domain.compute(finished(), compared=True)
+    assert (outcome.reward, outcome.missing) == (None, ("duel",))
+    assert outcome.error == "reward duel: the attempt was never compared with its group"
     assert server.requests == []
     assert (await domain.compute(finished())).reward == 2.5, "an evaluation compares nothing"
     await harness.idle()

@@ -24,12 +24,12 @@ from rollweave.record.store import (
     unscored_attempts,
 )
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.comparisons import repeat_comparisons
+from rollweave.rollout.comparisons import rescored
 from rollweave.rollout.reward_sources import finished_attempt
-from rollweave.rollout.rewards import MissingRewardsError, Rewards
+from rollweave.rollout.rewards import Rewards
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.work import BLAME_OF, Purpose, StopReason, Trajectory
+from rollweave.schema.work import Purpose, StopReason, Trajectory
 
 
 def rescore(name: str) -> None:
@@ -98,29 +98,17 @@ async def _rescored(rewards: Rewards, entry: StoredAttempt, trajectory: Trajecto
     assert unscored is not None, "it says what the rewards are computed from"
     domain = rewards.of(trajectory.task.tag)
     if domain is None:
-        raise MissingRewardsError(
+        raise EpisodeStopError(
             StopReason.REWARD_ERROR,
             f"task domain {trajectory.task.tag!r} has no [[rewards]] any longer",
-            known={},
-            missing=unscored.missing,
         )
     began = time.monotonic()
-    finished = finished_attempt(trajectory.id, trajectory.attempt, trajectory.task, unscored)
-    shares = await repeat_comparisons(domain, finished, unscored.comparisons)
-    computed = await domain.compute(
-        finished,
-        known={**score.rewards, **shares},
+    outcome = await domain.compute(
+        finished_attempt(trajectory.id, trajectory.attempt, trajectory.task, unscored),
+        known=score.rewards,
+        comparisons=unscored.comparisons,
         compared=entry.purpose is Purpose.TRAIN,
     )
-    return Scored(
-        at=score.at,
-        trajectory_id=trajectory.id,
-        attempt=trajectory.attempt,
-        reward=computed.reward,
-        success=unscored.success,
-        stop_reason=unscored.stop_reason,
-        blame=BLAME_OF[unscored.stop_reason],
-        eval_s=score.eval_s + time.monotonic() - began,
-        result=score.result,
-        rewards=computed.components,
-    )
+    if outcome.reward is None:
+        raise EpisodeStopError(outcome.reason, outcome.error)
+    return rescored(score, outcome, seconds=time.monotonic() - began)

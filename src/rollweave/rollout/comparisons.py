@@ -1,78 +1,27 @@
 """The comparisons of a group's members by pairwise judges, in the controller.
 
-The core says which members are compared (`core/groups.compare`). Invariants: each
-group whose comparison is begun and not cancelled ends with one `GroupCompared`, after
-the new scores of all its members are in the store, in one record, so that a group is
-compared or not when the controller is lost; a member without a reward keeps what it
+The core says which members are compared (`core/mechanisms/comparison`). Invariants:
+each group whose comparison is begun and not cancelled ends with one `GroupCompared`,
+after the new scores of all its members are in the store, in one record, so that a group
+is compared or not when the controller is lost; a member without a reward keeps what it
 would be computed from, so that `rollweave rescore` can ask again.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from rollweave.core.policy.comparison import share_of_wins
 from rollweave.record.store import Scored, TrajectoryStore
-from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_sources import Finished, finished_attempt
-from rollweave.rollout.rewards import DomainRewards, MissingRewardsError
+from rollweave.rollout.rewards import FORGOTTEN, DomainRewards, Matches, Outcome
 from rollweave.rollout.turns import Spans
+from rollweave.rollout.worker import SpawnTask
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import CancelComparison, CompareGroup
 from rollweave.schema.events import Event, GroupCompared
-from rollweave.schema.work import BLAME_OF, Comparison, StopReason
-
-FORGOTTEN = "a member's conversation is not in the store"
-"""Error of a comparison with a member that is not kept."""
-
-
-class SpawnTask(Protocol):
-    """Runs a coroutine as a task of an owner that awaits it."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start the task."""
-
-
-class JudgeComparisons:
-    """The comparisons of one judge: the points of each, in the order of `pairs`, and
-    the errors of those that failed.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._pairs = pairs
-        self.points: list[float | None] = []
-        self.errors: list[EpisodeStopError] = []
-
-    async def ask(self, judge: PairwiseJudge, members: Sequence[Finished | None]) -> None:
-        """Ask for all comparisons at once."""
-        asked = (_points(judge, members[one], members[two]) for one, two in self._pairs)
-        for result in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(result, EpisodeStopError):
-                self.errors.append(result)
-                self.points.append(None)
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                self.points.append(result)
-
-    def of(self, member: int) -> list[tuple[int, float | None]]:
-        """Return the member's opponents, with its points against each."""
-        opponents: list[tuple[int, float | None]] = []
-        for (one, two), points in zip(self._pairs, self.points, strict=True):
-            if member == one:
-                opponents.append((two, points))
-            elif member == two:
-                opponents.append((one, None if points is None else 1.0 - points))
-        return opponents
-
-
-async def _points(judge: PairwiseJudge, one: Finished | None, two: Finished | None) -> float:
-    if one is None or two is None:
-        raise EpisodeStopError(StopReason.REWARD_ERROR, FORGOTTEN)
-    return await judge.compare(one, two)
+from rollweave.schema.work import BLAME_OF, Comparison
 
 
 class Comparisons:
@@ -114,15 +63,10 @@ class Comparisons:
         assert rewards is not None, "the core compares groups of domains with pairwise judges"
         scores = {name: self._store.score_of(name) for name in command.rewards}
         members = [_finished(command, score) for score in scores.values()]
-        began = self._clock()
-        asked = {name: JudgeComparisons(command.pairs) for name in rewards.judges}
-        await asyncio.gather(
-            *(
-                self._one(name, judge, asked[name], members, command.group_id)
-                for name, judge in rewards.judges.items()
-                if any(members)
-            )
-        )
+        began, judged = self._clock(), dict[str, Matches]()
+        if any(members):
+            record = functools.partial(self._spans.episode_span, command.group_id)
+            judged = await rewards.compare(members, command.pairs, record=record)
         self._tasks.pop(command.group_id, None)
         compared: list[Scored] = []
         known: dict[TrajectoryId, float] = {}
@@ -130,11 +74,15 @@ class Comparisons:
         for number, (name, score) in enumerate(scores.items()):
             if score is None:
                 continue
-            if _is_open(score):
-                score = msgspec.structs.replace(
-                    _score(score, number, asked, members, rewards),
-                    at=self._clock(),
-                    eval_s=score.eval_s + self._clock() - began,
+            if members[number] is not None:
+                results = {judge: matches.share(number) for judge, matches in judged.items()}
+                outcome = rewards.outcome(score.rewards, results)
+                failed = {judge: judged[judge].of(number) for judge in outcome.missing}
+                score = rescored(
+                    msgspec.structs.replace(score, at=self._clock()),
+                    outcome,
+                    seconds=self._clock() - began,
+                    comparisons=_comparisons(failed, members),
                 )
                 compared.append(score)
             if score.reward is not None:
@@ -143,66 +91,24 @@ class Comparisons:
                 errors[score.error] = None
         if compared:
             self._store.rescore(compared)
-        self._post(
-            GroupCompared(
-                group_id=command.group_id,
-                rewards=known,
-                error="; ".join(errors) or ("" if len(known) == len(scores) else FORGOTTEN),
-            )
-        )
-
-    async def _one(
-        self,
-        name: str,
-        judge: PairwiseJudge,
-        asked: JudgeComparisons,
-        members: Sequence[Finished | None],
-        lane: GroupId,
-    ) -> None:
-        began = self._clock()
-        await asked.ask(judge, members)  # once it is cancelled, its lane is released
-        self._spans.episode_span(lane, f"reward {name}", began, self._clock())
-
-
-def _is_open(score: Scored) -> bool:
-    """Return False for a member that a controller, now lost, has compared."""
-    return score.reward is not None and score.unscored is not None
+        error = "; ".join(errors) or ("" if len(known) == len(scores) else FORGOTTEN)
+        self._post(GroupCompared(group_id=command.group_id, rewards=known, error=error))
 
 
 def _finished(command: CompareGroup, score: Scored | None) -> Finished | None:
-    if score is None or score.unscored is None or not _is_open(score):
+    """Return a member that is to be compared; None if it is not kept, or if a
+    controller, now lost, has compared it.
+    """
+    if score is None or score.unscored is None or score.reward is None:
         return None
     return finished_attempt(score.trajectory_id, score.attempt, command.task, score.unscored)
 
 
-def _score(
-    score: Scored,
-    number: int,
-    asked: Mapping[str, JudgeComparisons],
-    members: Sequence[Finished | None],
-    rewards: DomainRewards,
-) -> Scored:
-    """Return the score of member `number` after the comparisons."""
-    components, failed = dict(score.rewards), []
-    for name, one in asked.items():
-        share = share_of_wins(points for _, points in one.of(number))
-        if share is None:
-            failed.append(name)
-        else:
-            components[name] = share
-    unscored = score.unscored
-    assert unscored is not None, "it has what the missing rewards are computed from"
-    reason, errors = StopReason.REWARD_UNAVAILABLE, [str(asked[name].errors[0]) for name in failed]
-    if not failed:
-        try:
-            computed = rewards.weighted(components)
-        except MissingRewardsError as error:
-            reason, errors = error.reason, [str(error)]
-        else:
-            return msgspec.structs.replace(
-                score, reward=computed.reward, rewards=components, unscored=None
-            )
-    comparisons = tuple(
+def _comparisons(
+    failed: Mapping[str, Sequence[tuple[int, float | None]]], members: Sequence[Finished | None]
+) -> tuple[Comparison, ...]:
+    """Return what is kept of comparisons: the opponents, by the judges that failed."""
+    return tuple(
         Comparison(
             reward=name,
             opponent=opponent.trajectory_id,
@@ -210,57 +116,30 @@ def _score(
             conversation=opponent.conversation,
             points=points,
         )
-        for name in failed
-        for other, points in asked[name].of(number)
+        for name, opponents in failed.items()
+        for other, points in opponents
         if (opponent := members[other]) is not None
     )
+
+
+def rescored(
+    score: Scored, outcome: Outcome, *, seconds: float, comparisons: tuple[Comparison, ...] = ()
+) -> Scored:
+    """Return an attempt's score after `seconds` in which its missing rewards were
+    computed. If some failed, it keeps what they are computed from.
+    """
+    unscored, reward = score.unscored, outcome.reward
+    assert unscored is not None, "it has what the missing rewards are computed from"
+    reason = unscored.stop_reason if reward is not None else outcome.reason
+    kept = msgspec.structs.replace(unscored, missing=outcome.missing, comparisons=comparisons)
     return msgspec.structs.replace(
         score,
-        reward=None,
-        success=None,
+        reward=reward,
+        success=unscored.success if reward is not None else None,
         stop_reason=reason,
         blame=BLAME_OF[reason],
-        error="; ".join(errors),
-        rewards=components,
-        unscored=msgspec.structs.replace(unscored, missing=tuple(failed), comparisons=comparisons),
+        eval_s=score.eval_s + seconds,
+        error=outcome.error,
+        rewards=outcome.components,
+        unscored=None if reward is not None else kept,
     )
-
-
-async def repeat_comparisons(
-    domain: DomainRewards, finished: Finished, comparisons: Sequence[Comparison]
-) -> dict[str, float]:
-    """Ask again for the comparisons of an attempt that failed, and return its shares of
-    wins by the judges.
-
-    Raises MissingRewardsError.
-    """
-    by_judge: dict[str, list[Comparison]] = {}
-    for comparison in comparisons:
-        by_judge.setdefault(comparison.reward, []).append(comparison)
-    shares: dict[str, float] = {}
-    for name, repeated in by_judge.items():
-        judge = domain.judges.get(name)
-        if judge is None:
-            text = f"the run has no pairwise judge {name} any longer"
-            raise MissingRewardsError(StopReason.REWARD_ERROR, text, known={}, missing=(name,))
-        results = await asyncio.gather(
-            *(_repeat(judge, finished, one) for one in repeated), return_exceptions=True
-        )
-        errors = [result for result in results if isinstance(result, BaseException)]
-        share = share_of_wins(result if isinstance(result, float) else None for result in results)
-        if share is None:
-            raise errors[0]
-        shares[name] = share
-    return shares
-
-
-async def _repeat(judge: PairwiseJudge, finished: Finished, comparison: Comparison) -> float:
-    if comparison.points is not None:
-        return comparison.points
-    opponent = msgspec.structs.replace(
-        finished,
-        trajectory_id=comparison.opponent,
-        attempt=comparison.attempt,
-        conversation=comparison.conversation,
-    )
-    return await judge.compare(finished, opponent)

@@ -406,22 +406,8 @@ class Pipeline:
             )
 
     def _score(self, attempt: _Attempt, report: AttemptScored) -> None:
-        self._store.score(
-            Scored(
-                at=self._clock(),
-                trajectory_id=report.trajectory_id,
-                attempt=report.attempt,
-                reward=report.reward,
-                success=report.success,
-                stop_reason=report.stop_reason,
-                blame=BLAME_OF[report.stop_reason],
-                eval_s=report.eval_s,
-                error=report.error,
-                result=report.result,
-                rewards=report.rewards,
-                unscored=report.unscored,
-            )
-        )
+        blame = BLAME_OF[report.stop_reason]
+        self._store.score(Scored(at=self._clock(), blame=blame, **msgspec.structs.asdict(report)))
         purpose = attempt.command.purpose
         if purpose is Purpose.EVAL or (purpose is Purpose.TRAIN and report.reward is None):
             self._store.forget((report.trajectory_id,))
@@ -431,10 +417,7 @@ def _loss(command: StartInit, error: str) -> AttemptScored:
     return AttemptScored(
         trajectory_id=command.trajectory_id,
         attempt=command.attempt,
-        reward=None,
-        success=None,
         stop_reason=StopReason.WORKER_LOST,
-        eval_s=0.0,
         error=error,
     )
 

@@ -5,8 +5,8 @@ import uuid
 
 from rollweave.envs.threads import EnvThreads
 from rollweave.io.loop_thread import run_apart
-from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_sources import Finished, source_of
+from rollweave.rollout.rewards import compare
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.chat import Message
 from rollweave.schema.config.rewards import RewardConfig
@@ -45,15 +45,9 @@ def check_reward(reward: RewardConfig, *, domain: str, limit_s: float) -> float:
 
     async def ask() -> float:
         clock = asyncio.get_running_loop().time
-        if brief.pairwise:
-            judge = PairwiseJudge(brief, run_id=run_id, clock=clock)
-            try:
-                return await judge.compare(right, wrong)
-            finally:
-                await judge.close()
         source = source_of(brief, run_id=run_id, threads=EnvThreads(), clock=clock)
         try:
-            return await source.reward(right)
+            return await (compare(source, right, wrong) if brief.pairwise else source.reward(right))
         finally:
             await source.close()
 

@@ -1,146 +1,251 @@
 """The rewards of a run beside those of its environments, and their weighted sum.
 
-Those of an attempt are computed in EVAL, in the process that runs it, all at once.
-Invariants: one attempt's wait delays no other; a reward that fails leaves an error with
-a reason, and what was computed of the others.
+Those of an attempt are computed in EVAL, in the process that runs it; those by pairwise
+judges when the members of its group are compared, in the controller
+(`rollout/comparisons.py`). Invariants: all that is asked about an attempt or a group is
+asked at once, and one wait delays no other; a reward that fails leaves a reason and an
+error, never a number, and what was computed of the others.
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
+import msgspec
+
+from rollweave.core.policy.comparison import points, share_of_wins
 from rollweave.envs.boundary import LARGEST_REWARD
 from rollweave.envs.threads import EnvThreads
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.pairwise import PairwiseJudge
 from rollweave.rollout.reward_sources import Finished, Source, source_of
 from rollweave.schema.base import Struct
-from rollweave.schema.config.rewards import ENV_REWARD
+from rollweave.schema.config.rewards import ENV_REWARD, RewardConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.rollouts import ServiceWait
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import Comparison, StopReason
+
+T = TypeVar("T")
 
 Record = Callable[[str, float, float], None]
 """Records a span of the trace: its name, its start and its end."""
 
+Result = float | EpisodeStopError
+"""A reward, or why there is none."""
 
-class Computed(Struct, frozen=True, kw_only=True):
+FORGOTTEN = "a member's conversation is not in the store"
+"""Error of a comparison with a member that is not kept."""
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
     """The reward of an attempt: the weighted sum of `components`, which are unweighted
-    and have names.
+    and have names. None if some failed, which are `missing`, for `reason`.
     """
 
-    reward: float
     components: dict[str, float]
+    reward: float | None = None
+    missing: tuple[str, ...] = ()
+    reason: StopReason = StopReason.FINISHED
+    error: str = ""
 
 
-class MissingRewardsError(EpisodeStopError):
-    """Some rewards failed: those that are `missing`; `known` has the others."""
+async def results_of(asked: Iterable[Awaitable[float]]) -> list[Result]:
+    """Wait for all that is asked. An error that is no failure of a reward is raised."""
+    results: list[Result] = []
+    for result in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, EpisodeStopError):
+            raise result
+        results.append(result)
+    return results
 
-    def __init__(
-        self, reason: StopReason, message: str, *, known: dict[str, float], missing: tuple[str, ...]
-    ) -> None:
-        super().__init__(reason, message)
-        self.known, self.missing = known, missing
+
+async def compare(judge: Source, one: Finished | None, other: Finished | None) -> float:
+    """Return the points of `one` against `other`: 1 if it wins in both orders, so that
+    a preference of the judge for a place cancels, and 0.5 for ties and for verdicts
+    that contradict each other.
+
+    Raises EpisodeStopError if either order has no verdict: that is no defeat.
+    """
+    if one is None or other is None:
+        raise EpisodeStopError(StopReason.REWARD_ERROR, FORGOTTEN)
+    verdicts = []
+    for verdict in await results_of((judge.reward(one, other), judge.reward(other, one))):
+        if isinstance(verdict, EpisodeStopError):
+            raise verdict
+        verdicts.append(verdict)
+    return points(verdicts[0], 1.0 - verdicts[1])
+
+
+class Matches:
+    """The comparisons of some attempts by one judge. `results` are the points of the
+    first of each pair, or why there are none.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]], results: Sequence[Result]) -> None:
+        self._pairs = pairs
+        self._points = [None if isinstance(one, EpisodeStopError) else one for one in results]
+        self._errors = [str(one) for one in results if isinstance(one, EpisodeStopError)]
+
+    def of(self, member: int) -> list[tuple[int, float | None]]:
+        """Return the member's opponents, with its points against each; None if the
+        comparison failed.
+        """
+        opponents: list[tuple[int, float | None]] = []
+        for (one, two), won in zip(self._pairs, self._points, strict=True):
+            if member == one:
+                opponents.append((two, won))
+            elif member == two:
+                opponents.append((one, None if won is None else 1.0 - won))
+        return opponents
+
+    def share(self, member: int) -> Result:
+        """Return the member's share of wins."""
+        share = share_of_wins(won for _, won in self.of(member))
+        if share is not None:
+            return share
+        error = self._errors[0] if self._errors else "the attempt has no opponent in its group"
+        return EpisodeStopError(StopReason.REWARD_UNAVAILABLE, error)
 
 
 class DomainRewards:
-    """The rewards of a task domain, with their weights, and the weight of its
-    environment's. `judges` are its pairwise judges, whose rewards come when the members
-    of a group are compared (`rollout/comparisons.py`).
+    """The rewards of a task domain, of which `sources` has those of the run by name.
+    `judges` are its pairwise judges.
     """
 
     def __init__(
         self,
-        sources: Mapping[str, tuple[float, Source]],
+        rewards: Sequence[RewardConfig],
+        sources: Mapping[str, Source],
         *,
-        judges: Mapping[str, tuple[float, PairwiseJudge]],
         env_weight: float,
         clock: Callable[[], float],
     ) -> None:
-        self._sources, self._clock = sources, clock
-        self.judges = {name: judge for name, (_, judge) in judges.items()}
-        self._weights = {
-            ENV_REWARD: env_weight,
-            **{name: weight for name, (weight, _) in (*sources.items(), *judges.items())},
-        }
+        self._sources = {one.name: sources[one.name] for one in rewards if not one.pairwise}
+        self.judges = {one.name: sources[one.name] for one in rewards if one.pairwise}
+        self._weights = {ENV_REWARD: env_weight, **{one.name: one.weight for one in rewards}}
+        self._clock = clock
 
     async def compute(
         self,
         finished: Finished,
         *,
-        known: Mapping[str, float] | None = None,
+        known: Mapping[str, float] = MappingProxyType({}),
+        comparisons: Sequence[Comparison] = (),
         compared: bool = False,
         record: Record | None = None,
-    ) -> Computed:
-        """Return the reward; what is `known` of its components is not computed again.
-        If the attempt is `compared`, those of the judges must be among them; otherwise
+    ) -> Outcome:
+        """Return the reward of an attempt; what is `known` of its components is not
+        computed again, and of its `comparisons` those that failed are repeated.
+
+        If it is `compared` with its group, all judges must have judged it; otherwise
         the sum is without them. `record` receives a span for each that is computed.
-
-        Raises MissingRewardsError.
         """
-        components = {ENV_REWARD: finished.reward, **(known or {})}
+        components = {ENV_REWARD: finished.reward, **known}
+        judged = await self._repeat(finished, comparisons)
         if compared:
-            self._check_compared(components)
+            text = "reward {}: the attempt was never compared with its group"
+            for name in self.judges:
+                if name not in components and name not in judged:
+                    reason = StopReason.REWARD_UNAVAILABLE
+                    judged[name] = EpisodeStopError(reason, text.format(name))
+        if any(isinstance(result, EpisodeStopError) for result in judged.values()):
+            return self.outcome(components, judged)
         asked = [name for name in self._sources if name not in components]
-        results = await asyncio.gather(
-            *(self._one(name, finished, record) for name in asked), return_exceptions=True
+        results = await results_of(
+            self._timed(f"reward {name}", self._sources[name].reward(finished), record)
+            for name in asked
         )
-        failed: dict[str, EpisodeStopError] = {}
-        for name, result in zip(asked, results, strict=True):
-            if isinstance(result, EpisodeStopError):
-                failed[name] = result
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                components[name] = result
-        if not failed:
-            return self._weighted(components)
-        reasons = [error.reason for error in failed.values()]
-        unavailable = StopReason.REWARD_UNAVAILABLE in reasons
-        raise MissingRewardsError(
-            StopReason.REWARD_UNAVAILABLE if unavailable else reasons[0],
-            "; ".join(map(str, failed.values())),
-            known=components,
-            missing=tuple(failed),
-        )
+        return self.outcome(components, {**judged, **dict(zip(asked, results, strict=True))})
 
-    async def _one(self, name: str, finished: Finished, record: Record | None) -> float:
+    async def compare(
+        self,
+        members: Sequence[Finished | None],
+        pairs: Sequence[tuple[int, int]],
+        *,
+        record: Record | None = None,
+    ) -> dict[str, Matches]:
+        """Have the members of a group compared by each judge. None is a member that is
+        not kept. `record` receives a span for each judge.
+        """
+
+        async def ask(judge: Source) -> Matches:
+            asked = (compare(judge, members[one], members[two]) for one, two in pairs)
+            return Matches(pairs, await results_of(asked))
+
+        asked = (
+            self._timed(f"reward {name}", ask(judge), record) for name, judge in self.judges.items()
+        )
+        return dict(zip(self.judges, await asyncio.gather(*asked), strict=True))
+
+    async def _repeat(
+        self, finished: Finished, comparisons: Sequence[Comparison]
+    ) -> dict[str, Result]:
+        """Repeat the comparisons of an attempt that failed, and return its shares of
+        wins by the judges.
+        """
+        judged: dict[str, Result] = {}
+        for name in {one.reward: None for one in comparisons}:
+            judge = self.judges.get(name)
+            if judge is None:
+                text = f"the run has no pairwise judge {name} any longer"
+                judged[name] = EpisodeStopError(StopReason.REWARD_ERROR, text)
+                continue
+            own = [one for one in comparisons if one.reward == name]
+            results = await results_of(_repeated(judge, finished, one) for one in own)
+            judged[name] = Matches([(0, 1 + n) for n in range(len(own))], results).share(0)
+        return judged
+
+    async def _timed(self, name: str, asked: Awaitable[T], record: Record | None) -> T:
         started = self._clock()
         try:
-            return await self._sources[name][1].reward(finished)
+            return await asked
         finally:
             if record is not None:
-                record(f"reward {name}", started, self._clock())
+                record(name, started, self._clock())
 
-    def weighted(self, components: dict[str, float]) -> Computed:
-        """Return the weighted sum of the components of an attempt that was compared.
-        Raises MissingRewardsError for a judge without one, or a sum that is too large.
+    def outcome(self, known: Mapping[str, float], results: Mapping[str, Result]) -> Outcome:
+        """Return the reward of an attempt, of whose components some were `known` before
+        the others had these results.
         """
-        self._check_compared(components)
-        return self._weighted(components)
-
-    def _check_compared(self, components: dict[str, float]) -> None:
-        if missing := tuple(name for name in self.judges if name not in components):
-            raise MissingRewardsError(
-                StopReason.REWARD_UNAVAILABLE,
-                f"reward {', '.join(missing)}: the attempt was never compared with its group",
-                known=components,
-                missing=missing,
+        components, failed = dict(known), dict[str, EpisodeStopError]()
+        for name, result in results.items():
+            if isinstance(result, EpisodeStopError):
+                failed[name] = result
+            else:
+                components[name] = result
+        if failed:
+            reasons = [error.reason for error in failed.values()]
+            unavailable = StopReason.REWARD_UNAVAILABLE in reasons
+            return Outcome(
+                components=components,
+                missing=tuple(failed),
+                reason=StopReason.REWARD_UNAVAILABLE if unavailable else reasons[0],
+                error="; ".join(map(str, failed.values())),
             )
+        weights = self._weights.items()
+        reward = math.fsum(
+            weight * components[name] for name, weight in weights if name in components
+        )
+        if abs(reward) <= LARGEST_REWARD:
+            return Outcome(components=components, reward=reward)
+        return Outcome(
+            components=components,
+            reason=StopReason.REWARD_ERROR,
+            error=f"the weighted sum of rewards must be at most {LARGEST_REWARD:g}, got {reward:g}",
+        )
 
-    def _weighted(self, components: dict[str, float]) -> Computed:
-        weights = self._weights
-        known = [name for name in weights if name in components]
-        reward = math.fsum(weights[name] * components[name] for name in known)
-        if not abs(reward) <= LARGEST_REWARD:
-            raise MissingRewardsError(
-                StopReason.REWARD_ERROR,
-                f"the weighted sum of rewards must be at most {LARGEST_REWARD:g}, got {reward:g}",
-                known=components,
-                missing=(),
-            )
-        return Computed(reward=reward, components=components)
+
+async def _repeated(judge: Source, finished: Finished, comparison: Comparison) -> float:
+    if comparison.points is not None:
+        return comparison.points
+    opponent = msgspec.structs.replace(
+        finished,
+        trajectory_id=comparison.opponent,
+        attempt=comparison.attempt,
+        conversation=comparison.conversation,
+    )
+    return await compare(judge, finished, opponent)
 
 
 class Rewards:
@@ -171,19 +276,10 @@ class Rewards:
                 deployed=deployed.get(one.name),
             )
             for one in config.rewards
-            if not one.pairwise
-        }
-        self._judges = {
-            one.name: PairwiseJudge(one, run_id=run_id, clock=clock, start_s=start_s)
-            for one in config.rewards
-            if one.pairwise
         }
         self._domains = {
             task.name: DomainRewards(
-                {o.name: (o.weight, self._sources[o.name]) for o in rewards if not o.pairwise},
-                judges={o.name: (o.weight, self._judges[o.name]) for o in rewards if o.pairwise},
-                env_weight=task.env_weight,
-                clock=clock,
+                rewards, self._sources, env_weight=task.env_weight, clock=clock
             )
             for task in config.tasks
             if (rewards := config.rewards_of(task.name))
@@ -197,13 +293,10 @@ class Rewards:
 
     def waits(self) -> tuple[ServiceWait, ...]:
         """Return the waits for services."""
-        waits = (one.wait() for one in self._all())
+        waits = (one.wait() for one in self._sources.values())
         return tuple(wait for wait in waits if wait is not None)
 
     async def close(self) -> None:
         """Close all connections."""
-        for one in self._all():
+        for one in self._sources.values():
             await one.close()
-
-    def _all(self) -> tuple[Source | PairwiseJudge, ...]:
-        return *self._sources.values(), *self._judges.values()

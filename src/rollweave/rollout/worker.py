@@ -19,8 +19,8 @@ from rollweave.envs.base import Score
 from rollweave.envs.foreign import describe_error
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.driver import DELAY_S, Driver, MakeEpisode, TurnResult, record_of
-from rollweave.rollout.reward_sources import Finished
-from rollweave.rollout.rewards import DomainRewards, MissingRewardsError
+from rollweave.rollout.reward_sources import finished_attempt
+from rollweave.rollout.rewards import DomainRewards
 from rollweave.rollout.teacher import Teach, TeacherError
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
@@ -260,10 +260,7 @@ class RolloutWorker:
                 AttemptScored(
                     trajectory_id=key[0],
                     attempt=key[1],
-                    reward=None,
-                    success=None,
                     stop_reason=StopReason.REWARD_ERROR,
-                    eval_s=0.0,
                     error=NOT_WAITING,
                 )
             )
@@ -408,31 +405,29 @@ class RolloutWorker:
         rewards, started = self._rewards_of(command.task.tag), self._clock()
         if rewards is None:
             return score
-        finished = Finished(
-            trajectory_id=command.trajectory_id,
-            attempt=command.attempt,
-            task=command.task,
-            conversation=episode.conversation,
+        unscored = Unscored(
+            missing=(),
+            conversation=tuple(episode.conversation),
             reward=score.reward,
             success=score.success,
             stop_reason=episode.stop_reason,
         )
+        finished = finished_attempt(command.trajectory_id, command.attempt, command.task, unscored)
         judges = tuple(rewards.judges) if command.purpose is Purpose.TRAIN else ()
         episode.on_delay()
         delays = asyncio.create_task(_report_delays(episode), name="report delays")
         try:
-            computed = await rewards.compute(finished, record=attempt.turns.record_span)
-        except MissingRewardsError as error:
-            evaluation.components = error.known
-            evaluation.unscored = _unscored(finished, (*error.missing, *judges))
-            raise
+            outcome = await rewards.compute(finished, record=attempt.turns.record_span)
         finally:
             delays.cancel()
             evaluation.waited_s = self._clock() - started
-        evaluation.components = computed.components
-        if judges:
-            evaluation.unscored = _unscored(finished, judges)
-        return Score(reward=computed.reward, success=score.success)
+        evaluation.components = outcome.components
+        if outcome.reward is None or judges:
+            missing = (*outcome.missing, *judges)
+            evaluation.unscored = msgspec.structs.replace(unscored, missing=missing)
+        if outcome.reward is None:
+            raise EpisodeStopError(outcome.reason, outcome.error)
+        return Score(reward=outcome.reward, success=score.success)
 
     def _scored(
         self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
@@ -462,17 +457,6 @@ NOT_WAITING = "the attempt is not waiting for its reward"
 """Error of a `StartEval` for an attempt that has ended already, or is no longer
 kept.
 """
-
-
-def _unscored(finished: Finished, missing: tuple[str, ...]) -> Unscored:
-    """Return what the missing rewards are computed from."""
-    return Unscored(
-        missing=missing,
-        conversation=tuple(finished.conversation),
-        reward=finished.reward,
-        success=finished.success,
-        stop_reason=finished.stop_reason,
-    )
 
 
 def _bug_text(bug: Exception) -> str:

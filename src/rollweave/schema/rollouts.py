@@ -182,10 +182,10 @@ class AttemptScored(TaggedStruct, frozen=True, kw_only=True):
 
     trajectory_id: TrajectoryId
     attempt: int
-    reward: float | None
-    success: bool | None
     stop_reason: StopReason
-    eval_s: float
+    reward: float | None = None
+    success: bool | None = None
+    eval_s: float = 0.0
     error: str = ""
     result: str = ""
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
