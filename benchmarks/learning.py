@@ -5,20 +5,19 @@ every seed, and how long it takes.
 individually, and by trajectory.
 """
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress, median_ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, measure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """A seed of `config` is ok if every task has its `targets` success within `limit_s`
-    (see `Measured.trained_s`).
-
-    `variants` are settings by the suffix of their figures.
+    (see `MeasuredRun.trained_s`). `variants` are settings by the suffix of their
+    figures.
     """
 
     config: str
@@ -56,14 +55,9 @@ GOALS = {
 QUICK = ("run.steps=12", "eval.final_episodes=64")
 
 
-def bench_learning(
-    name: str, *, seeds: int | None, quick: bool, progress: Callable[[str], None]
-) -> Result:
-    """Train the example of goal `name` once per seed.
-
-    Return figures by variant, lists by seed: `success` of the task furthest below its
-    target, `success_TASK` and `success_before_rl_TASK` where there are several tasks
-    (else `success_before_rl`), `wall_s`; and `seeds_ok`.
+def bench_learning(name: str, *, seeds: int | None, quick: bool, progress: Progress) -> Result:
+    """Train the example of goal `name` once per seed, and return the figures of
+    `figures_of` by variant.
     """
     goal = GOALS[name]
     path, overrides = example(goal.config), QUICK if quick else ()
@@ -76,71 +70,59 @@ def bench_learning(
             rates = ", ".join(
                 f"{task} {rate:.3f}" for task, rate in run.summary.success_rate.items()
             )
-            progress(
-                f"seed {seed}{suffix}: success {rates} after {run.trained_s:.0f} s, "
-                f"{run.summary.steps} steps"
-            )
+            progress(f"seed {seed}{suffix}: success {rates} after {run.trained_s:.0f} s")
     conditions = conditions_of(path, overrides) | {
         "seeds": list(range(count)),
         "target_success": dict(goal.targets),
         "limit_s": goal.limit_s,
-        "wall_s": "from the start of the processes to the end of the last training step, warm-up "
-        "included",
+        "wall_s": "from the start of the processes to the end of the last training step",
         "success": "greedy, on held-out tasks that neither training nor the choice of the "
         "checkpoint used",
     }
     figures: dict[str, Figure] = {}
     for suffix, measured in runs.items():
-        figures |= {
-            f"{figure}{suffix}": value
-            for figure, value in figures_of(goal, measured, quick=quick).items()
-        }
+        of_variant = figures_of(goal, measured, quick=quick)
+        figures |= {f"{figure}{suffix}": value for figure, value in of_variant.items()}
         if quick:
             conditions[f"seeds_ok{suffix}"] = "not measured: --quick trains too few steps"
     if TRAJECTORY in runs:
-        figures["wall_turn_over_trajectory"] = training_ratio(runs[TURN], runs[TRAJECTORY])
+        turn, trajectory = (
+            [run.trained_s - run.ready_s for run in runs[way]] for way in (TURN, TRAJECTORY)
+        )
+        figures["wall_turn_over_trajectory"] = median_ratio(turn, trajectory)
         conditions["wall_turn_over_trajectory"] = (
             "median over seeds, from a warmed-up trainer to the end of the last step"
         )
     return Result(bench=name, figures=figures, conditions=conditions)
 
 
-def training_ratio(ours: list[MeasuredRun], theirs: list[MeasuredRun]) -> float:
-    """Return the ratio of seconds of training, without earlier phases: the median over
-    seeds.
+def figures_of(goal: Goal, runs: Sequence[MeasuredRun], *, quick: bool) -> dict[str, Figure]:
+    """Return lists by seed: `success` of the task furthest below its target,
+    `success_TASK` and `success_before_rl_TASK` where there are several tasks (else
+    `success_before_rl`), `wall_s`; and `seeds_ok`, the number of seeds that reached
+    every target in time.
     """
-    pairs = zip(ours, theirs, strict=True)
-    return statistics.median(
-        (one.trained_s - one.ready_s) / (other.trained_s - other.ready_s) for one, other in pairs
-    )
-
-
-def figures_of(goal: Goal, runs: list[MeasuredRun], *, quick: bool) -> dict[str, Figure]:
-    """See `bench_learning`."""
-    figures: dict[str, Figure] = {"success": [_worst(goal, run) for run in runs]}
+    rates = [run.summary.success_rate for run in runs]
+    furthest = [
+        of_run[min(goal.targets, key=lambda task: of_run[task] - goal.targets[task])]
+        for of_run in rates
+    ]
+    figures: dict[str, Figure] = {"success": furthest}
     for task in goal.targets:
-        several = len(goal.targets) > 1
-        if several:
-            figures[f"success_{task}"] = [run.summary.success_rate[task] for run in runs]
-        figures[f"success_before_rl_{task}" if several else "success_before_rl"] = [
+        suffix = f"_{task}" if len(goal.targets) > 1 else ""
+        if suffix:
+            figures[f"success{suffix}"] = [of_run[task] for of_run in rates]
+        figures[f"success_before_rl{suffix}"] = [
             line["success"][task]
             for run in runs
             for line in run.data.evaluations
             if line["step"] == 0 and not line["final"]
         ]
     figures["wall_s"] = [round(run.trained_s, 1) for run in runs]
-    figures["seeds_ok"] = None if quick else sum(reached(goal, run) for run in runs)
+    reached = [
+        run.trained_s <= goal.limit_s
+        and all(of_run[task] >= target for task, target in goal.targets.items())
+        for run, of_run in zip(runs, rates, strict=True)
+    ]
+    figures["seeds_ok"] = None if quick else sum(reached)
     return figures
-
-
-def reached(goal: Goal, run: MeasuredRun) -> bool:
-    """Return whether every task reached its target in time."""
-    rates = run.summary.success_rate
-    return run.trained_s <= goal.limit_s and all(
-        rates[task] >= target for task, target in goal.targets.items()
-    )
-
-
-def _worst(goal: Goal, run: MeasuredRun) -> float:
-    rates = run.summary.success_rate
-    return rates[min(goal.targets, key=lambda task: rates[task] - goal.targets[task])]

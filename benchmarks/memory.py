@@ -9,27 +9,27 @@ published weights, mapped or not; it is sampled every 10 ms.
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.batches import random_batch
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress, program, scratch_folder
 from rollweave.runtime.preflight.memory import rank_parts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import Publish, Save, TrainOn
 from rollweave.weights.checkpoint import read_shape
 
-MODELS: Mapping[str, Mapping[str, int]] = {
-    "7M": {"hidden": 256, "layers": 6, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 8192},
-    "42M": {"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 24576},
-    "135M": {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49152},
+HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB = range(6)
+MODELS: Mapping[str, tuple[int, ...]] = {
+    "7M": (256, 6, 8, 4, 704, 8192),
+    "42M": (512, 10, 8, 4, 1408, 24576),
+    "135M": (576, 30, 9, 3, 1536, 49152),
 }
-"""Size → the shape of a Llama with tied embeddings. The largest is that of
-SmolLM2-135M.
+"""Size → hidden width, layers, heads, KV heads, width of the MLP and vocabulary of a
+Llama with tied embeddings. The largest is that of SmolLM2-135M.
 """
 
 MICRO_TOKENS = (256, 512, 1024)
@@ -43,25 +43,20 @@ CASE_S = 900.0
 
 GIB = 1 << 30
 
-CONDITIONS = {
-    "estimate_over_peak": "bytes that the preflight check estimates for the trainer by the peak "
-    "that was measured; 1 is exact",
-    "off_by_max": "the largest distance of these ratios from 1",
-    "dtype": "float32, CPU, Adam, all weights trained",
-}
 
-
-def bench_memory(*, quick: bool, progress: Callable[[str], None]) -> Result:
-    """Return the ratio of estimate and peak for each case, and both in GiB."""
+def bench_memory(*, quick: bool, progress: Progress) -> Result:
+    """Return the ratio of estimate and peak for each case, both in GiB, and the largest
+    distance of a ratio from 1.
+    """
     figures: dict[str, Figure] = {}
     cases = QUICK if quick else tuple((name, micro) for name in MODELS for micro in MICRO_TOKENS)
     ratios = list[float]()
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         for name, micro in cases:
-            path = Path(folder) / name
+            path = folder / name
             if not path.exists():
-                _save(path, **MODELS[name])
-            measured = _measured(path, micro)
+                _save(path, MODELS[name])
+            measured = program("benchmarks.memory", str(path), str(micro), limit_s=CASE_S)
             case = f"{name}/{micro}"
             ratios.append(measured["estimate"] / measured["peak"])
             figures[f"estimate_over_peak/{case}"] = ratios[-1]
@@ -69,31 +64,24 @@ def bench_memory(*, quick: bool, progress: Callable[[str], None]) -> Result:
             figures[f"peak_gib/{case}"] = measured["peak"] / GIB
             progress(f"{case}: {ratios[-1]:.2f} of {measured['peak'] / GIB:.2f} GiB")
     figures["off_by_max"] = max(abs(ratio - 1) for ratio in ratios)
-    return Result(bench="memory", figures=figures, conditions=dict(CONDITIONS))
+    conditions = {
+        "estimate_over_peak": "bytes that the preflight check estimates by the measured peak",
+        "dtype": "float32, CPU, Adam, all weights trained",
+    }
+    return Result(bench="memory", figures=figures, conditions=conditions)
 
 
-def _measured(path: Path, micro: int) -> dict[str, int]:
-    """Return the estimate and the peak of a case in bytes: it has its own process."""
-    command = [sys.executable, "-m", "benchmarks.memory", str(path), str(micro)]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, timeout=CASE_S, check=True)
-    measured: dict[str, int] = json.loads(done.stdout)
-    return measured
-
-
-def _save(
-    path: Path, *, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
-) -> None:
+def _save(path: Path, sizes: tuple[int, ...]) -> None:
     """Write a checkpoint with random weights."""
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ffn,
-        vocab_size=vocab,
+        hidden_size=sizes[HIDDEN],
+        num_hidden_layers=sizes[LAYERS],
+        num_attention_heads=sizes[HEADS],
+        num_key_value_heads=sizes[KV_HEADS],
+        intermediate_size=sizes[FFN],
+        vocab_size=sizes[VOCAB],
         tie_word_embeddings=True,
         max_position_embeddings=8192,
     )
@@ -139,15 +127,15 @@ def _memory_files() -> int:
 
 
 def _run_case(path: Path, micro: int) -> dict[str, int]:
+    """Return the estimate and the peak of a case in bytes."""
     from rollweave.train.trainer import Trainer
 
+    tokens = {"max_tokens": micro, "max_turns": 1, "max_turn_tokens": micro // 2}
     config = RunConfig.model_validate(
         {
             "run": {"name": "memory", "steps": 9},
             "model": {"path": str(path)},
-            "tasks": [
-                {"env": "none", "max_tokens": micro, "max_turns": 1, "max_turn_tokens": micro // 2}
-            ],
+            "tasks": [{"env": "none", **tokens}],
             "rollout": {"groups_per_step": 1, "group_size": MEMBERS},
             "trainer": {"micro_tokens": micro},
         }
@@ -155,8 +143,7 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
     shape = read_shape(path)
     parts = rank_parts(config, shape, rank=0)
     watch = _Watch()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder)
+    with scratch_folder() as run:
         (run / "weights").mkdir()
         trainer = Trainer(config, path, run)
         trainer.handle(Publish(version=0, publication_id=0, keep=(0,)))

@@ -61,11 +61,37 @@ class MeasuredRun:
         line = self._reached(success)
         return None if line is None else int(line["step"])
 
+    def described(self, success: float) -> str:
+        """Return a line about the run, which was to reach this success."""
+        if (seconds := self.reached_s(success)) is not None:
+            return f"success {success} after {seconds:.1f} s, {self.reached_step(success)} steps"
+        return f"{self.summary.steps} steps in {self.trained_s - self.ready_s:.1f} s"
+
     def _reached(self, success: float) -> dict[str, Any] | None:
         for line in self.data.evaluations:
             if not line["final"] and line["success"] and min(line["success"].values()) >= success:
                 return line
         return None
+
+
+def to_target(
+    runs: Sequence[MeasuredRun], success: float, *, quick: bool
+) -> tuple[list[float], list[float], str]:
+    """Return the steps and the seconds to this success of the runs that reached it, and
+    why there is no median over all runs; "" if all reached it.
+    """
+    steps: list[float] = [step for run in runs if (step := run.reached_step(success)) is not None]
+    seconds = [time for run in runs if (time := run.reached_s(success)) is not None]
+    return steps, seconds, missed(len(runs) - len(steps), len(runs), quick=quick)
+
+
+def missed(count: int, runs: int, *, quick: bool) -> str:
+    """Return why a median is missing if so many of the runs missed the target."""
+    if not count:
+        return ""
+    if quick:
+        return "not measured: --quick trains too few steps"
+    return f"not measured: {count} of {runs} seeds did not reach the target"
 
 
 def example(name: str) -> Path:

@@ -11,12 +11,8 @@ delays of some steps belong to them.
 
 import itertools
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +21,7 @@ import torch
 
 from benchmarks.contract import Result
 from benchmarks.engine.harness import Harness
+from benchmarks.harness import scratch_folder
 from benchmarks.runs import example
 from rollweave.engine.planner.batching import StepWork
 from rollweave.envs.tasks import TaskSource
@@ -69,23 +66,15 @@ TURNS = 3
 PARTS = 3
 """Parts in which turns arrive while others decode."""
 
-SPIN = (
-    "import os, sys, threading\nthreading.Thread(target=lambda: (sys.stdin.read(), "
-    "os._exit(0))).start()\nwhile True: pass"
-)
-"""Program that computes until our end of its standard input closes, which happens
-however this process ends.
-"""
-
 
 def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
     """Measure the model in directory `model`, or the demo's, and write the profile to
     `path`. Raises ConfigError, DiskError.
     """
     config = load(example(DEMO), [])
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+    with scratch_folder() as scratch:
         directory = (
-            model.absolute() if model is not None else _demo_model(config, Path(scratch) / "model")
+            model.absolute() if model is not None else _demo_model(config, scratch / "model")
         )
         subject = str(model) if model is not None else f"the random model of {DEMO}"
         measured = measure_profile(
@@ -169,10 +158,8 @@ class StepRecorder:
         self.cpu_s = time.thread_time()
 
 
-def measure_profile(
-    spec: EngineSpec, grid: Grid, *, subject: str, sampling: Sampling | None = None, beside: int = 0
-) -> Measurement:
-    """Measure while `beside` other processes compute.
+def measure_profile(spec: EngineSpec, grid: Grid, *, subject: str) -> Measurement:
+    """Measure an engine's steps.
 
     Raises ConfigError for an unusable model, EngineError.
     """
@@ -181,11 +168,8 @@ def measure_profile(
     # no text can match it: every turn has its full length
     spec = msgspec.structs.replace(spec, eos_token_ids=(vocabulary,))
     recorder, kinds = StepRecorder(), dict[tuple[object, ...], list[Step]]()
-    with ExitStack() as stack:
-        for _ in range(beside):
-            stack.enter_context(spinning())
-        engine = stack.enter_context(Harness(spec, watch=recorder.add))
-        conversations = Conversations(engine, vocabulary, grid, sampling or Sampling())
+    with Harness(spec, watch=recorder.add) as engine:
+        conversations = Conversations(engine, vocabulary, grid)
         cells = list(_cells(engine, spec, grid))
         if not cells:
             raise ConfigError(
@@ -275,13 +259,8 @@ FIT_CONDITIONS = {
 class Conversations:
     """Conversations of random tokens that share no prefix."""
 
-    def __init__(self, engine: Harness, vocabulary: int, grid: Grid, sampling: Sampling) -> None:
-        self._engine, self._vocabulary, self._grid, self._sampling = (
-            engine,
-            vocabulary,
-            grid,
-            sampling,
-        )
+    def __init__(self, engine: Harness, vocabulary: int, grid: Grid) -> None:
+        self._engine, self._vocabulary, self._grid = engine, vocabulary, grid
         self._random = torch.Generator().manual_seed(0)
         self._numbers = itertools.count()
 
@@ -310,7 +289,7 @@ class Conversations:
         self._engine.results(first)
 
     def _requests(self, contexts: Sequence[tuple[int, ...]], output: int) -> list[GenerateRequest]:
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=output)
+        sampling = Sampling(max_tokens=output)
         return [
             GenerateRequest(id=str(next(self._numbers)), tokens=context, sampling=sampling)
             for context in contexts
@@ -366,13 +345,3 @@ def _demo_model(config: RunConfig, path: Path) -> Path:
 
 def _shown(sample: Sample) -> float:
     return round(sample.seconds, 6)
-
-
-@contextmanager
-def spinning() -> Iterator[None]:
-    """Let other processes compute."""
-    with subprocess.Popen([sys.executable, "-I", "-c", SPIN], stdin=subprocess.PIPE) as process:
-        try:
-            yield
-        finally:
-            process.kill()

@@ -1,9 +1,9 @@
-"""Bench `relay`: broadcasts of new weights to many hosts, in full or as deltas, and the
-waiting that they cause.
+"""Bench `relay`: broadcasts of new weights to many hosts, in full or as deltas, and
+their repair.
 
 Hosts are network namespaces of this machine. `tc` limits the speed of their links, so
 that the bench measures links and not cores. Relays and gloo's ranks are processes on
-these hosts (Laminar §4, §8.3, App. C; ROSE §6.3; RollArt §7.4).
+these hosts (Laminar §4, App. C; ROSE §6.3; RollArt §7.4).
 """
 
 import asyncio
@@ -12,24 +12,24 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.contract import Figure, Result
 from benchmarks.delta import QUICK as DELTA
 from benchmarks.delta import Versions, adam, bfloat16
+from benchmarks.harness import Progress, rounded
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import repair as relay_repair
 from benchmarks.relay import sites as relay_sites
-from benchmarks.relay import waiting as relay_wait
 from benchmarks.relay.gloo import Gloo
 from benchmarks.relay.tier import tier
-from rollweave.core.policy.relay import chunk_bytes
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.publication import publish
 
@@ -41,13 +41,11 @@ the directories of benches that were killed.
 TENSORS = 32
 """Number of tensors in the payload."""
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RelayPlan:
     """Extent of the bench: `nbytes` over links of `mbits` to each number of `relays`.
-    The other fields are numbers of rounds, and seconds.
+    The other fields are numbers of rounds.
     """
 
     relays: tuple[int, ...]
@@ -56,8 +54,6 @@ class RelayPlan:
     rounds: int
     fits: int
     repairs: int
-    publications: int
-    period_s: float
     sites: relay_sites.SitesPlan
 
 
@@ -68,15 +64,8 @@ FULL = RelayPlan(
     rounds=5,
     fits=5,
     repairs=5,
-    publications=12,
-    period_s=5.0,
     sites=relay_sites.SitesPlan(
-        hidden=512,
-        rates=(10.0, 30.0, 100.0, 300.0, 1000.0),
-        reference=100.0,
-        crossed=(100.0, 1000.0),
-        fractions=relay_sites.FRACTIONS,
-        rounds=5,
+        hidden=512, rates=(10.0, 30.0, 100.0, 300.0, 1000.0), reference=100.0, rounds=5
     ),
 )
 QUICK = RelayPlan(
@@ -86,17 +75,20 @@ QUICK = RelayPlan(
     rounds=3,
     fits=3,
     repairs=1,
-    publications=3,
-    period_s=2.0,
-    sites=relay_sites.SitesPlan(
-        hidden=384,
-        rates=(30.0, 1000.0),
-        reference=30.0,
-        crossed=(1000.0,),
-        fractions=(0.01, 1.0),
-        rounds=1,
-    ),
+    sites=relay_sites.SitesPlan(hidden=384, rates=(30.0, 1000.0), reference=30.0, rounds=1),
 )
+
+FAULTS: dict[str, tuple[bool, relay_repair.Fault]] = {
+    "repair": (False, "killed"),
+    "repair_master": (True, "killed"),
+    "repair_hang": (False, "hangs"),
+    "repair_master_hang": (True, "hangs"),
+    "repair_cut": (False, "cut"),
+}
+"""Prefix of figures → whether the master fails, or a relay in the middle, and how."""
+
+ON_LINKS = ("repair_cut_s", "gain_all", "push_s", "accumulated_pull_s", "exposed_pull_s", "naive_s")
+"""Figures that loopback does not have."""
 
 
 def bench_relay(
@@ -108,7 +100,8 @@ def bench_relay(
 ) -> Result:
     """Run the bench. Only tests pass `plan` and `network`."""
     plan = plan or (QUICK if quick else FULL)
-    with workspace() as logs, network or _network(plan) as net:
+    far = relay_sites.FAR
+    with workspace() as logs, network or Network(max(*plan.relays, 1 + far), far=far) as net:
         return asyncio.run(_measure(plan, net, logs, progress))
 
 
@@ -118,26 +111,15 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
         net.limit(plan.mbits)
     figures: dict[str, Figure] = {}
     with publish(
-        relay_wait.payload(plan.nbytes, TENSORS), version=1, publication_id=1, directory=logs
+        payload(plan.nbytes, TENSORS), version=1, publication_id=1, directory=logs
     ) as publication:
         figures |= await _broadcasts(plan, net, logs, publication.manifest, progress)
         figures |= await _repairs(plan, net, logs, publication.manifest, progress)
     if net.why_not:
-        missing = (
-            "repair_cut_s",
-            "gain_all",
-            "crossover",
-            "push_s",
-            "accumulated_pull_s",
-            "exposed_pull_s",
-            "naive_s",
-        )
-        figures |= dict.fromkeys(missing)
-        conditions |= dict.fromkeys(missing, net.why_not)
+        figures |= dict.fromkeys(ON_LINKS)
+        conditions |= dict.fromkeys(ON_LINKS, net.why_not)
     else:
-        site_figures, why = await _sites(plan.sites, net, logs, progress)
-        figures |= site_figures
-        conditions |= why
+        figures |= await _sites(plan.sites, net, logs, progress)
     if figures["link_mb_per_s"] is None:
         unknown = ("link_mb_per_s", "time_over_formula", "curve_time_over_formula")
         conditions |= dict.fromkeys(
@@ -145,14 +127,14 @@ async def _measure(plan: RelayPlan, net: Network, logs: Path, progress: Progress
             "a larger version took no longer from one relay to the next: cores are the "
             "bottleneck, not a link",
         )
-    shown = {name: _rounded(value) for name, value in figures.items()}
+    shown = {name: rounded(value) for name, value in figures.items()}
     return Result(bench="relay", figures=shown, conditions=conditions)
 
 
 async def _broadcasts(
     plan: RelayPlan, net: Network, logs: Path, manifest: WeightManifest, progress: Progress
 ) -> dict[str, Figure]:
-    """Measure broadcasts, and how long engines wait for them."""
+    """Measure a link, and broadcasts to each number of relays."""
     largest = max(plan.relays)
     gloo = Gloo(net, plan.relays, logs, hosts=largest)
     progress(f"{largest} relays and as many ranks of gloo start")
@@ -160,10 +142,7 @@ async def _broadcasts(
         async with tier(net, range(largest), logs) as relays:
             await gloo.ready()
             small = publish(
-                relay_wait.payload(plan.nbytes // 4, TENSORS),
-                version=1,
-                publication_id=1,
-                directory=logs,
+                payload(plan.nbytes // 4, TENSORS), version=1, publication_id=1, directory=logs
             )
             async with tier(net, range(2), logs) as others:
                 with small:
@@ -178,24 +157,7 @@ async def _broadcasts(
                 rounds=plan.rounds,
                 progress=progress,
             )
-            figures = relay_broadcast.figures(times, link)
-            chunk = chunk_bytes(
-                plan.nbytes, nodes=largest, start_s=link.start_s, byte_s=link.byte_s
-            )
-            progress(f"{largest} engines fetch weights while training continues")
-            waited = await relay_wait.waits(
-                relays,
-                relay_wait.payload(plan.nbytes, TENSORS),
-                logs,
-                engines=largest,
-                chunk_bytes=chunk,
-                publications=plan.publications,
-                period_s=plan.period_s,
-            )
-            figures |= relay_wait.figures(
-                waited, times.gloo[largest], statistics.median(times.chain[largest]), plan.nbytes
-            )
-            return figures
+            return relay_broadcast.figures(times, link)
     finally:
         await gloo.close()
 
@@ -207,19 +169,15 @@ async def _repairs(
     middle.
     """
     relays = _repaired(plan)
-    figures: dict[str, Figure] = {"repair_cut_s": None}
+    figures: dict[str, Figure] = {}
     repeated = 0
-    faults: list[tuple[str, int, relay_repair.Fault]] = [
-        ("repair", relays // 2, "killed"),
-        ("repair_master", 0, "killed"),
-        ("repair_hang", relays // 2, "hangs"),
-        ("repair_master_hang", 0, "hangs"),
-        ("repair_cut", relays // 2, "cut"),
-    ]
-    for name, victim, fault in faults[: -1 if net.why_not else None]:
+    for name, (master, fault) in FAULTS.items():
+        if fault == "cut" and net.why_not:
+            continue
         repairs = []
         for number in range(plan.repairs):
             progress(f"{name.replace('_', ', ')}: {number + 1} of {plan.repairs}")
+            victim = 0 if master else relays // 2
             repairs.append(
                 await relay_repair.repaired(
                     net, manifest, logs, relays=relays, victim=victim, fault=fault
@@ -233,23 +191,17 @@ async def _repairs(
     return figures | {"repair_repeated_bytes": repeated}
 
 
-def _network(plan: RelayPlan) -> Network:
-    return Network(max(*plan.relays, 1 + relay_sites.FAR), far=relay_sites.FAR)
-
-
 async def _sites(
     plan: relay_sites.SitesPlan, net: Network, logs: Path, progress: Progress
-) -> tuple[dict[str, Figure], dict[str, Any]]:
+) -> dict[str, Figure]:
     progress("an Adam update of one layer")
     update = _update(plan.hidden)
     far = range(net.hosts - relay_sites.FAR, net.hosts)
     async with tier(net, (0, *far), logs) as relays:
         sites = relay_sites.Sites(net, relays)
         runs = await relay_sites.ablation(sites, update, plan, logs, progress)
-        grown = await relay_sites.growing(sites, plan, logs, progress)
-    crossings, why = relay_sites.growing_figures(grown, plan)
     changed = float(np.mean(update.base != update.new))
-    return relay_sites.figures(runs, plan) | crossings | {"update_changed": changed}, why
+    return relay_sites.figures(runs, plan) | {"update_changed": changed}
 
 
 def _update(hidden: int) -> Versions:
@@ -266,6 +218,16 @@ def _update(hidden: int) -> Versions:
     return Versions(bfloat16(np.concatenate(before)), bfloat16(np.concatenate(after)))
 
 
+def payload(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
+    """Return bfloat16 tensors of the given total size."""
+    generator = torch.Generator().manual_seed(0)
+    count = nbytes // (2 * tensors)
+    return {
+        f"w{number}": torch.randn(count, generator=generator).to(torch.bfloat16)
+        for number in range(tensors)
+    }
+
+
 def _repaired(plan: RelayPlan) -> int:
     """Return the number of relays in the chain that is repaired: enough that a relay in
     the middle has a successor.
@@ -274,45 +236,23 @@ def _repaired(plan: RelayPlan) -> int:
 
 
 def _conditions(plan: RelayPlan, net: Network) -> dict[str, Any]:
-    sites = plan.sites
-    where = (
-        net.why_not
-        or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's link "
-        f"to {plan.mbits:g} Mbit/s up and down, unless noted"
-    )
     return {
-        "hosts": where,
-        "payload": f"{plan.nbytes >> 20} MiB of bfloat16 in {TENSORS} tensors",
-        "broadcast": "requested of all at once, until the last has verified it; one relay a host, "
-        f"relays {list(plan.relays)}, the master among them; chain, star and gloo in turn, medians "
-        f"of {plan.rounds}",
+        "hosts": net.why_not
+        or "network namespaces on one machine, joined by a bridge; tc tbf limits each host's link "
+        f"to {plan.mbits:g} Mbit/s up and down, unless noted",
+        "broadcast": f"{plan.nbytes >> 20} MiB of bfloat16 in {TENSORS} tensors, requested of all "
+        f"{list(plan.relays)} relays at once, until the last has verified it; chain, star and gloo "
+        f"in turn, medians of {plan.rounds}",
         "time_over_formula": "maximum over the numbers of relays; T_start and T_byte from versions "
-        f"of two sizes in {list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run; the "
-        "formula does not include `link_fixed_ms`, the fixed cost of a broadcast",
-        "time_over_gloo": "of the largest number of relays, as is time_over_star; gloo broadcasts "
-        "one tensor into memory, without a digest",
-        "repair": f"chain of {_repaired(plan)}, SIGKILL when the successor has "
-        f"{relay_repair.PART:.0%}; until its second chunk after the new source was named, since "
-        "the first may have been on its way; `known`: until the controller knew",
-        "repair_hang": "the same with SIGSTOP: detected by its silence, for which it is suspected; "
-        "its process is kept",
-        "repair_cut": "the same with its link down: detected by its successor, which receives "
-        "nothing",
-        "repair_master": "its successor reads the rest from the trainer's memory, which all hosts "
-        "here share",
-        "wait": f"an engine a relay; it wants weights each {0.5 * plan.period_s:g} to "
-        f"{1.5 * plan.period_s:g} s, published every {plan.period_s:g} s, {plan.publications} "
-        "times; global: gloo to all engines, which stop for it",
-        "trainer_stall_s": "time of its thread for a copy into shared memory with its digest; "
-        "over_send: over that plus gloo to all",
+        f"of two sizes in {list(relay_broadcast.FIT_CHUNKS)} chunks over one hop, same run",
+        "repair": f"chain of {_repaired(plan)}; the fault is inflicted when the successor has "
+        f"{relay_repair.PART:.0%}; until its second chunk after the new source was named; `known`: "
+        "until the controller knew",
         "sites": "the first relay reads the trainer's memory, 2 more are behind a link of limited "
-        f"speed; all others have {relay_sites.FAST_MBITS:g} Mbit/s; one layer of width "
-        f"{sites.hidden}; gains at {sites.reference:g} Mbit/s; medians of {sites.rounds}",
-        "crossover": "random elements are drawn anew; the full version in pieces; each fraction "
-        "and speed in turn",
-        "push_s": f"Table 4 of RollArt, at {sites.reference:g} Mbit/s: until the first relay "
-        "behind the link has the version; exposed_pull_s: from then on until the other one has it; "
-        "accumulated_pull_s: the same in batch, whose total is naive_s",
+        f"speed; one layer of width {plan.sites.hidden}; gains at {plan.sites.reference:g} Mbit/s",
+        "push_s": "Table 4 of RollArt: until the first relay behind the link has the version; "
+        "exposed_pull_s: from then on until the other one has it; accumulated_pull_s: the same in "
+        "batch, whose total is naive_s",
     }
 
 
@@ -327,9 +267,3 @@ def workspace() -> Iterator[Path]:
         prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True
     ) as made:
         yield Path(made)
-
-
-def _rounded(value: Figure) -> Figure:
-    if isinstance(value, list):
-        return [float(f"{item:.4g}") for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

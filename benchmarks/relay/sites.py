@@ -1,5 +1,5 @@
-"""Weights between two sites: the gain of each of ROSE's steps (§6.3, Fig. 10), the
-point at which deltas stop paying off, and RollArt's Table 4.
+"""Weights between two sites: the gain of each of ROSE's steps (§6.3, Fig. 10), and
+RollArt's Table 4.
 
 The first relay reads the trainer's memory; two more are at the other site, behind a
 link of limited speed. The variants in `VARIANTS` build on one another: `batch` passes a
@@ -9,20 +9,19 @@ the chain as they arrive; `sparse` sends deltas.
 
 import asyncio
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.contract import Figure
-from benchmarks.delta import STD, Versions, bfloat16
+from benchmarks.delta import Versions
+from benchmarks.harness import Progress
 from benchmarks.network import Network
 from benchmarks.relay.tier import Tier, chain, checked
 from rollweave.core.policy.relay import chunk_bytes
@@ -30,8 +29,6 @@ from rollweave.runtime.supervisors.relays import CHUNK_S
 from rollweave.schema.weights import FetchVersion, VersionFetched, WeightManifest
 from rollweave.weights.delta_body import Array
 from rollweave.weights.publication import Publication, publish
-
-Progress = Callable[[str], None]
 
 VARIANTS = ("batch", "async", "sparse")
 
@@ -41,21 +38,16 @@ FAR = 2
 FAST_MBITS = 1000.0
 """Speed of the link of each host: what this machine's cores can move."""
 
-FRACTIONS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Fractions of the elements that differ in the next version."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SitesPlan:
-    """Extent of the measurement. `crossed` are the speeds at which growing deltas are
-    sent.
+    """Extent of the measurement: a layer of `hidden` width over links of these speeds,
+    of which gains are at the `reference`.
     """
 
     hidden: int
     rates: tuple[float, ...]
     reference: float
-    crossed: tuple[float, ...]
-    fractions: tuple[float, ...]
     rounds: int
 
 
@@ -155,28 +147,6 @@ async def ablation(
     return deliveries
 
 
-async def growing(
-    sites: Sites, plan: SitesPlan, directory: Path, progress: Progress
-) -> dict[tuple[float, float], list[float]]:
-    """Return the time of a delta over that of the full version, by speed and by the
-    changed fraction, in turn.
-    """
-    ratios_measured: dict[tuple[float, float], list[float]] = {}
-    rng = np.random.default_rng(0)
-    count = sum(math.prod(shape) for shape in layers(plan.hidden, 1).values())
-    for fraction in plan.fractions:
-        progress(f"{fraction:.1%} changed")
-        with pair_of(redrawn(rng, count, fraction), plan.hidden, directory) as pair:
-            for rate in plan.crossed:
-                for _ in range(plan.rounds):
-                    full = await sites.run("async", pair, rate)
-                    sparse = await sites.run("sparse", pair, rate)
-                    ratios_measured.setdefault((rate, fraction), []).append(
-                        sparse.seconds / full.seconds
-                    )
-    return ratios_measured
-
-
 # The payload.
 
 
@@ -213,7 +183,7 @@ def layers(hidden: int, count: int) -> dict[str, tuple[int, ...]]:
 
 
 def published(
-    bits: "np.ndarray[tuple[int], np.dtype[np.uint16]]",
+    bits: Array,
     shapes: dict[str, tuple[int, ...]],
     directory: Path,
 ) -> Publication:
@@ -226,35 +196,7 @@ def published(
     return publish(tensors, version=1, publication_id=1, directory=directory)
 
 
-def redrawn(rng: np.random.Generator, count: int, fraction: float) -> Versions:
-    """Return bfloat16 in which so many random elements are drawn anew: their
-    differences are as hard to compress as possible.
-    """
-    base, other = (
-        bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD)) for _ in range(2)
-    )
-    where = rng.random(count, np.float32) < fraction
-    new: Array = np.where(where, other, base)
-    return Versions(base, new)
-
-
 # The figures.
-
-
-def crossing(fractions: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """Return the first fraction at which the ratio is 1, interpolated between two
-    measured ones by their logarithms, or None if it never is.
-    """
-    for number, ratio in enumerate(ratios):
-        if ratio >= 1:
-            if number == 0:
-                return fractions[0]
-            low, high = math.log(ratios[number - 1]), math.log(ratio)
-            part = -low / (high - low)
-            return math.exp(
-                math.log(fractions[number - 1]) * (1 - part) + math.log(fractions[number]) * part
-            )
-    return None
 
 
 def figures(
@@ -295,19 +237,3 @@ def figures(
             seconds[rate, "sparse"] / seconds[rate, "async"] for rate in plan.rates
         ],
     }
-
-
-def growing_figures(
-    ratios_measured: dict[tuple[float, float], list[float]], plan: SitesPlan
-) -> tuple[dict[str, Figure], dict[str, Any]]:
-    """Return the crossings, and the reasons for those that are missing."""
-    shown: dict[str, Figure] = {"curve_fractions": list(plan.fractions)}
-    why: dict[str, Any] = {}
-    for rate in plan.crossed:
-        ratios = [statistics.median(ratios_measured[rate, fraction]) for fraction in plan.fractions]
-        name = f"crossover_{rate:g}_mbits"
-        shown[name] = crossing(plan.fractions, ratios)
-        shown[f"curve_sparse_over_whole_{rate:g}_mbits"] = ratios
-        if shown[name] is None:
-            why[name] = f"deltas are faster up to {plan.fractions[-1]:.0%} changed"
-    return shown, why

@@ -8,7 +8,7 @@ ablations:
 
 - `no_balancing`: each conversation stays with the engine that its hash selects, however
   long that engine's queue is;
-- `no_bash`: the same commands run through tmux;
+- `no_bash`: the same commands run through tmux, by a signal and without polling;
 - `no_cleanup`: rollouts that are no longer wanted are not cancelled, and run to their
   end.
 
@@ -23,7 +23,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,9 +31,10 @@ import aiohttp
 import msgspec
 
 from benchmarks.contract import Figure
-from benchmarks.service.bash_env import BACKEND, project
-from benchmarks.service.process import Child, started
+from benchmarks.harness import Child, Progress, median_ratio
+from benchmarks.service.bash_env import BACKEND, TERMINALS, project
 from rollweave.schema.base import Struct
+from rollweave.schema.config.loading import dumps
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import EngineStats
@@ -71,20 +72,12 @@ VARIANTS = {
     "no_cleanup": Variant(cancels=False),
 }
 
-
-class AblationPlan(Struct, frozen=True, kw_only=True):
-    """Extent of each variant: `steps` measured steps in each of `rounds` rounds, after
-    one warm-up step.
-    """
-
-    rounds: int
-    steps: int
+FIGURES = ("jobs_per_s", "action_ms", "utilization", "useful_utilization")
 
 
 class Round(Struct, frozen=True, kw_only=True):
-    """Measurements of one round.
-
-    Slot-seconds are counted twice: those of turns of wanted rollouts, and all.
+    """Measurements of one round. `slot_s` are the seconds for which slots were taken,
+    and `wanted_slot_s` those by turns of wanted rollouts.
     """
 
     seconds: float
@@ -94,31 +87,23 @@ class Round(Struct, frozen=True, kw_only=True):
     wanted_slot_s: float
     slot_s: float
 
-    @property
-    def jobs_per_s(self) -> float:
-        return self.jobs / self.seconds
-
-    @property
-    def action_ms(self) -> float:
-        return 1e3 * self.action_s / self.turns
-
-    @property
-    def utilization(self) -> float:
-        return self.slot_s / (ENGINES * SLOTS * self.seconds)
-
-    @property
-    def useful_utilization(self) -> float:
-        return self.wanted_slot_s / (ENGINES * SLOTS * self.seconds)
-
-
-FIGURES = ("jobs_per_s", "action_ms", "utilization", "useful_utilization")
+    def figures(self) -> dict[str, float]:
+        """Return the figures of `FIGURES`."""
+        slots_s = ENGINES * SLOTS * self.seconds
+        values = (
+            self.jobs / self.seconds,
+            1e3 * self.action_s / self.turns,
+            self.slot_s / slots_s,
+            self.wanted_slot_s / slots_s,
+        )
+        return dict(zip(FIGURES, values, strict=True))
 
 
 def ablations(
-    model: Path, scratch: Path, plan: AblationPlan, progress: Callable[[str], None]
+    model: Path, scratch: Path, *, rounds: int, steps: int, progress: Progress
 ) -> dict[str, list[Round]]:
-    """Return rounds by variant, equally many of each. Without tmux there are none of
-    `no_bash`.
+    """Return `rounds` rounds of each variant: `steps` measured steps after a warm-up
+    step. Without tmux there are none of `no_bash`.
     """
     variants = {
         name: variant
@@ -126,32 +111,33 @@ def ablations(
         if variant.terminal != "tmux" or shutil.which("tmux")
     }
     with contextlib.ExitStack() as stack:
-        arguments = ("--engines", str(ENGINES), "--slots", str(SLOTS), "--token-ms", str(TOKEN_MS))
-        served = stack.enter_context(Child("benchmarks.service.slot_engines", *arguments))
-        services = {
-            balanced: stack.enter_context(
-                started(_config(scratch / f"balanced-{balanced}", model), sandboxes=True)
-            )
-            for balanced in (True, False)
-        }
+        engines = Child("benchmarks.service.slot_engines", f"{ENGINES}", f"{SLOTS}", f"{TOKEN_MS}")
+        served = stack.enter_context(engines)
+        services = {}
+        for balanced in (True, False):
+            file = scratch / f"balanced-{balanced}" / "given.toml"
+            file.parent.mkdir(parents=True)
+            file.write_text(dumps(_config(file.parent, model)))
+            child = Child("benchmarks.service.process", str(file))
+            services[balanced] = stack.enter_context(child)
         addresses = {balanced: service.line for balanced, service in services.items()}
-        return asyncio.run(_rounds(variants, addresses, json.loads(served.line), plan, progress))
+        return asyncio.run(
+            _rounds(variants, addresses, json.loads(served.line), rounds, steps, progress)
+        )
 
 
 def _config(directory: Path, model: Path) -> RunConfig:
     """Return a configuration with as many concurrent environments as slots."""
-    env, limits = (
-        "benchmarks.service.bash_env:BashEnv",
-        {"max_turns": 30, "max_tokens": 2000, "max_turn_tokens": 64},
-    )
+    limits = {"max_turns": 30, "max_tokens": 2000, "max_turn_tokens": 64}
+    tasks = [
+        {"env": "benchmarks.service.bash_env:BashEnv", "tag": name, "options": {"terminal": name}}
+        for name in TERMINALS
+    ]
     return RunConfig.model_validate(
         {
             "run": {"name": "ablations", "dir": str(directory)},
             "model": {"path": str(model)},
-            "tasks": [
-                {"env": env, "tag": name, "options": {"terminal": name}, **limits}
-                for name in ("shell", "tmux")
-            ],
+            "tasks": [task | limits for task in tasks],
             "rollout": {"max_running": ENGINES * SLOTS},
             "serve": {"engines": "registered"},
         }
@@ -162,29 +148,24 @@ async def _rounds(
     variants: Mapping[str, Variant],
     addresses: Mapping[bool, str],
     engines: Mapping[str, Any],
-    plan: AblationPlan,
-    progress: Callable[[str], None],
+    rounds: int,
+    steps: int,
+    progress: Progress,
 ) -> dict[str, list[Round]]:
     results: dict[str, list[Round]] = {name: [] for name in variants}
     async with RolloutClient(addresses[True]) as balanced, RolloutClient(addresses[False]) as fixed:
-        for address in engines["engines"]:
-            await balanced.register(
-                EngineRequest(address=address, dialect="rollweave", slots=SLOTS)
-            )
-        await fixed.register(
-            EngineRequest(address=engines["fixed"], dialect="rollweave", slots=ENGINES * SLOTS)
-        )
-        for number in range(plan.rounds):
+        for client, urls, slots in (
+            (balanced, engines["engines"], SLOTS),
+            (fixed, [engines["fixed"]], ENGINES * SLOTS),
+        ):
+            for url in urls:
+                await client.register(EngineRequest(address=url, dialect="rollweave", slots=slots))
+        for number in range(rounds):
             for name, variant in variants.items():
-                trainer = Trainer(
-                    balanced if variant.balanced else fixed, variant, engines["fixed"], name
-                )
-                results[name].append(await trainer.round(number, plan.steps))
-            progress(
-                ", ".join(
-                    f"{name} {rounds[-1].jobs_per_s:.2f} jobs/s" for name, rounds in results.items()
-                )
-            )
+                client = balanced if variant.balanced else fixed
+                trainer = Trainer(client, variant, engines["fixed"], name)
+                results[name].append(await trainer.round(number, steps))
+                progress(f"{name}: {results[name][-1].figures()['jobs_per_s']:.2f} jobs/s")
     return results
 
 
@@ -210,6 +191,7 @@ class Trainer:
         self._stale: set[asyncio.Task[RolloutStatus]] = set()
 
     async def round(self, number: int, steps: int) -> Round:
+        """Train a step that warms up, then measure `steps` further steps."""
         first = number * (steps + 1)
         try:
             await self._step(first)
@@ -223,12 +205,8 @@ class Trainer:
         finally:
             await self._cancel(self._stale)
             await self._wait_until_idle()
-        results = [
-            member.result
-            for status in wanted
-            for member in status.members
-            if member.result is not None
-        ]
+        members = [member for status in wanted for member in status.members]
+        results = [member.result for member in members if member.result is not None]
         return Round(
             seconds=seconds,
             jobs=len(results),
@@ -273,12 +251,11 @@ class Trainer:
         cores and the engines to itself.
         """
         async with asyncio.timeout(ROOM_S):
-            while await self._under_way():  # noqa: ASYNC110 (another process's state)
+            while True:
+                (health,) = (await self._client.health()).values()
+                if not health["init"] + health["run"]:
+                    return
                 await asyncio.sleep(0.05)
-
-    async def _under_way(self) -> int:
-        (health,) = (await self._client.health()).values()
-        return int(health["init"] + health["run"])
 
     async def _slot_s(self) -> float:
         async with (
@@ -294,53 +271,27 @@ def figures_of(
     """Return medians over rounds by variant, and the throughput of the full service
     over that without each part, round by round.
     """
+    measured = {name: [one.figures() for one in rounds.get(name, ())] for name in VARIANTS}
     figures: dict[str, Figure] = {
-        f"{figure}_{name}": statistics.median(getattr(one, figure) for one in measured)
-        if measured
-        else None
-        for name in VARIANTS
-        for measured in (rounds.get(name, ()),)
+        f"{figure}_{name}": statistics.median(one[figure] for one in of) if of else None
+        for name, of in measured.items()
         for figure in FIGURES
     }
     ratios: list[float] = []
-    for name in VARIANTS:
-        if name == FULL:
-            continue
-        pairs = list(zip(rounds[FULL], rounds.get(name, ()), strict=False))
-        ratio = (
-            statistics.median(full.jobs_per_s / one.jobs_per_s for full, one in pairs)
-            if pairs
-            else None
-        )
-        figures[f"ablation_ratio_{name.removeprefix('no_')}"] = ratio
+    for name in VARIANTS.keys() - {FULL}:
+        rates = [[one["jobs_per_s"] for one in measured[way]] for way in (FULL, name)]
+        ratio = median_ratio(*rates) if rates[1] else None
+        part = f"ablation_ratio_{name.removeprefix('no_')}"
+        figures[part] = ratio
         if ratio is None:
-            conditions[f"ablation_ratio_{name.removeprefix('no_')}"] = (
-                "tmux is not installed: `apt-get install tmux`"
-            )
+            conditions[part] = "tmux is not installed: `apt-get install tmux`"
         else:
             ratios.append(ratio)
     figures["ablation_ratio"] = math.prod(ratios) ** (1 / len(ratios))
+    conditions["ablations"] = (
+        f"a step requests {JOBS} rollouts and ends when {WANTED} are done; {ENGINES} engines of "
+        f"{SLOTS} slots, {TOKEN_MS:g} ms a token, as many environments; turns are bash commands in "
+        f"sandboxes of back end {BACKEND}; utilization is the occupied share of all slots, useful "
+        "by turns of wanted rollouts; the ratio is the geometric mean of the three"
+    )
     return figures
-
-
-def conditions_of(plan: AblationPlan) -> dict[str, Any]:
-    """Return the meaning of the figures."""
-    return {
-        "ablations": f"{plan.rounds} alternating rounds, {plan.steps} steps each after a "
-        f"warm-up; a step requests {JOBS} rollouts and ends when {WANTED} are done; "
-        f"{ENGINES * SLOTS} environments at once",
-        "ablation_agents": "each turn is a bash command in the episode's sandbox, 1 to 24 turns, "
-        f"log-normal, median 4 (benchmarks/service/bash_env.py); back end {BACKEND}, from a warm "
-        "pool",
-        "ablation_engines": f"{ENGINES} of {SLOTS} slots, {TOKEN_MS:g} ms a token, log-normal "
-        "turns (median 12 tokens); prompts take no time, which favors neither routing "
-        "(benchmarks/service/slot_engines.py)",
-        "no_balancing": "each conversation's turns go to the engine that its hash selects",
-        "no_bash": "tmux in the sandbox: send-keys, wait-for, capture-pane in one process; no "
-        "polling",
-        "no_cleanup": "the trainer does not cancel the rollouts that it no longer needs",
-        "utilization": "occupied share of all slots; useful_utilization counts turns of wanted "
-        "rollouts only",
-        "ablation_ratio": "throughput of wanted rollouts, full over without; medians of rounds; "
-        "geometric mean of the three",
-    }

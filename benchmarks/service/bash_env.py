@@ -16,7 +16,7 @@ import contextlib
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, Protocol
+from typing import Final, Literal, get_args
 
 from rollweave.envs.base import Observation, Options, Step, payload_of
 from rollweave.sandbox.base import Sandbox, SandboxSpec
@@ -28,6 +28,7 @@ from rollweave.schema.errors import SandboxError
 from rollweave.schema.work import Task
 
 TerminalName = Literal["shell", "tmux"]
+TERMINALS: Final[tuple[TerminalName, ...]] = get_args(TerminalName)
 
 WARM = 8
 """Number of sandboxes that the pool keeps ready."""
@@ -68,60 +69,41 @@ NUMBER_DIGITS = 9
 OBSERVATION_WORDS = (" task", " done", " output")
 
 
-class Terminal(Protocol):
-    async def run(self, command: str) -> str:
-        """Return the command's output. Raises SandboxError."""
+TMUX = "tmux -S /tmp/tmux -f /dev/null"
+TMUX_START = f"{TMUX} new-session -d -s s -x 160 -y 50 'bash --norc --noprofile'"
+TMUX_RUN = (
+    f'{TMUX} send-keys -t s "clear; $1; {TMUX} wait-for -S done" Enter && {TMUX} wait-for done '
+    f"&& {TMUX} capture-pane -p -t s"
+)
+"""Program of a command in tmux: three calls of its client, in one process."""
 
 
-class ShellTerminal:
-    """The sandbox's own shell."""
+class Terminal:
+    """A terminal in a sandbox: its own shell, or a server of tmux."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._bash = Bash(sandbox)
-
-    async def run(self, command: str) -> str:
-        result = await self._bash.run(command, timeout_s=COMMAND_S)
-        if result.exit_code:
-            raise SandboxError(f"{command!r} ended with {result.exit_code}: {result.output[-200:]}")
-        return result.output
-
-
-class TmuxTerminal:
-    """A tmux server in the sandbox. Each command takes three calls of its client, in
-    one process.
-    """
-
-    _TMUX = "tmux -S /tmp/tmux -f /dev/null"
-    _RUN = (
-        f'{_TMUX} send-keys -t s "clear; $1; {_TMUX} wait-for -S done" Enter && {_TMUX} wait-for '
-        f"done && {_TMUX} capture-pane -p -t s"
-    )
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, sandbox: Sandbox, name: TerminalName) -> None:
+        self._sandbox, self._bash = sandbox, Bash(sandbox) if name == "shell" else None
         self._started = False
 
     async def run(self, command: str) -> str:
+        """Return the command's output. Raises SandboxError if it fails."""
+        if self._bash is not None:
+            result = await self._bash.run(command, timeout_s=COMMAND_S)
+            if result.exit_code:
+                raise SandboxError(f"{command!r} ended with {result.exit_code}: {result.output}")
+            return result.output
         if not self._started:
-            await self._sh(
-                f"{self._TMUX} new-session -d -s s -x 160 -y 50 'bash --norc --noprofile'"
-            )
+            await self._tmux(TMUX_START)
             self._started = True
-        return await self._sh(self._RUN, "sh", command)
+        return await self._tmux(TMUX_RUN, "sh", command)
 
-    async def _sh(self, *arguments: str) -> str:
+    async def _tmux(self, *arguments: str) -> str:
         result = await self._sandbox.exec(["sh", "-c", *arguments], timeout_s=COMMAND_S)
         if result.rc or result.timed_out:
             raise SandboxError(
                 f"tmux: {arguments!r:.200} ended with {result.rc}: {result.stderr[-200:]!r}"
             )
         return result.stdout.decode(errors="replace")
-
-
-TERMINALS: dict[TerminalName, type[ShellTerminal] | type[TmuxTerminal]] = {
-    "shell": ShellTerminal,
-    "tmux": TmuxTerminal,
-}
 
 
 class Sandboxes:
@@ -159,7 +141,7 @@ class BashEnv:
     """
 
     def __init__(self, *, terminal: TerminalName = "shell") -> None:
-        self._kind = TERMINALS[terminal]
+        self._name: TerminalName = terminal
         self._sandbox: Sandbox | None = None
         self._left = 0
 
@@ -167,7 +149,7 @@ class BashEnv:
         payload = payload_of(task)
         self._left = int(payload["turns"])
         self._sandbox = await SANDBOXES.take()
-        self._terminal: Terminal = self._kind(self._sandbox)
+        self._terminal = Terminal(self._sandbox, self._name)
         await self._terminal.run(PROJECT)
         number = f"{int(payload['number']):0{NUMBER_DIGITS}d}"[-NUMBER_DIGITS:]
         return Observation.of(" task" + "".join(DIGITS[int(digit)] for digit in number))

@@ -1,5 +1,5 @@
 """Engines of known pace, as a process: `python -m benchmarks.service.slot_engines
---engines 4 --slots 2 --token-ms 10`.
+ENGINES SLOTS TOKEN_MS`.
 
 They answer over the same HTTP server as a real engine, with random words. A turn
 occupies a slot for its tokens' time, so that the used share of all slots is known to
@@ -13,7 +13,6 @@ turn's tokens depend on its context alone, so that equal tasks have equal conver
 independent of client and order; prompts take no time.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -199,12 +198,11 @@ async def _serve(engines: int, slots: int, token_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engines", type=int, required=True)
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--token-ms", type=float, required=True)
-    options = parser.parse_args()
-    asyncio.run(_serve(options.engines, options.slots, options.token_ms / 1e3))
+    """Serve as many engines, of as many slots and of the seconds a token, as the
+    arguments say.
+    """
+    engines, slots, token_ms = sys.argv[1:]
+    asyncio.run(_serve(int(engines), int(slots), float(token_ms) / 1e3))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Benches of the simulator: its speed, its fidelity and fault search."""
+"""Benches of the simulator: its speed and fault search."""

@@ -1,18 +1,17 @@
 """Bench `sim`: time and memory of simulating one RL step on many GPUs.
 
-Every size runs in its own process, because the peak of a process's memory never falls.
-`python -m benchmarks.sim.bench GPUS LAYOUT` is that process: it prints one line of
-JSON.
+Every size runs in its own process, because the peak of a process's memory never falls:
+`python -m benchmarks.sim.bench GPUS LAYOUT` prints one line of JSON.
 """
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import program
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.run import simulate
 
@@ -42,17 +41,12 @@ def config(gpus: int, layout: str) -> RunConfig:
     """Return one step of bounded training on the tool-calling task."""
     model, engine_gpus, splits = LAYOUTS[layout]
     training, rollout = splits[gpus]
-    task = {
-        "env": "tool-calling",
-        "max_turns": TOOL_CALLS + 1,
-        "max_tokens": 18_432,
-        "max_turn_tokens": 16_384,
-    }
+    tokens = {"max_turns": TOOL_CALLS + 1, "max_tokens": 18_432, "max_turn_tokens": 16_384}
     return RunConfig.model_validate(
         {
             "run": {"name": f"sim-{gpus}-{layout}", "steps": 1},
             "sim": {"model": model, "gpu": "h800", "trainer_gpus": training},
-            "tasks": [task | {"step_s": 600.0, "time_s": 1e6}],
+            "tasks": [{"env": "tool-calling", **tokens, "step_s": 600.0, "time_s": 1e6}],
             "rollout": {
                 "groups_per_step": GROUPS,
                 "group_size": MEMBERS,
@@ -71,19 +65,20 @@ def config(gpus: int, layout: str) -> RunConfig:
 
 
 def measure(gpus: int, layout: str) -> dict[str, Any]:
-    """Simulate the step. `peak_mb` is None where the system does not report it."""
+    """Simulate the step. Raises RuntimeError unless it trains all trajectories."""
     made = config(gpus, layout)
     start, computed = time.perf_counter(), time.process_time()
     outcome = simulate(made)
-    wall_s = time.perf_counter() - start
-    return {
-        "wall_s": wall_s,
+    measured = {
+        "wall_s": time.perf_counter() - start,
         "cpu_s": time.process_time() - computed,
         "events": outcome.events,
-        "peak_mb": _peak_mb(),
-        "trained": outcome.summary.account.trained,
-        "error": outcome.summary.error,
+        "peak_mb": peak_mb(),
     }
+    trained = outcome.summary.account.trained
+    if outcome.summary.error or trained != GROUPS * MEMBERS:
+        raise RuntimeError(f"{trained} trajectories were trained: {outcome.summary.error}")
+    return measured
 
 
 def bench_sim(*, quick: bool) -> Result:
@@ -95,52 +90,34 @@ def bench_sim(*, quick: bool) -> Result:
     conditions: dict[str, Any] = {
         "step": f"one step of mode bounded, {GROUPS} prompts x {MEMBERS} of family tool-calling, "
         f"up to {TOOL_CALLS} calls each",
-        "wall_s": "the simulation on one core, without starting Python; events are those that the "
-        "core handled",
+        "wall_s": "on one core, without starting Python; events are those that the core handled",
         "peak_mb": "maximum resident memory of the process, Python and packages included",
     }
     for layout, (model, engine_gpus, splits) in LAYOUTS.items():
         sizes = [size for size in splits if not quick or size == QUICK]
-        results = [_in_process(size, layout) for size in sizes]
+        results = [simulated(size, layout) for size in sizes]
         suffix = "" if layout == "machines" else f"_{layout}"
         figures[f"gpus{suffix}"] = [float(size) for size in sizes]
         figures[f"events_per_s{suffix}"] = [one["events"] / one["wall_s"] for one in results]
-        figures[f"wall_s{suffix}"] = [one["wall_s"] for one in results]
-        figures[f"cpu_s{suffix}"] = [one["cpu_s"] for one in results]
-        peaks = [one["peak_mb"] for one in results]
-        figures[f"peak_mb{suffix}"] = None if None in peaks else peaks
-        if None in peaks:
-            conditions[f"peak_mb{suffix}"] = "not measured: this system has no /proc/self/status"
+        for name in ("wall_s", "cpu_s", "peak_mb"):
+            figures[f"{name}{suffix}"] = [one[name] for one in results]
+        if None in (peaks := [one["peak_mb"] for one in results]):
+            figures[f"peak_mb{suffix}"] = None
+            conditions[f"peak_mb{suffix}"] = f"not measured: no /proc/self/status, {peaks}"
         engines = [splits[size][1] // engine_gpus for size in sizes]
-        conditions[f"engines{suffix}"] = (
-            f"{engines} of {engine_gpus} H800 each, {model}; the other GPUs train"
-        )
+        conditions[f"engines{suffix}"] = f"{engines} of {engine_gpus} H800 each, {model}"
     return Result(bench="sim", figures=figures, conditions=conditions)
 
 
-def _in_process(gpus: int, layout: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.sim.bench", str(gpus), layout]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"simulating {gpus} GPUs failed: {done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if result["error"] or result["trained"] != GROUPS * MEMBERS:
-        raise RuntimeError(
-            f"simulating {gpus} GPUs trained {result['trained']} trajectories: {result['error']}"
-        )
-    return result
+def simulated(gpus: int, layout: str) -> dict[str, Any]:
+    """Return what a process measures. Raises RuntimeError where it fails."""
+    measured: dict[str, Any] = program("benchmarks.sim.bench", str(gpus), layout, limit_s=LIMIT_S)
+    return measured
 
 
-def _peak_mb() -> float | None:
+def peak_mb() -> float | None:
     """Return the peak memory of this process since its program began; `ru_maxrss` would
-    count the parent from which it was forked.
+    count the parent from which it was forked. None where the system does not report it.
     """
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.modes import ratio
+from benchmarks.harness import ratio
 from benchmarks.runs import conditions_of, example, measure, trained
 from benchmarks.trl.curve import Evaluation, LearningCurve
 from benchmarks.trl.page import write_page

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
-from benchmarks.modes import ratio
+from benchmarks.harness import ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, recorded
 from benchmarks.soak.run_under_test import versions_of
 from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds

@@ -9,11 +9,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from benchmarks import lora, losses
+from benchmarks import variants
 from benchmarks.contract import Result, json_line
+from benchmarks.harness import in_turn, ratio
 from benchmarks.learning import GOALS, Goal
 from benchmarks.learning import figures_of as learning_figures
-from benchmarks.modes import figures_of, ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, shares
 from rollweave.cli.bench import format_figure
 from rollweave.record.report.data import read_run
@@ -22,6 +22,7 @@ from rollweave.record.summary import Summary
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.schema.config.algorithm import PUBLISHED_LOSSES, Correction
 from rollweave.schema.config.loading import load
+from rollweave.schema.config.rollout import ModeName
 from tests.support.synthetic_run import STEP_S, write_run
 
 
@@ -58,7 +59,9 @@ def test_time_to_a_success_is_counted_from_readiness(measured: MeasuredRun) -> N
 
 def test_figures_of_a_mode(measured: MeasuredRun) -> None:
     conditions: dict[str, object] = {}
-    figures = figures_of("sync", [measured, measured, measured], conditions, quick=False)
+    figures = variants.figures_of_mode(
+        "sync", [measured, measured, measured], conditions, quick=False
+    )
     assert figures["wall_s_sync"] == pytest.approx(30 * STEP_S)
     assert figures["step_s_sync"] == pytest.approx(STEP_S)
     assert figures["staleness_max_sync"] == 1
@@ -79,7 +82,7 @@ def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(
         ready_s=2.0,
     )
     conditions: dict[str, object] = {}
-    figures = figures_of("sync", [measured, short], conditions, quick=False)
+    figures = variants.figures_of_mode("sync", [measured, short], conditions, quick=False)
     assert figures["wall_s_sync"] is None
     assert conditions["wall_s_sync"] == "not measured: 1 of 2 seeds did not reach the target"
 
@@ -87,7 +90,7 @@ def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(
 def test_figures_of_a_loss(measured: MeasuredRun, tmp_path: Path) -> None:
     """Evaluations are every 10 steps; the slower task has 0.93 after 30 of them."""
     conditions: dict[str, object] = {}
-    figures = losses.figures_of("ppo", [measured, measured], conditions, quick=False)
+    figures = variants.figures_of_loss("ppo", [measured, measured], conditions, quick=False)
     assert (figures["reached_ppo"], figures["steps_ppo"]) == (2, 30)
     assert figures["steps_ppo_seeds"] == [30, 30]
     assert figures["seconds_ppo"] == pytest.approx(30 * STEP_S)
@@ -98,25 +101,34 @@ def test_figures_of_a_loss(measured: MeasuredRun, tmp_path: Path) -> None:
         data=read_run(write_run(tmp_path / "short", steps=10)),
         ready_s=2.0,
     )
-    figures = losses.figures_of("ppo", [measured, short], conditions, quick=False)
+    figures = variants.figures_of_loss("ppo", [measured, short], conditions, quick=False)
     assert (figures["reached_ppo"], figures["steps_ppo"]) == (1, None)
     assert conditions["steps_ppo"] == "not measured: 1 of 2 seeds did not reach the target"
 
 
-def test_variants_of_losses_are_configurations() -> None:
-    path = example(losses.CONFIG)
+def test_variants_are_configurations() -> None:
+    path = example(variants.CONFIG)
     chosen = {
-        name: load(path, [*losses.COMMON, *settings]).algorithm
-        for name, settings in losses.VARIANTS.items()
+        bench: [load(path, [*one.settings, *own]) for own in one.variants.values()]
+        for bench, one in variants.COMPARISONS.items()
     }
-    assert {each.loss for each in chosen.values()} == set(PUBLISHED_LOSSES)
-    assert {each.correction for each in chosen.values()} == set(get_args(Correction))
+    algorithms = [config.algorithm for config in chosen["losses"]]
+    assert {each.loss for each in algorithms} == set(PUBLISHED_LOSSES)
+    assert {each.correction for each in algorithms} == set(get_args(Correction))
+    scales = [config.lora and config.lora.scale for config in chosen["lora"]]
+    assert scales == [None, 2.0, 2.0, 2.0], "the same scale with adapters of every rank"
+    assert {config.rollout.mode for config in chosen["modes"]} == set(ModeName)
 
 
-def test_variants_of_adapters_have_the_same_scale() -> None:
-    path = example(losses.CONFIG)
-    chosen = [load(path, [*losses.COMMON, *settings]).lora for settings in lora.VARIANTS.values()]
-    assert [each and each.scale for each in chosen] == [None, 2.0, 2.0, 2.0]
+def test_contenders_take_turns_and_a_warm_up_does_not_count() -> None:
+    called: list[tuple[str, int]] = []
+    found = in_turn(
+        {name: lambda number, name=name: called.append((name, number)) or name for name in "ab"},  # type: ignore[misc]
+        2,
+        warm_up=1,
+    )
+    assert called == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert found == {"a": ["a"] * 2, "b": ["b"] * 2}
 
 
 def test_the_trace_has_the_bytes_of_each_version(tmp_path: Path) -> None:
@@ -125,7 +137,7 @@ def test_the_trace_has_the_bytes_of_each_version(tmp_path: Path) -> None:
     for version in (0, 1):
         trace.span(TRAINER, "trainer", f"publish v{version}", 0.0, 1.0, nbytes=40 + version)
     trace.close()
-    assert lora.published_bytes(run) == [40, 41]
+    assert variants.published_bytes(run) == [40, 41]
 
 
 def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(

@@ -9,14 +9,11 @@ import pytest
 from benchmarks.contract import Result
 from benchmarks.placement.bench import (
     CASES,
-    DEGREES,
-    DOMAINS,
     PAPER,
     QUICK,
-    draw_workload,
     measured,
-    timed,
 )
+from benchmarks.placement.drawn import DEGREES, DOMAINS, draw_workload
 from rollweave.cli.bench import bench
 from rollweave.schema.errors import ConfigError
 
@@ -88,16 +85,6 @@ def test_an_unaffordable_program_is_missing_with_its_reason() -> None:
     assert result.conditions["dp_over_exact_48_8"].startswith(
         "not measured: 1 runs in O(n² workers)"
     )
-
-
-def test_contenders_alternate() -> None:
-    called: list[tuple[str, int]] = []
-    timings = timed(
-        {name: lambda number, name=name: called.append((name, number)) or name for name in "ab"}, 3
-    )  # type: ignore[misc]
-    assert called == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert timings["a"].results == ["a"] * 3
-    assert len(timings["b"].taken_ms) == 3
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

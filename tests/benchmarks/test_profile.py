@@ -15,10 +15,8 @@ from benchmarks.engine.profile import (
     longest_context,
     sample_of,
 )
-from benchmarks.sim.fidelity import Computed, grid_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.profile import Profile, ProfileCost, Sample
-from rollweave.sim.workload import Plan, Recorded, TurnPlan
 
 
 def test_simulations_read_a_profile(tmp_path: Path) -> None:
@@ -83,46 +81,3 @@ def test_a_fit_is_judged_by_its_samples() -> None:
     fit = fit_figures(Measurement(profile=Profile(kv_tokens=1, samples=tuple(odd)), core_share=0.5))
     assert fit["fit_error_median"] == pytest.approx((0.25 + 0.5) / 2)
     assert fit["fit_over_measured"] == pytest.approx(1.0)
-
-
-def test_the_controller_s_computations_take_no_separate_time() -> None:
-    plan = Plan(
-        prompt_tokens=5,
-        init_s=1.0,
-        turns=(TurnPlan(output_tokens=1, observation_tokens=2, env_s=0.5),) * 2,
-        reward_s=0.0,
-        reward=1.0,
-        success=True,
-    )
-
-    class Same:
-        def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
-            return plan
-
-    made = Computed(Same(), turn_s=0.125).plan(index=0, member=0, attempt=0, seed=0)
-    assert (made.init_s, made.reward_s, [turn.env_s for turn in made.turns]) == (
-        0.0,
-        0.0,
-        [0.125, 0.125],
-    )
-    assert (made.prompt_tokens, made.reward) == (5, 1.0)
-
-
-def test_a_run_is_measured_on_turns_of_its_lengths() -> None:
-    def plan(prompt: int, turns: int) -> Plan:
-        turn, last = (
-            TurnPlan(output_tokens=2, observation_tokens=seen, env_s=0.0) for seen in (10, 0)
-        )
-        all_turns = (turn,) * (turns - 1) + (last,)
-        return Plan(
-            prompt_tokens=prompt,
-            init_s=0.0,
-            turns=all_turns,
-            reward_s=0.0,
-            reward=0.0,
-            success=False,
-        )
-
-    grid = grid_of(Recorded([[[plan(30, 4)], [plan(34, 6)]]]), slots=12, repeats=7)
-    assert (grid.batches, grid.output, grid.observation, grid.repeats) == ((1, 2, 4, 8), 2, 10, 7)
-    assert grid.prompts == (32, 32 + 30)  # five turns of 12 tokens: half of them

@@ -18,25 +18,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from benchmarks.delta import masked
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import sites as relay_sites
-from benchmarks.relay import waiting as relay_wait
-from benchmarks.relay.bench import PREFIX, QUICK, RelayPlan, bench_relay, workspace
+from benchmarks.relay.bench import PREFIX, QUICK, RelayPlan, bench_relay, payload, workspace
 from benchmarks.relay.broadcast import FIT_CHUNKS, Link, Times, fit
 from benchmarks.relay.repair import Fault, repaired
-from benchmarks.relay.sites import (
-    VARIANTS,
-    Delivery,
-    Sites,
-    crossing,
-    growing_figures,
-    layers,
-    pair_of,
-    redrawn,
-)
+from benchmarks.relay.sites import VARIANTS, Delivery, Sites, layers, pair_of
 from benchmarks.relay.tier import chain, star, tier
-from benchmarks.relay.waiting import Waits, payload
 from rollweave.cli.bench import bench
 from rollweave.core.policy.relay import broadcast_s
 from rollweave.schema.errors import ConfigError
@@ -120,59 +110,11 @@ def test_sources_of_chain_and_star() -> None:
     assert chain(1) == star(1) == [None]
 
 
-def test_waits_over_a_synchronization() -> None:
-    measured = relay_wait.figures(
-        Waits([1.0, 0.1, 0.4], [0.1, 0.4], [0.2, 0.3, 0.1]), [2.0, 4.0], 0.75, 10**9
-    )
-    assert measured["wait_mean_over_global"] == pytest.approx(0.5 / 3)
-    assert measured["wait_best_over_global"] == pytest.approx(0.05)
-    assert measured["wait_mean_over_chain_for_all"] == pytest.approx(0.5)
-    assert measured["wait_cached"] == pytest.approx(2 / 3)
-    assert measured["trainer_stall_s"] == 0.2
-    assert measured["trainer_stall_over_send"] == pytest.approx(0.2 / 3.2)
-    assert measured["trainer_stall_gb_per_s"] == pytest.approx(5.0)
-
-
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ([0.5, 0.6, 0.9], None),
-        ([1.5, 1.6, 1.9], 0.01),
-        ([0.5, 2.0, 2.0], math.sqrt(0.01 * 0.1)),
-        ([0.5, 1.0, 3.0], 0.1),
-        ([0.5, 2.0, 0.9], math.sqrt(0.01 * 0.1)),
-        ([2.0, 0.5, 2.0], 0.01),
-    ],
-)
-def test_crossing_of_deltas_and_full_versions(ratios: list[float], expected: float | None) -> None:
-    measured = crossing([0.01, 0.1, 1.0], ratios)
-    assert measured == (pytest.approx(expected) if expected is not None else None)
-
-
-def test_no_crossing_has_a_reason() -> None:
-    plan = relay_sites.SitesPlan(
-        hidden=64,
-        rates=(1.0,),
-        reference=1.0,
-        crossed=(1.0, 2.0),
-        fractions=(0.1, 1.0),
-        rounds=1,
-    )
-    measured, why = growing_figures(
-        {(1.0, 0.1): [0.1], (1.0, 1.0): [0.9], (2.0, 0.1): [0.5], (2.0, 1.0): [2.0]}, plan
-    )
-    assert measured["crossover_1_mbits"] is None
-    assert why == {"crossover_1_mbits": "deltas are faster up to 100% changed"}
-    assert measured["crossover_2_mbits"] == pytest.approx(math.sqrt(0.1))
-
-
 def test_each_step_gains_over_the_one_before() -> None:
     plan = relay_sites.SitesPlan(
         hidden=64,
         rates=(1.0, 5.0),
         reference=5.0,
-        crossed=(),
-        fractions=(),
         rounds=1,
     )
     seconds = {"batch": (8.0, 6.0), "async": (4.0, 3.5), "sparse": (0.5, 0.4)}
@@ -188,13 +130,6 @@ def test_each_step_gains_over_the_one_before() -> None:
     assert measured["pull_hidden"] == 0.75
     assert (measured["naive_s"], measured["push_s"]) == (40.0, 17.5)
     assert measured["sparse_over_whole_bytes"] == 0.01
-
-
-def test_a_fraction_is_redrawn() -> None:
-    versions = redrawn(np.random.default_rng(0), 200_000, 0.1)
-    assert np.mean(versions.base != versions.new) == pytest.approx(0.1, abs=0.01)
-    other = redrawn(np.random.default_rng(0), 10_000, 1.0)
-    assert np.mean(other.base != other.new) > 0.99
 
 
 def test_loopback_has_no_limits() -> None:
@@ -249,6 +184,7 @@ def test_hosts_reach_each_other_and_the_original_namespace_is_unchanged() -> Non
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
+from benchmarks.delta import masked
 from benchmarks.network import Network
 from benchmarks.relay.tier import tier
 
@@ -324,7 +260,7 @@ async def test_a_relay_that_is_cut_off_is_bypassed(tmp_path: Path) -> None:
 
 async def test_every_variant_delivers_a_version(tmp_path: Path) -> None:
     count = sum(math.prod(shape) for shape in layers(64, 1).values())
-    versions = redrawn(np.random.default_rng(0), count, 0.01)
+    versions = masked(np.random.default_rng(0), count, 0.01)
     with (
         Network(3, loopback=True) as net,
         pair_of(versions, 64, tmp_path) as pair,
@@ -350,8 +286,6 @@ def test_a_tiny_run_without_limits() -> None:
         rounds=1,
         fits=1,
         repairs=1,
-        publications=2,
-        period_s=1.0,
         sites=QUICK.sites,
     )
     lines: list[str] = []
@@ -359,7 +293,7 @@ def test_a_tiny_run_without_limits() -> None:
         quick=True, progress=lines.append, plan=plan, network=Network(5, loopback=True)
     )
     assert lines
-    for name in ("time_over_gloo", "time_over_star", "trainer_stall_s", "wait_mean_over_global"):
+    for name in ("time_over_gloo", "time_over_star", "repair_s", "repair_master_hang_s"):
         value = measured.figures[name]
         assert isinstance(value, float)
         assert value > 0

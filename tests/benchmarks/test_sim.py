@@ -29,11 +29,11 @@ def test_the_largest_has_a_layout_with_an_engine_on_each_rollout_gpu() -> None:
 def test_memory_is_that_of_one_process_alone() -> None:
     """A child's peak does not include its parent's memory."""
     ballast = bytearray(300 * 1024 * 1024)
-    code = "from benchmarks.sim.bench import _peak_mb; print(_peak_mb())"
+    code = "from benchmarks.sim.bench import peak_mb; print(peak_mb())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 5 < float(done.stdout) < 280 < len(ballast) / 1024**2
 
 
 def test_a_simulation_that_fails_is_reported() -> None:
-    with pytest.raises(RuntimeError, match="simulating 65 GPUs failed"):
-        sim._in_process(65, "machines")
+    with pytest.raises(RuntimeError, match=r"benchmarks\.sim\.bench 65 machines failed"):
+        sim.simulated(65, "machines")

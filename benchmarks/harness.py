@@ -1,0 +1,122 @@
+"""The harness of all benches: contenders in turn, programs of their own, and ratios."""
+
+import contextlib
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from benchmarks.contract import Figure
+
+ROOT = Path(__file__).parents[1]
+
+END_S = 30.0
+"""Maximum seconds for a child to end after its input has."""
+
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+def in_turn(
+    contenders: Mapping[str, Callable[[int], T]], rounds: int, *, warm_up: int = 0
+) -> dict[str, list[T]]:
+    """Call every contender with the round's number, then every contender again, and
+    return the results of the rounds after the first `warm_up` by contender.
+    """
+    results: dict[str, list[T]] = {name: [] for name in contenders}
+    for number in range(-warm_up, rounds):
+        for name, contender in contenders.items():
+            result = contender(number)
+            if number >= 0:
+                results[name].append(result)
+    return results
+
+
+def ratio(above: Figure, below: Figure) -> float | None:
+    """Return `above / below`, or None where one of them was not measured."""
+    if not isinstance(above, int | float) or not isinstance(below, int | float) or not below:
+        return None
+    return round(above / below, 4)
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Return the median of the ratios of equal rounds; None without rounds."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return statistics.median(ratios) if ratios else None
+
+
+def rounded(value: Figure) -> Figure:
+    """Return a figure with four significant digits."""
+    if isinstance(value, list):
+        return [float(f"{item:.4g}") for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as folder:
+        yield Path(folder)
+
+
+def program(module: str, *arguments: str, limit_s: float) -> Any:
+    """Run a module of this folder as a process, and return the JSON of its last line.
+
+    Raises RuntimeError where it fails, and subprocess.TimeoutExpired.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Child:
+    """A process that prints one line when it is ready, and ends with its standard
+    input.
+
+    It begins and ends with the context, and ends with this process.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._module, self._arguments = module, arguments
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", self._module, *self._arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    @functools.cached_property
+    def line(self) -> str:
+        """Wait for the process's line and return it.
+
+        Raises RuntimeError where it ends without one.
+        """
+        assert self._process.stdout is not None, "the output is a pipe"
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(
+                f"{self._module} ended with {self._process.wait(END_S)} before it was ready"
+            )
+        return line
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
