@@ -1,30 +1,23 @@
 """Bench `agents`: clients × features of the gateway: what works, what is refused with
 the name of its field, and what is ignored in silence, which must be nothing.
 
-The four APIs are asked over the wire. The programs of `clients.py` run as they are;
-those whose package is not installed are named. `--quick` leaves out the frameworks,
-whose imports take a minute.
+The four APIs are asked over the wire, and the programs of `clients.py` run as they are.
 """
 
 import asyncio
-import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.agents.clients import PROGRAMS, Program
-from benchmarks.agents.features import FEATURES, Cell, Outcome, try_feature
-from benchmarks.agents.programs import try_program
+from benchmarks.agents.clients import PROGRAMS, try_program
+from benchmarks.agents.feature_table import FEATURES
+from benchmarks.agents.features import Cell, Outcome, try_feature
 from benchmarks.agents.wire import PATHS
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress
 
 PROGRAM_S: Final = 600.0
 """Maximum seconds of one program, the import of its package included."""
-
-NOT_RUN: Final = "not run: --quick leaves out frameworks"
-QUICK: Final = ("openai", "anthropic")
-"""Packages of the programs that `--quick` runs."""
 
 Columns = dict[str, dict[str, Cell]]
 
@@ -32,7 +25,7 @@ Columns = dict[str, dict[str, Cell]]
 def bench_agents(
     *,
     quick: bool = False,
-    progress: Callable[[str], None] = print,
+    progress: Progress = print,
     real: bool = False,
     programs: Path | None = None,
     install: bool = False,
@@ -45,7 +38,7 @@ def bench_agents(
         from benchmarks.agents.real import bench_real
 
         return bench_real(programs, quick=quick, install=install, progress=progress)
-    columns, missing = asyncio.run(_measure(quick=quick, progress=progress))
+    columns = asyncio.run(_measure(progress))
     cells = [cell for column in columns.values() for cell in column.values()]
     counts = Counter(cell.outcome for cell in cells)
     figures: dict[str, Figure] = {
@@ -55,13 +48,11 @@ def bench_agents(
         "silently_ignored": counts[Outcome.IGNORED],
         "failed": counts[Outcome.FAILED],
         "apis": len(PATHS),
-        "programs": len(columns) - len(PATHS),
-        "programs_not_run": len(missing),
+        "programs": len(PROGRAMS),
     }
     conditions: dict[str, Any] = {
         feature.name: _line(columns, feature.name) for feature in FEATURES
     }
-    conditions |= {f"{program} was not run": why for program, why in missing.items()}
     conditions["cells"] = {
         column: {name: [cell.outcome.value, cell.detail] for name, cell in row.items()}
         for column, row in columns.items()
@@ -81,28 +72,15 @@ async def ask_apis() -> Columns:
     }
 
 
-async def _measure(
-    *, quick: bool, progress: Callable[[str], None]
-) -> tuple[Columns, dict[str, str]]:
-    """Return the cells of each API and program, and why programs were not run."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # LiteLLM asks no server
+async def _measure(progress: Progress) -> Columns:
+    """Return the cells of each API and program."""
     columns = await ask_apis()
     progress(table(columns))
-    missing = dict[str, str]()
     for program in PROGRAMS:
-        if why := _why_not(program, quick=quick):
-            missing[program.name] = why
-            continue
         progress(f"{program.name} …")
         async with asyncio.timeout(PROGRAM_S):
             columns[program.name] = await try_program(program)
-    return columns, missing
-
-
-def _why_not(program: Program, *, quick: bool) -> str:
-    if quick and program.package not in QUICK:
-        return NOT_RUN
-    return "" if program.installed else f"{program.package} is not installed"
+    return columns
 
 
 def _line(columns: Columns, feature: str) -> str:

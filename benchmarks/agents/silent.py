@@ -23,7 +23,7 @@ from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.rollout.gateway.responses import Api
 
 if TYPE_CHECKING:
-    from benchmarks.agents.real import Seen
+    from benchmarks.agents.standing import Seen
 
 DEPTH: Final = 6
 """Levels of a request whose fields are left out; deeper ones belong to schemas, which
