@@ -10,7 +10,6 @@ from rollweave.runtime.effects import (
     TRAINING_ONLY,
     Effects,
     Handlers,
-    prediction_handlers,
     rollout_handlers,
     training_handlers,
 )
@@ -36,11 +35,8 @@ class Recorder:
 
 def tables(part: Any, pipeline: Any = None) -> tuple[Handlers, Handlers]:
     pipeline = pipeline or part
-    rollouts = rollout_handlers(pipeline=pipeline, engines=part, workers=part, timer=part)
-    predictions = prediction_handlers(pipeline=pipeline, predictor=part)
-    assert not rollouts.keys() & predictions.keys()
     return (
-        {**rollouts, **predictions},
+        rollout_handlers(pipeline=pipeline, engines=part, workers=part, predictor=part, timer=part),
         training_handlers(trainer=part, relays=part, comparisons=part, draw=part.draw),
     )
 

@@ -19,7 +19,7 @@ from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.record.trace import ENGINES
-from rollweave.runtime import launch
+from rollweave.runtime import life
 from rollweave.runtime.launch import train
 from rollweave.runtime.metrics import Silent
 from rollweave.schema.errors import ConfigError, CorruptJournalError, DiskError
@@ -514,7 +514,7 @@ def test_a_run_killed_at_its_start_can_be_resumed(
 ) -> None:
     config = make_config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "recover", Mock(side_effect=AssertionError("killed")))
+        patch.setattr(life, "recover", Mock(side_effect=AssertionError("killed")))
         with pytest.raises(AssertionError, match="killed"):
             run(config)
     assert run(config, resume=True).steps == 4

@@ -66,12 +66,20 @@ class Timer:
 
 
 def rollout_handlers(
-    *, pipeline: Pipeline, engines: EngineSupervisor, workers: WorkerSupervisor, timer: Timer
+    *,
+    pipeline: Pipeline,
+    engines: EngineSupervisor,
+    workers: WorkerSupervisor,
+    predictor: PredictorSupervisor,
+    timer: Timer,
 ) -> Handlers:
     """Return the handlers that every live world has."""
 
     def migrate(command: c.Migrate) -> None:
         engines.migrate(command, pipeline.context_of(command.trajectory_id, command.attempt))
+
+    def predict(command: c.Predict) -> None:
+        predictor.predict(command, pipeline.length_context(command))
 
     return {
         c.StartInit: pipeline.start_init,
@@ -92,20 +100,10 @@ def rollout_handlers(
         c.RemoveEngine: engines.remove,
         c.RestartWorker: workers.restart,
         c.RemoveWorker: workers.remove,
-        c.SetTimer: timer.set,
-    }
-
-
-def prediction_handlers(*, pipeline: Pipeline, predictor: PredictorSupervisor) -> Handlers:
-    """Return the handlers of the commands to the predictor of lengths."""
-
-    def predict(command: c.Predict) -> None:
-        predictor.predict(command, pipeline.length_context(command))
-
-    return {
         c.Predict: predict,
         c.Harvest: predictor.harvest,
         c.FitPredictor: predictor.fit,
+        c.SetTimer: timer.set,
     }
 
 

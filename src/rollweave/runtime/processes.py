@@ -1,21 +1,25 @@
-"""Start the processes of a run on its hosts: the engines, the trainer, rollout workers
-and the predictor of lengths.
+"""Start the processes of a run on its hosts: the engines, the trainer, relays, rollout
+workers and the predictor of lengths.
 
 Only this module decides what runs in which process, with which share of its host.
-Relays are started by `runtime/supervisors/relays.py`.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
+from rollweave.engine.servers.attached import holder_name, server_token
 from rollweave.record.identity import run_id
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.hosts.hosts import Hosts
+from rollweave.runtime.links.relay import OpenRelay
+from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
     ProcessTrainer,
     ThreadTrainer,
@@ -25,12 +29,10 @@ from rollweave.runtime.links.trainer import (
 from rollweave.runtime.links.worker import OnReport, ProcessWorker, WorkerLink
 from rollweave.runtime.recover import model_dir
 from rollweave.runtime.roles.group import WorkerPlace
-from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.supervisors.predictor import OpenPredictor
 from rollweave.runtime.supervisors.predictor import in_process as predict_in_process
 from rollweave.runtime.supervisors.predictor import in_thread as predict_in_thread
-from rollweave.runtime.wiring import waiting_limit
-from rollweave.schema.config.engines import BLOCK_TOKENS
+from rollweave.schema.config.engines import BLOCK_TOKENS, EngineConfig
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import TRAINER_THREADS
@@ -38,16 +40,26 @@ from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Program, RankSlot, Share
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.rollouts import WorkerSpec
-from rollweave.schema.serving import EngineSpec
+from rollweave.schema.serving import EngineSpec, ServerSpec
 
 BACKSTOP = 2.0
 """Ratio of our own time limits on a silent child to the core's: the core acts first,
 and gives its own reason.
 """
 
+WAITING_PER_SLOT = 8
+"""Number of rolled-out attempts that are remembered for each living environment: about
+the length that the queue of rewards may reach.
+"""
+
+
+def waiting_limit(config: RunConfig) -> int:
+    """Return the `waiting_limit` of `rollout/worker.py`."""
+    return WAITING_PER_SLOT * config.rollout.max_running
+
 
 class Processes:
-    """Starts the engines, trainers, rollout workers and predictors of one run.
+    """Starts the engines, trainers, relays, rollout workers and predictors of one run.
 
     If a model from scratch does not exist yet, the first trainer builds it.
     """
@@ -69,9 +81,9 @@ class Processes:
 
         `version` is the version that engines report for the model's own weights.
         """
-        self._version, self._deployed = version, dict(deployed)
+        self._version, self.deployed = version, dict(deployed)
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
-        self._hosts = hosts
+        self.hosts = hosts
         self._on_ready = on_ready
         # placement by length rank, allocation and consolidation need the measured cost
         # of steps
@@ -88,7 +100,7 @@ class Processes:
     def engine(self, slot: EngineSlot, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
         engine_id, watchdog = slot.id, self._config.watchdog
-        host = self._hosts.host(slot.host)
+        host = self.hosts.host(slot.host)
         engines = self._config.engines[slot.group]
         kind = engines.server
         device = self._config.model.device
@@ -163,19 +175,19 @@ class Processes:
         )
 
     def _rank(self, slot: RankSlot) -> WorkerPlace:
-        host = self._hosts.host(slot.host)
+        host = self.hosts.host(slot.host)
         share = _share(TRAINER_THREADS, slot.devices)
         return WorkerPlace(spawn=host.starting(Program.TRAINER, share), address=host.address)
 
     def worker(self, worker_id: str, host_number: int, on_report: OnReport) -> WorkerLink:
         """Start a rollout worker. Raises OSError."""
-        host = self._hosts.host(host_number)
+        host = self.hosts.host(host_number)
         is_cluster = self._config.cluster is not None
         shared = {"host": host.name, "address": host.address} if is_cluster else {}
         spec = WorkerSpec(
             id=worker_id,
             run_id=run_id(self._run.identity),
-            deployed=self._deployed,
+            deployed=self.deployed,
             config=self._config.model_dump_json(),
             model_dir=str(self.model_dir),
             logs=str(self._run.logs / worker_id),
@@ -189,6 +201,11 @@ class Processes:
             log=self._run.logs / f"{worker_id}.log",
             start_s=BACKSTOP * self._config.watchdog.start_s,
         )
+
+    def relay(self) -> OpenRelay:
+        """Return a function that starts relays, on any of the hosts."""
+        start_s = BACKSTOP * self._config.watchdog.start_s
+        return relay_in_process(logs=self._run.logs, start_s=start_s)
 
     def predictor(self) -> OpenPredictor:
         """Return a function that starts the predictor of lengths.
@@ -214,3 +231,35 @@ class Processes:
 def _share(threads: int, devices: tuple[int, ...]) -> Share:
     """Return the share of a process that uses these GPUs if there are any."""
     return Share(threads=threads, devices=devices or None)
+
+
+def server_spec(
+    config: RunConfig, group: EngineConfig, *, degree: int, directory: Path
+) -> ServerSpec | None:
+    """Return the inference server of an engine of this group and degree; None if the
+    engine is embedded. `directory` is the run's.
+
+    Raises FieldError if the token of a server that already runs cannot be read.
+    """
+    if group.server is None:
+        return None
+    attached: dict[str, Any] = {}
+    if group.address:
+        assert group.token_env is not None, "the configuration has one with an address"
+        attached = {
+            "addresses": group.address,
+            "token": server_token(group.token_env),
+            "holder": holder_name(directory),
+            "context": config.max_tokens,
+        }
+    return ServerSpec(
+        kind=group.server,
+        python=group.python,
+        args=group.args,
+        scaled_logprobs=config.scales_logprobs,
+        degree=degree,
+        start_s=config.watchdog.start_s,
+        moves_kv=group.phase != "both",
+        control_s=config.watchdog.weights_s / 2,
+        **attached,
+    )

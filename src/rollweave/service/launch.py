@@ -15,8 +15,6 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rollweave.core.bindings import bind_all, bind_workers
-from rollweave.core.core import Core
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
 from rollweave.engine.clients.base import Generates
@@ -26,27 +24,18 @@ from rollweave.io.disk import replace_file
 from rollweave.io.http.access import ADDRESS, ON_LOOPBACK, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
-from rollweave.record.identity import write_identity
-from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
-from rollweave.record.store import TrajectoryStore
-from rollweave.record.trace import SERVICE_LIMIT, Trace
-from rollweave.record.turn_log import TurnLog
+from rollweave.record.trace import SERVICE_LIMIT
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.runtime.episodes import Episodes
 from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.launch import machine_of, torn
-from rollweave.runtime.loopwatch import watched
+from rollweave.runtime.life import begun, machine_of, recorded, wired
 from rollweave.runtime.processes import Processes
-from rollweave.runtime.pump import RunClock
-from rollweave.runtime.recover import Beginning, model_dir, recall, recover, settle, unrecorded
 from rollweave.runtime.serving import ServiceWorld
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
-from rollweave.runtime.wiring import Wiring
 from rollweave.schema.address import Hosts
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
+from rollweave.schema.errors import ConfigError, EngineError, RollweaveError
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Programs
 from rollweave.service import http
@@ -57,11 +46,6 @@ from rollweave.service.jobs import JobStore, job_of_group
 from rollweave.service.registry import is_registered
 from rollweave.service.service import Service
 from rollweave.train.lengths import check_installed
-
-COMPACT_S = 5.0
-"""Seconds between two checks whether to compact the journal: a busy service writes a
-megabyte a second.
-"""
 
 SHUTDOWN_S = 5.0
 """Maximum seconds for HTTP requests that are under way when the service ends."""
@@ -191,128 +175,65 @@ class _Launch:
 
     async def run(self, observer: ServiceObserver, on_service: Callable[[Service], None]) -> None:
         config, run = self._config, self._run
-        with contextlib.ExitStack() as stack:
-            if not run.config.exists():
-                run.write_config(config)
-            store = stack.enter_context(TrajectoryStore(run.trajectories))
-            turn_log = self._turn_log = stack.enter_context(TurnLog(run.turns))
-            beginning = recall(recover(config, run, store, serving=True), turn_log)
-            if not run.identity.exists():
-                write_identity(run.identity, beginning.identity)
-            clock = RunClock(beginning.at)
-            journal = stack.enter_context(RunJournal(run.journal))
-            if beginning.resumed:
-                journal.rotate(beginning.core.snapshot())
-            beginning = settle(config, run, beginning)
-            for doubt in beginning.doubts:
+        with (
+            recorded(config, run, serving=True) as records,
+            begun(records, limit=SERVICE_LIMIT, renew=True) as life,
+            contextlib.closing(JobStore(run.path / "jobs.sqlite")) as jobs,
+        ):
+            for doubt in life.doubts():
                 observer.on_warning(doubt)
-            jobs = JobStore(run.path / "jobs.sqlite")
-            stack.callback(jobs.close)
-            _check_jobs_match_journal(run, beginning.core.state, jobs)
-            trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
-            stack.callback(trace.close)
+            _check_jobs_match_journal(run, life.beginning.core.state, jobs)
             service = Service(
                 config,
                 jobs=jobs,
                 tokens=EngineTokens(run.engine_tokens),
                 source=self._source,
-                store=store,
+                store=life.store,
             )
             service.on_warning = observer.on_warning
-            turn_log.on_failure = lambda error: service.warned(unrecorded(error))
-            for warning in torn(journal, store):
-                observer.on_warning(warning)
-            self._source.threads.on_abandoned = lambda text: service.warned(
-                Warn(component="environment", message=text)
-            )
-            stack.enter_context(
-                watched(show=observer.on_warning, warn=service.warned, trace=trace, clock=clock.now)
-            )
             on_service(service)
-            episodes = Episodes(
+            processes = Processes(
                 config,
-                model_dir(config, run),
-                self._source,
-                clock,
-                run_id=beginning.identity.id,
+                run,
+                hosts_here(0, self._programs),
+                words=(),
+                inproc=self._inproc,
+                on_ready=lambda: None,
+                version=0,
             )
-            world = self._world(beginning.core, clock, journal, store, trace, service, episodes)
-            try:
-                await self._serve(world, service, beginning, observer)
-            finally:
-                await episodes.close()
+            with wired(
+                life,
+                self._source,
+                processes,
+                show=observer.on_warning,
+                warn=service.warned,
+                make_engine=functools.partial(self._engine, service, processes),
+            ) as wiring:
+                await self._serve(ServiceWorld(wiring, sink=service), service, observer)
 
-    def _world(
-        self,
-        core: Core,
-        clock: RunClock,
-        journal: RunJournal,
-        store: TrajectoryStore,
-        trace: Trace,
-        service: Service,
-        episodes: Episodes,
-    ) -> ServiceWorld:
-        config, hosts = self._config, hosts_here(0, self._programs)
-        processes = Processes(
-            config,
-            self._run,
-            hosts,
-            words=(),
-            inproc=self._inproc,
-            on_ready=lambda: None,
-            version=0,
-        )
-
-        def make_engine(slot: EngineSlot, epoch: int) -> Generates:
-            if not is_registered(slot.id):
-                return processes.engine(slot, epoch)
-            request = service.engines.request_of(slot.id)
-            if request is None:
-                raise EngineError("it was withdrawn")
-            unreachable = functools.partial(service.engines.note_unreachable, slot.id)
-            try:
-                return self._make_backend(request, f"engine {slot.id}.{epoch}", unreachable)
-            except (RollweaveError, ValueError) as error:
-                # a wrong registration must not end the service
-                raise EngineError(str(error)) from error
-
-        wiring = Wiring(
-            config=config,
-            core=core,
-            clock=clock,
-            journal=journal,
-            store=store,
-            trace=trace,
-            hosts=hosts,
-            make_engine=make_engine,
-            make_episode=episodes.make,
-            make_worker=processes.worker,
-            rewards_of=episodes.rewards_of,
-            service_waits=episodes.service_waits,
-            turn_log=self._turn_log,
-        )
-        return ServiceWorld(
-            wiring,
-            sink=service,
-            open_predictor=processes.predictor(),
-            status=self._run.status,
-        )
+    def _engine(
+        self, service: Service, processes: Processes, slot: EngineSlot, epoch: int
+    ) -> Generates:
+        """Start an engine, or connect to a registered one."""
+        if not is_registered(slot.id):
+            return processes.engine(slot, epoch)
+        request = service.engines.request_of(slot.id)
+        if request is None:
+            raise EngineError("it was withdrawn")
+        unreachable = functools.partial(service.engines.note_unreachable, slot.id)
+        try:
+            return self._make_backend(request, f"engine {slot.id}.{epoch}", unreachable)
+        except (RollweaveError, ValueError) as error:
+            # a wrong registration must not end the service
+            raise EngineError(str(error)) from error
 
     async def _serve(
-        self, world: ServiceWorld, service: Service, beginning: Beginning, observer: ServiceObserver
+        self, world: ServiceWorld, service: Service, observer: ServiceObserver
     ) -> None:
         config = self._config.serve
-        slots = first_engines(self._config) if config.engines == "local" else ()
+        engines = first_engines(self._config) if config.engines == "local" else ()
         machine = machine_of(self._config, relays=0, inproc=self._inproc)
-        slots, _, _ = bind_all(self._config, slots, machine, trainer=False)
-        workers, _ = bind_workers(self._config, machine, slots)
-        first = beginning.first(
-            slots,
-            hosts=machine,
-            workers=workers[: self._config.workers.first],
-            serving=True,
-            life=self._turn_log.life,
-        )
+        first = world.life.first(engines, machine, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
         running = asyncio.create_task(world.run(first))
@@ -338,7 +259,6 @@ class _Launch:
         answering = asyncio.create_task(
             _answer(app, self._access, guard, stopped=stopped, on_listening=on_listening)
         )
-        compacting = asyncio.create_task(_compact(world, service.warned))
         try:
             # the first signal drains, the second cancels
             with on_ending_signals(lambda: stop(not service.closed)):
@@ -347,12 +267,11 @@ class _Launch:
             service.end()
             stopped.set()
             self._run.address.unlink(missing_ok=True)
-            for task in (cancelled := [task for task in (compacting, running) if not task.done()]):
-                task.cancel()
-            await asyncio.gather(running, answering, compacting, return_exceptions=True)
-        for task in (running, answering, compacting):
-            if not (task.cancelled() and task in cancelled):
-                task.result()  # raises the error that ended the task
+            cancelled = running.cancel()
+            await asyncio.gather(running, answering, return_exceptions=True)
+        if not (cancelled and running.cancelled()):
+            running.result()  # raises the error that ended the task
+        answering.result()
 
 
 async def _answer(
@@ -369,12 +288,3 @@ async def _answer(
     ) as address:
         on_listening(address)
         await stopped.wait()
-
-
-async def _compact(world: ServiceWorld, warned: Callable[[Warn], None]) -> None:
-    while True:
-        await asyncio.sleep(COMPACT_S)
-        try:
-            world.compact()
-        except DiskError as error:  # the journal continues uncompacted
-            warned(Warn(component="journal", message=str(error)))

@@ -234,12 +234,12 @@ def test_no_host_joins_a_controller_that_is_not_ready(
 ) -> None:
     """A long replay would last longer than the lease of a host that has joined."""
 
-    def replay_slowly(*_: object) -> None:
+    def replay_slowly(*_: object, **__: object) -> None:
         with socket.socket() as other, pytest.raises(ConnectionRefusedError):
             other.connect(("127.0.0.1", agents.port))
         raise ConfigError("the replay is over")
 
-    monkeypatch.setattr("rollweave.runtime.launch.recover", replay_slowly)
+    monkeypatch.setattr("rollweave.runtime.life.recover", replay_slowly)
     with pytest.raises(ConfigError, match="the replay is over"):
         run(config_of(tmp_path, agents))
 

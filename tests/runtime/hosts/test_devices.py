@@ -8,7 +8,8 @@ from rollweave.core.bindings import bind_all, bind_engine, groups_on_gpus
 from rollweave.core.membership import first_engines
 from rollweave.core.state import State
 from rollweave.runtime.hosts.hosts import environment
-from rollweave.runtime.launch import machine_of, train
+from rollweave.runtime.launch import train
+from rollweave.runtime.life import machine_of
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError

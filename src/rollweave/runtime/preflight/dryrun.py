@@ -38,8 +38,8 @@ from rollweave.runtime.preflight.model import (
     examine_model,
     without_overlong,
 )
+from rollweave.runtime.processes import server_spec
 from rollweave.runtime.recover import lost, rebuild
-from rollweave.runtime.server_specs import server_spec
 from rollweave.runtime.sinks import missing_sinks
 from rollweave.runtime.supervisors.relays import missing_extra
 from rollweave.schema.base import EngineId, Struct

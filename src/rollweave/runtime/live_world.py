@@ -1,0 +1,235 @@
+"""The parts that every live world has, under one task group: pump, engines, rollout
+pipeline and predictor of lengths.
+
+Invariants: however a world ends (by the core's `Finish`, an error or a cancellation),
+all its tasks, environments and processes end before it returns; an error that neither
+the user nor the core caused passes through.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.policy.waiting import Wait
+from rollweave.record.trace import ENVIRONMENTS, Trace
+from rollweave.rollout.comparisons import Comparisons
+from rollweave.rollout.pipeline import Pipeline, WorkerPort
+from rollweave.rollout.worker import RolloutWorker
+from rollweave.runtime.effects import Effects, Handlers, Timer, rollout_handlers
+from rollweave.runtime.life import Wiring
+from rollweave.runtime.manifests import Manifests
+from rollweave.runtime.processes import waiting_limit
+from rollweave.runtime.pump import Pump
+from rollweave.runtime.status import StatusFile
+from rollweave.runtime.supervisors.engines import SLOW_S, EngineSupervisor
+from rollweave.runtime.supervisors.predictor import PredictorSupervisor
+from rollweave.runtime.supervisors.workers import WorkerSupervisor
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.commands import Command, Finish, Warn
+from rollweave.schema.events import Event, RunStarted, WorldLost
+from rollweave.schema.serving import LoadCheckpoint
+from rollweave.schema.status import RunStatus
+
+
+class LiveWorld:
+    """A world without what is particular to a run or to a service, each of which is a
+    subclass.
+    """
+
+    effects: Effects
+    """Executes the core's commands; a subclass sets it."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        *,
+        warn: Callable[[Warn], None],
+        keep_partial_turns: bool = False,
+        relayed: bool = False,
+        reply_s: float | None = None,
+        checkpoint: Callable[[int, int], LoadCheckpoint] | None = None,
+    ) -> None:
+        """`warn` receives the warnings of the world's parts.
+
+        `keep_partial_turns` is as in `rollout/pipeline.py`, `relayed` as in
+        `runtime/manifests.py`; `reply_s` and `checkpoint` are as in
+        `runtime/supervisors/engines.py`.
+        """
+        life, episodes, processes = wiring.life, wiring.episodes, wiring.processes
+        self.config, self.life, self._episodes, self._warn = life.config, life, episodes, warn
+        self.core, self._hosts = life.beginning.core, processes.hosts
+        clock, self.tasks = life.clock.now, Tasks()
+        self.pump = Pump(self.core, journal=life.journal, clock=clock, execute=self.execute)
+        self.manifests = Manifests(relayed=relayed)
+        self.engines = EngineSupervisor(
+            make=wiring.make_engine,
+            tasks=self.tasks,
+            post=self.pump.post,
+            clock=clock,
+            trace=life.trace,
+            manifests=self.manifests,
+            hosts=processes.hosts,
+            reply_s=reply_s,
+            slow_s=max(SLOW_S, self.config.watchdog.turn_s / 2),
+            checkpoint=checkpoint,
+        )
+        limit = waiting_limit(self.config)
+        self.pipeline = Pipeline(
+            worker=self._worker,
+            engine=self.engines.backend,
+            store=life.store,
+            post=self.pump.post,
+            clock=clock,
+            spans=_EpisodeSpans(life.trace),
+            waiting_limit=limit,
+            keep_partial_turns=keep_partial_turns,
+            log=life.turn_log,
+        )
+        self.comparisons = Comparisons(
+            rewards_of=episodes.rewards_of,
+            store=life.store,
+            spawn=self.tasks.spawn,
+            post=self.pump.post,
+            clock=clock,
+            spans=_EpisodeSpans(life.trace),
+        )
+        self.workers = WorkerSupervisor(
+            make=processes.worker,
+            pipeline=self.pipeline,
+            tasks=self.tasks,
+            post=self.pump.post,
+            warn=warn,
+            clock=clock,
+            trace=life.trace,
+        )
+        self._here = RolloutWorker(
+            make_episode=episodes.make,
+            report=self.pipeline.on_report,
+            spawn=self.tasks.spawn,
+            clock=clock,
+            waiting_limit=limit,
+            teacher=episodes.teacher,
+            rewards_of=episodes.rewards_of,
+        )
+        self.predictor = PredictorSupervisor(
+            processes.predictor(), tasks=self.tasks, post=self.pump.post, warn=warn
+        )
+        self.predicts = scheduling(self.config.rollout, self.config.ablation).predicts
+        self._timer = Timer(clock, self.pump.post)
+        self._status = StatusFile(life.run.status, self._now)
+        self.error: str | None = None
+        """The error of the run, or "", once the core has finished it."""
+
+    def _worker(self, worker_id: str) -> WorkerPort | None:
+        return self.workers.port(worker_id) if worker_id else self._here
+
+    @property
+    def post(self) -> Callable[[Event], None]:
+        """Post an event from outside, such as the loss of a host."""
+        return self.pump.post
+
+    def handlers(self) -> Handlers:
+        """Return the handlers that every live world has."""
+        handlers = rollout_handlers(
+            pipeline=self.pipeline,
+            engines=self.engines,
+            workers=self.workers,
+            predictor=self.predictor,
+            timer=self._timer,
+        )
+        return {**handlers, Warn: self._warn, Finish: self.finish}
+
+    def execute(self, command: Command) -> None:
+        """Execute a command of the core."""
+        self.effects.execute(command)
+
+    async def live(
+        self, first: RunStarted | WorldLost, on_first: Callable[[], None] | None = None
+    ) -> str:
+        """Run from event `first` until the core issues `Finish`; return its error, or
+        "". `on_first` is called once the core has handled `first`.
+        """
+        try:
+            async with self.tasks:
+                try:
+                    self.pump.post(first, on_first)
+                    self.engines.start(first.engines)
+                    self.workers.start(first.workers)
+                    if self.predicts:
+                        self.predictor.start()
+                    self.started(first)
+                    self.tasks.spawn(self._status.keep(), "keep the status file")
+                    await self.pump.run()
+                    await asyncio.gather(
+                        self.engines.close(), self.workers.close(), self.finished()
+                    )
+                finally:
+                    await self.predictor.close()
+                    self.tasks.cancel_all()
+        finally:
+            self._status.end()
+            await self._episodes.close()
+        assert self.error is not None, "the pump ends with Finish"
+        return self.error
+
+    def started(self, first: RunStarted | WorldLost) -> None:
+        """Start what a subclass has in addition, at the beginning of a life."""
+
+    async def finished(self) -> None:
+        """End in order what a subclass has in addition, once the core has finished."""
+
+    def fetched(self) -> Mapping[str, tuple[int, int]]:
+        """Return the progress of each fetching relay, as in `core/waits.py`."""
+        return {}
+
+    def waits(self) -> list[Wait]:
+        """Return what the core waits for, and what attempts do: images and services."""
+
+        def host_name(number: int) -> str:
+            host = self._hosts.by_number.get(number) if self.config.cluster is not None else None
+            return host.name if host is not None else ""
+
+        return [
+            *self.core.waits(self.fetched(), start_s=self.config.watchdog.start_s),
+            *(
+                Wait(component=f"image {wait.image}", what=wait.what, since=wait.since)
+                for wait in self._episodes.image_waits()
+            ),
+            *(
+                Wait(component=wait.service, what=wait.what, since=wait.since)
+                for wait in self._episodes.service_waits()
+            ),
+            *self.workers.image_waits(host_name),
+            *self.workers.service_waits(),
+        ]
+
+    def _now(self) -> RunStatus:
+        return self.core.status(self.life.clock.now(), self.waits())
+
+    def rotate(self) -> None:
+        """Replace the journal by a snapshot of the core, so that it stays small and
+        replays quickly.
+        """
+        try:
+            self.life.journal.rotate(self.core.snapshot())
+        except OSError as error:  # the journal stays as it is
+            self._warn(Warn(component="journal", message=f"cannot be compacted: {error}"))
+
+    def finish(self, command: Finish) -> None:
+        """Let the pump return: the core has finished the run."""
+        self.error = command.error
+        self._timer.cancel()
+        self.pump.stop()
+
+
+class _EpisodeSpans:
+    """Writes the pipeline's spans as rows of the trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
+        self._trace.span(ENVIRONMENTS, lane, name, start, end, trajectory=lane)
+
+    def episode_over(self, lane: str) -> None:
+        self._trace.release(ENVIRONMENTS, lane)
