@@ -57,8 +57,16 @@ Deadlines are checked by a timer that the core sets itself (`SetTimer`): every w
 an owner and a limit (`core/watchdog`). `Core.check` verifies all invariants, for tests.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
+
 from rollweave.core.kernel import Kernel
 from rollweave.core.mechanisms import MECHANISMS
+from rollweave.core.policy.waiting import Wait
+from rollweave.core.reading.accounting import Account, account
+from rollweave.core.reading.checks import check
+from rollweave.core.reading.status import status
+from rollweave.core.reading.waits import waits
+from rollweave.schema.status import RunStatus
 
 
 class Core(Kernel):
@@ -68,3 +76,26 @@ class Core(Kernel):
     """
 
     mechanisms = MECHANISMS
+
+    def status(self, now: float, waits: Iterable[Wait] = ()) -> RunStatus:
+        """Return what works at time `now`, and what waits for what. `waits` are those
+        for components (`reading/waits`).
+        """
+        return status(self._run, now, waits)
+
+    def waits(
+        self, received: Mapping[str, tuple[int, int]], *, start_s: float = 0.0
+    ) -> Iterator[Wait]:
+        """Yield the waits for components, as `reading/waits` does."""
+        return waits(self._run, received, start_s=start_s)
+
+    def account(self) -> Account:
+        """The account of all training trajectories."""
+        return account(self._run.state)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken.
+
+        For tests: it walks every table.
+        """
+        check(self._run)

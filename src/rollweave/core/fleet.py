@@ -3,7 +3,8 @@ event.
 
 Derived from the state and never written to a snapshot: a restored core computes them
 again. `engine.active` changes only through `occupy` and `vacate`; code that changes an
-engine otherwise calls `Run.fleet_changed`. `core/checks` compares with a fresh count.
+engine otherwise calls `Run.fleet_changed`. `reading/checks` compares with a fresh
+count.
 """
 
 import math

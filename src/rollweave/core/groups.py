@@ -1,7 +1,7 @@
 """Groups: drawn, launched, completed, buffered, dropped. A group is the unit that is
 trained on together.
 
-Invariant (`core/accounting`): every training trajectory that was started is trained,
+Invariant (`reading/accounting`): every training trajectory that was started is trained,
 dropped for a named reason, cancelled, buffered or in flight. Only scored members of
 complete groups enter the buffer; a dropped group takes all its members with it. A
 member that is too old leaves its group, if enough others stay.

@@ -7,7 +7,7 @@ possible. It has no clock, no randomness, no I/O: the same events at the same ti
 the same commands, in a live run, in its replay from the journal, and in simulation.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import msgspec
@@ -29,21 +29,15 @@ from rollweave.core import (
     weight_updates,
     weights,
 )
-from rollweave.core.accounting import Account, account
-from rollweave.core.checks import check
 from rollweave.core.pacing import SharedPacing
 from rollweave.core.policy.experience import Rule
-from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Handler, Mechanism, Run, Step
 from rollweave.core.state import Phase, State
-from rollweave.core.status import status
-from rollweave.core.waits import waits
 from rollweave.schema import events as e
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
 from rollweave.schema.packing import packed
-from rollweave.schema.status import RunStatus
 
 
 class Kernel:
@@ -129,29 +123,6 @@ class Kernel:
                 lifecycle.settle(run)
             if run.state.phase is Phase.FINISHED:
                 return
-
-    def status(self, now: float, waits: Iterable[Wait] = ()) -> RunStatus:
-        """Return what works at time `now`, and what waits for what. `waits` are those
-        for components (`core/waits`).
-        """
-        return status(self._run, now, waits)
-
-    def waits(
-        self, received: Mapping[str, tuple[int, int]], *, start_s: float = 0.0
-    ) -> Iterator[Wait]:
-        """Yield the waits for components, as `core/waits` does."""
-        return waits(self._run, received, start_s=start_s)
-
-    def account(self) -> Account:
-        """The account of all training trajectories."""
-        return account(self._run.state)
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken.
-
-        For tests: it walks every table.
-        """
-        check(self._run)
 
 
 HANDLERS: Mapping[type[Event], Handler] = {

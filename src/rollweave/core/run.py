@@ -260,7 +260,7 @@ class Mechanism:
     the move says.
     """
     waits: "Callable[[Run, Mapping[str, tuple[int, int]], float], Iterator[Wait]] | None" = None
-    """Yields what the run waits for; it gets what `core/waits.waits` gets."""
+    """Yields what the run waits for; it gets what `reading/waits.waits` gets."""
     check: Step | None = None
     """Raises AssertionError if an invariant of the mechanism is broken."""
 

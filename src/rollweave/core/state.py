@@ -2,7 +2,7 @@
 
 Tables are dicts and keep insertion order, so that every walk over them is
 deterministic; ids come from counters. The trajectories' pools are maintained by
-`core/attempts.move` and verified by `core/checks`.
+`core/attempts.move` and verified by `reading/checks`.
 """
 
 import enum

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from rollweave.core.mechanisms.relays.state import Relay, Relays, RelayStatus, takes_versions
 from rollweave.core.policy.waiting import Wait
+from rollweave.core.reading.waits import on_host, version_name
 from rollweave.core.run import Run
 from rollweave.core.state import State
-from rollweave.core.waits import on_host, version_name
 
 MEGABYTE = 1_000_000
 

@@ -5,10 +5,10 @@ Tests check them after every event, or after every few; production code never do
 
 import math
 
-from rollweave.core.accounting import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
+from rollweave.core.reading.accounting import account
 from rollweave.core.run import Run
 from rollweave.core.state import (
     EngineStatus,
