@@ -27,7 +27,6 @@ from rollweave.core import (
     turns,
     watchdog,
     weight_updates,
-    weights,
 )
 from rollweave.core.pacing import SharedPacing
 from rollweave.core.policy.experience import Rule
@@ -62,7 +61,6 @@ class Kernel:
             mechanisms=self.mechanisms,
             pacing=SharedPacing(),
             chooser=dispatching.AnyEngine(),
-            carrier=weights.Memory(),
         )
         self._handlers = {
             kind: tuple(

@@ -6,26 +6,20 @@ independently (`mechanisms/versions`). The other sub-machines ask `run.pacing` a
 never which mode it is.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rollweave.core import evaluation, weights
 from rollweave.core.policy.modes import update_now
 from rollweave.core.policy.redundancy import capacity
 from rollweave.core.policy.staleness import acceptable
-from rollweave.core.run import Run
+from rollweave.core.run import Pacing, Run
 from rollweave.core.state import Engine, EngineStatus, Trajectory
-from rollweave.schema.base import EngineId, GroupId
+from rollweave.schema.base import GroupId
 from rollweave.schema.work import Purpose
 
 
-class SharedPacing:
+class SharedPacing(Pacing):
     """All engines load the same version, when the mode allows it."""
-
-    interchangeable = True
-    loads_checkpoints = False
-    evaluates_on_one_engine = False
-    check_s = math.inf
 
     def admits(self, run: Run, version: int) -> bool:
         return acceptable(version, run.next_version(), run.mode.window)
@@ -52,18 +46,6 @@ class SharedPacing:
 
     def launch_version(self, run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
         return run.serving_version()
-
-    def takes_episodes(self, run: Run) -> bool:
-        return True
-
-    def assign(self, run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> bool:
-        return False
-
-    def unassign_engine(self, run: Run, engine: Engine) -> None:
-        """Its trajectories keep their assignment until their turns are requeued."""
-
-    def may_drain(self, run: Run, engine: Engine) -> bool:
-        return True
 
     def wanted_weights(self, run: Run, engine: Engine) -> int | None:
         return weights.newest(run, engine)
@@ -110,31 +92,6 @@ class SharedPacing:
         )
         return version != state.evaluations.current.version
 
-    def can_still_evaluate(self, run: Run, publication_id: int) -> bool:
-        return False
-
-    def awaited_weights(self, run: Run) -> int | None:
-        return None
-
-    def bound_weights(self, run: Run) -> set[int]:
-        return set()
-
-    def needed_checkpoints(self, run: Run) -> set[int]:
-        return set()
-
-    def begin_load(self, run: Run, engine: Engine) -> None:
-        """Nothing depends on it."""
-
-    def reassign(self, run: Run) -> list[Trajectory]:
-        return []
-
     def choose_batch(self, run: Run, wanted: int) -> list[GroupId]:
         """Return the groups that were complete first."""
         return list(run.state.buffer)[:wanted]
-
-    def unmeasured(self, run: Run, wanted: int) -> list[GroupId]:
-        return []
-
-    def surplus(self, run: Run) -> list[GroupId]:
-        """Return no group: only the staleness window evicts."""
-        return []

@@ -4,6 +4,7 @@ mechanism, an optional behavior that the kernel calls by a few hooks.
 """
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,17 +51,19 @@ class AttemptOver:
 
 
 class Pacing(Protocol):
-    """The way engines and trajectories keep pace with the trainer (`core/pacing`)."""
+    """The way engines and trajectories keep pace with the trainer. What has a body here
+    holds if any engine can run any turn.
+    """
 
-    interchangeable: bool
+    interchangeable: bool = True
     """True if any engine can run any turn: trajectories are not bound to weights, which
     may therefore change under them.
     """
-    loads_checkpoints: bool
+    loads_checkpoints: bool = False
     """True if engines load older versions from checkpoints."""
-    evaluates_on_one_engine: bool
+    evaluates_on_one_engine: bool = False
     """True if one engine that serves the version is enough to start an evaluation."""
-    check_s: float
+    check_s: float = math.inf
     """Maximum seconds between two checks of the deadlines."""
 
     def admits(self, run: "Run", version: int) -> bool:
@@ -76,19 +79,23 @@ class Pacing(Protocol):
 
     def takes_episodes(self, run: "Run") -> bool:
         """True if an engine takes episodes of the evaluation now."""
+        return True
 
     def assign(self, run: "Run", trajectory: Trajectory, avoid: Sequence[EngineId]) -> bool:
         """Assign the trajectory to another engine if it cannot keep its own; False if
         it may have any engine.
         """
+        return False
 
     def unassign_engine(self, run: "Run", engine: Engine) -> None:
         """Unassign trajectories that cannot stay with an engine that lost its
         weights.
         """
+        return
 
     def may_drain(self, run: "Run", engine: Engine) -> bool:
         """True if a leaving engine may drain now."""
+        return True
 
     def wanted_weights(self, run: "Run", engine: Engine) -> int | None:
         """The weights that a suspended engine is to load; None if there are none."""
@@ -103,50 +110,64 @@ class Pacing(Protocol):
 
     def can_still_evaluate(self, run: "Run", publication_id: int) -> bool:
         """True if engines can load these weights although newer ones are published."""
+        return False
 
     def awaited_weights(self, run: "Run") -> int | None:
         """Older weights that a relay should fetch because they are waited for."""
+        return None
 
     def bound_weights(self, run: "Run") -> set[int]:
         """Weights to which trajectories or an evaluation are bound."""
+        return set()
 
     def needed_checkpoints(self, run: "Run") -> set[int]:
         """Steps of the checkpoints that engines read, or trajectories wait for."""
+        return set()
 
     def begin_load(self, run: "Run", engine: Engine) -> None:
         """The engine begins to load other weights."""
+        return
 
     def reassign(self, run: "Run") -> list[Trajectory]:
         """Assign trajectories to an engine that has loaded their weights. Return those
         whose weights can no longer be loaded anywhere.
         """
+        return []
 
     def choose_batch(self, run: "Run", wanted: int) -> list[GroupId]:
         """The groups of the next (mini-)batch: `wanted` of them, or none."""
 
     def unmeasured(self, run: "Run", wanted: int) -> list[GroupId]:
         """The groups whose ratios the next (mini-)batch waits for."""
+        return []
 
     def surplus(self, run: "Run") -> list[GroupId]:
         """The buffered groups that have no place."""
+        return []
 
 
-class Carrier(Protocol):
-    """Carries published weights to the engines."""
+class Carrier:
+    """Carries published weights to the engines: these load them from the memory in
+    which the trainer publishes them, unless a mechanism brings them to their hosts.
+    """
 
     def relayed(self, run: "Run") -> bool:
         """True if engines load weights from their own host's relay."""
+        return False
 
     def reach(self, run: "Run", engine: Engine) -> list[int] | None:
         """Return the weights that the engine can load, ascending; None if these are all
         that are retained.
         """
+        return None
 
     def needed(self, run: "Run") -> set[int]:
         """Return the weights that are on their way, or the newest somewhere."""
+        return set()
 
     def held(self, run: "Run") -> set[int]:
         """Return the weights that survive the loss of the trainer."""
+        return set()
 
     def accuse(self, run: "Run", engine: Engine, publication_id: int) -> None:
         """The engine cannot load these weights: either of the two may be at fault."""
@@ -239,9 +260,10 @@ class Mechanism:
     """Key of its part of the snapshot, `State.mechanisms`."""
     used: Callable[[RunConfig], bool]
     """True if a run with this configuration has the mechanism."""
-    state: type[msgspec.Struct]
-    """Its part of the snapshot. The kernel removes the entry of a trajectory or an
-    engine that is gone from its tables `trajectories` and `engines`, if it has them.
+    state: type[msgspec.Struct] | None = None
+    """Its part of the snapshot, if it needs more than the records of the kernel. The
+    kernel removes the entry of a trajectory or an engine that is gone from its tables
+    `trajectories` and `engines`, if it has them.
     """
     handlers: Mapping[type[Event], Handler] = field(default_factory=dict)
     """Handlers of events, each called before the kernel's handler, if it has one."""
@@ -282,12 +304,15 @@ class Run:
         mechanisms: Iterable[Mechanism],
         pacing: Pacing,
         chooser: Chooser,
-        carrier: Carrier,
     ) -> None:
         self.config = config
         self.mechanisms = tuple(one for one in mechanisms if one.used(config))
         # the parts of the state of these mechanisms, by their type
-        self.parts: dict[type, Any] = {one.state: _part(state, one) for one in self.mechanisms}
+        self.parts: dict[type, Any] = {
+            one.state: _part(state, one.name, one.state)
+            for one in self.mechanisms
+            if one.state is not None
+        }
         parts: list[Any] = list(self.parts.values())
         self._with_trajectories = [one for one in parts if hasattr(one, "trajectories")]
         self._with_engines = [one for one in parts if hasattr(one, "engines")]
@@ -297,7 +322,7 @@ class Run:
             for move in MOVES
         }
         self._serving_pacing = self._training_pacing = pacing
-        self.chooser, self.carrier = chooser, carrier
+        self.chooser, self.carrier = chooser, Carrier()
         for one in self.mechanisms:
             self._training_pacing = one.pacing or self._training_pacing
             self.chooser = one.choose_engine(config) or self.chooser
@@ -508,12 +533,12 @@ class Run:
         return self.state.phase is Phase.RUNNING
 
 
-def _part(state: State, mechanism: Mechanism) -> msgspec.Struct:
-    """Return the mechanism's part of the state; a snapshot has it as plain values."""
-    part = state.mechanisms.get(mechanism.name)
+def _part(state: State, name: str, kind: type[Part]) -> Part:
+    """Return the part of a mechanism's state; a snapshot has it as plain values."""
+    part = state.mechanisms.get(name)
     if part is None:
-        part = mechanism.state()
-    elif not isinstance(part, mechanism.state):
-        part = msgspec.convert(part, mechanism.state)
-    state.mechanisms[mechanism.name] = part
+        part = kind()
+    elif not isinstance(part, kind):
+        part = msgspec.convert(part, kind)
+    state.mechanisms[name] = part
     return part

@@ -144,22 +144,3 @@ def newest(run: Run, engine: Engine) -> int | None:
     saved = max(run.state.publication.checkpointed, default=-1) if published not in retained else -1
     newest = max(in_memory, saved if saved >= engine.publication_id else -1)
     return newest if newest >= 0 else None
-
-
-class Memory:
-    """Engines load weights from the memory in which the trainer publishes them."""
-
-    def relayed(self, run: Run) -> bool:
-        return False
-
-    def reach(self, run: Run, engine: Engine) -> list[int] | None:
-        return None
-
-    def needed(self, run: Run) -> set[int]:
-        return set()
-
-    def held(self, run: Run) -> set[int]:
-        return set()
-
-    def accuse(self, run: Run, engine: Engine, publication_id: int) -> None:
-        """The memory is never at fault."""

@@ -36,7 +36,7 @@ from rollweave.core.mechanisms.relays.state import (
 )
 from rollweave.core.policy.relay import join_at, sends_changes
 from rollweave.core.policy.retry import Failover, failover
-from rollweave.core.run import Run
+from rollweave.core.run import Carrier, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
 from rollweave.schema.events import (
@@ -529,7 +529,7 @@ def published(run: Run) -> None:
         relay.refused_sources, relay.stalled_sources, relay.force_full = [], [], False
 
 
-class RelayCarrier:
+class RelayCarrier(Carrier):
     """Each engine loads what the relay of its host holds (Laminar §4)."""
 
     def relayed(self, run: Run) -> bool:

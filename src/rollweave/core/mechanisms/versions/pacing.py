@@ -10,13 +10,13 @@ from rollweave.core.mechanisms.versions import binding, experience
 from rollweave.core.mechanisms.versions.consolidation import CONSOLIDATION_S
 from rollweave.core.mechanisms.versions.state import weights_of
 from rollweave.core.policy.redundancy import pool_room
-from rollweave.core.run import Run
+from rollweave.core.run import Pacing, Run
 from rollweave.core.state import Engine, GroupStatus, Trajectory
 from rollweave.schema.base import EngineId, GroupId
 from rollweave.schema.work import Purpose
 
 
-class IndependentPacing:
+class IndependentPacing(Pacing):
     """Each engine loads other weights when what it has launched is over."""
 
     interchangeable = False
