@@ -116,20 +116,6 @@ def vacate(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn) -> None
         open_again(run, engine)
 
 
-def acquit(run: Run, turn: Turn) -> None:
-    """Record the answer of a turn. If the turn was the last suspect of an engine's
-    loss, the loss was a failure of the engine itself.
-    """
-    suspicion = turn.suspicion
-    lost = None if suspicion is None else run.state.engines.get(suspicion.engine)
-    if suspicion is None or lost is None or suspicion.epoch not in lost.failures.doubted:
-        return
-    lost.failures.doubted[suspicion.epoch] -= 1
-    if not lost.failures.doubted[suspicion.epoch]:
-        del lost.failures.doubted[suspicion.epoch]
-        lost.failures.restarts += 1
-
-
 def open_again(run: Run, engine: Engine) -> None:
     """Let an engine that was kept for a suspect get turns again."""
     engine.failures.isolates = None

@@ -2,8 +2,8 @@
 would run it at once, the highest rank first.
 
 A turn waits for any engine (`AnyEngine`), unless a mechanism chooses an engine for it
-before (`core/run.Chooser`). Turns that were on an engine when it was lost are not
-queued, but run before all others, each alone on an engine (`core/policy/suspicion`).
+before (`core/run.Chooser`). Suspects are not queued: they run before all others, each
+alone on an engine (`mechanisms/suspects`).
 
 Invariants: an engine is given more turns than it has slots only by a turn that preempts
 (Heddle Alg. 1): it runs the highest ranks of its turns. An engine that runs a suspect
@@ -12,12 +12,10 @@ has no other turn.
 
 from collections.abc import Mapping
 
-from rollweave.core import attempts
 from rollweave.core.policy.affinity import serving_pool
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import EngineLoad, choose
-from rollweave.core.policy.suspicion import engine_for_suspect, may_isolate
-from rollweave.core.run import Run, TurnMove
+from rollweave.core.run import EngineMove, Run, TurnMove
 from rollweave.core.state import Engine, OnEngine, Queued, Suspected, Trajectory, Turn
 from rollweave.core.turn_queues import QueuedTurn, QueueKey
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -146,49 +144,12 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     ):
         return
     if state.turns.suspects:
-        _start_suspects(run)
+        run.follow(EngineMove.SOUGHT)
     if not state.turns.queue:
         return
     if run.turn_queues.is_overgrown(state):
         run.rebuild_turn_queues()
     run.chooser.dispatch(run, waited_for)
-
-
-def _start_suspects(run: Run) -> None:
-    """Give suspects to engines that are empty, and keep engines empty for others."""
-    state = run.state
-    for trajectory_id in list(state.turns.suspects):
-        trajectory = state.trajectories[trajectory_id]
-        turn = trajectory.open_turn
-        engine = _engine_for_suspect(run, trajectory, turn)
-        if engine is None or engine.active:
-            continue
-        del state.turns.suspects[trajectory_id]
-        give(run, trajectory, turn, engine)
-
-
-def _engine_for_suspect(run: Run, trajectory: Trajectory, turn: Turn) -> Engine | None:
-    """Return the engine that gets no turns but this one, now or once it is empty."""
-    engines, loads = run.state.engines, run.chooser.candidates(run, trajectory, turn)
-    isolating = {
-        engine.id: engine for engine in engines.values() if engine.failures.isolates is not None
-    }
-    own = next((one for one in isolating.values() if one.failures.isolates == trajectory.id), None)
-    if own is not None and any(load.id == own.id for load in loads):
-        return own
-    if own is not None:  # it takes no turns for a while, or has other weights
-        attempts.open_again(run, own)
-        del isolating[own.id]
-    if not may_isolate(isolating=len(isolating), engines=len(run.fleet.loads)):
-        return None
-    chosen = engine_for_suspect(loads, avoid=turn.avoid, isolating=isolating)
-    if chosen is None:
-        return None
-    engine = engines[chosen]
-    engine.failures.isolates = trajectory.id
-    run.fleet_changed()
-    requeue_from(run, engine)
-    return engine
 
 
 def dispatch_key(queued: QueuedTurn) -> tuple[float, float, TrajectoryId]:

@@ -10,14 +10,11 @@ from rollweave.core import (
     bindings,
     dispatching,
     membership,
-    suspects,
     turns,
 )
 from rollweave.core.policy.retry import Failover, failover
-from rollweave.core.policy.suspicion import excuses
-from rollweave.core.run import EngineMove, HostMove, Run
+from rollweave.core.run import EngineFailure, EngineMove, HostMove, Run
 from rollweave.core.state import Engine, EngineStatus, Failures, Phase, Seat, State, Unplaced
-from rollweave.core.suspects import Verdict
 from rollweave.core.turns import RESTS
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
@@ -137,14 +134,16 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
     The run ends if no engine is left. With `lost`, its process is gone.
     """
     error = f"engine {reason}" if lost else f"engine restarted: {reason}"
-    verdict = suspects.lose_turns(run, engine, error, abort=not lost)
+    failure = EngineFailure(error=error, lost=lost)
+    run.follow(EngineMove.FAILED, engine, failure)
+    turns.fail_all(run, engine, error, abort=not lost)
     if run.state.phase is Phase.FINISHED:
         return
     if engine.departing or engine.lender:  # another lender may take its place
         remove(run, engine, reason)
         _end_if_last(run, engine, reason)
         return
-    match _after_failure(run, engine, verdict):
+    match _after_failure(run, engine, failure):
         case Failover.EVICT_MACHINE:
             engine.failures.moved = True
             evict(
@@ -187,21 +186,14 @@ def restart(run: Run, engine: Engine, reason: str, *, lost: bool = False) -> Non
     run.emit(command)
 
 
-def _after_failure(run: Run, engine: Engine, verdict: Verdict) -> Failover:
-    """Record the loss of the engine, and return what follows."""
-    former, limit = verdict.former, run.config.watchdog.restarts
-    if former is not None and excuses(
-        elsewhere=former.engine != engine.id, excused=engine.failures.excused
-    ):
-        engine.failures.excused += 1
-        return Failover.RESTART
-    if verdict.accused and engine.failures.restarts <= limit:
-        engine.failures.doubted[engine.epoch] = verdict.accused
+def _after_failure(run: Run, engine: Engine, failure: EngineFailure) -> Failover:
+    """Count the failure of the engine unless it is excused, and return what follows."""
+    if failure.excused:
         return Failover.RESTART
     engine.failures.restarts += 1
     return failover(
         restarts=engine.failures.restarts - 1,
-        limit=limit,
+        limit=run.config.watchdog.restarts,
         elsewhere=_serving_elsewhere(run, engine.seat.host),
         moved=engine.failures.moved,
     )

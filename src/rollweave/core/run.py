@@ -50,6 +50,17 @@ class AttemptOver:
     repeated: bool = False
 
 
+@dataclass(slots=True, kw_only=True)
+class EngineFailure:
+    """The failure of an engine, described by `error`; with `lost`, its process is gone.
+    A mechanism sets `excused` if the engine is not to blame.
+    """
+
+    error: str
+    lost: bool
+    excused: bool = False
+
+
 class Pacing(Protocol):
     """The way engines and trajectories keep pace with the trainer. What has a body here
     holds if any engine can run any turn.
@@ -202,6 +213,7 @@ class TurnMove(enum.Enum):
     REFUSED = "refused"  # with the error: its prompt was not computed
     LEFT = "left"  # an engine is about to lose it
     DONE = "done"  # with the engine and the event: it is answered
+    ACQUITTED = "acquitted"  # a suspect is answered
     CARRIED = "carried"  # with the engine and the tokens: the KV of its prompt has come
     REVISED = "revised"  # its trajectory is expected to have another length
 
@@ -210,6 +222,8 @@ class EngineMove(enum.Enum):
     """The moves of an engine."""
 
     JOINED = "joined"  # with the event: it is ready
+    FAILED = "failed"  # with its EngineFailure: its turns are about to fail
+    SOUGHT = "sought"  # without an engine: suspects wait for engines of their own
     REMOVED = "removed"  # for good
     FLEET_CHANGED = "fleet changed"  # other engines take turns than before
     REPRICED = "repriced"  # the costs of work on engines have changed

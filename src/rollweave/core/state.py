@@ -55,7 +55,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Suspected(msgspec.Struct, frozen=True, tag=True):
     """The turn was on an engine that was lost, and waits to run apart from other
-    suspects (core/policy/suspicion).
+    suspects (mechanisms/suspects).
     """
 
 

@@ -68,7 +68,8 @@ def on_done(run: Run, event: TurnDone) -> None:
     if len(engine.active) > engine.abilities.max_slots:
         engine.oversubscribed_at = run.now
     attempts.vacate(run, engine, trajectory, turn)
-    attempts.acquit(run, turn)
+    if turn.suspicion is not None:
+        run.follow(TurnMove.ACQUITTED, trajectory, turn)
     run.dirty_queues += [None, engine.id]
     engine.failures.consecutive_timeouts = engine.failures.returns = engine.failures.excused = 0
     engine.failures.unanswered = {}

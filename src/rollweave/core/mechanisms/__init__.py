@@ -14,11 +14,13 @@ from rollweave.core.mechanisms import (
     placement,
     pools,
     relays,
+    suspects,
     versions,
 )
 from rollweave.core.run import Mechanism
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    suspects.MECHANISM,
     costs.MECHANISM,
     phases.MECHANISM,
     lengths.MECHANISM,

@@ -1,16 +1,14 @@
-"""The turns of an engine whose process is lost: which of them are suspects, and which
-one is to blame (`core/policy/suspicion`).
+"""The loss of an engine: which of its turns become suspects, and which one is to blame.
 
 Invariants: at most one attempt ends for the loss of an engine; the loss of an engine
 counts as its own failure only once none of its turns can be to blame for it.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from rollweave.core import attempts, dispatching, trajectories, turns
-from rollweave.core.policy.suspicion import MOST_SUSPECTS
-from rollweave.core.run import Run
+from rollweave.core.mechanisms.suspects.policy import MOST_SUSPECTS, excuses
+from rollweave.core.run import EngineFailure, Run
 from rollweave.core.state import (
     Engine,
     EngineStatus,
@@ -23,25 +21,15 @@ from rollweave.core.state import (
 from rollweave.schema.work import StopReason
 
 
-class Verdict(NamedTuple):
-    """The result for the turns of a lost engine: the earlier suspicion of the turn that
-    is to blame, None if no turn is, and the number of new suspects.
-    """
-
-    former: Suspicion | None = None
-    accused: int = 0
-
-
-def lose_turns(run: Run, engine: Engine, error: str, *, abort: bool) -> Verdict:
-    """Fail every turn on an engine whose process is lost, as `turns.fail_all` does.
+def on_failed(run: Run, engine: Engine, failure: EngineFailure) -> None:
+    """Excuse the failed engine if one of its turns is, or may be, to blame.
 
     If the engine was computing, its newest turns are suspects from now on; a turn that
     was a suspect before is to blame, and its attempt ends.
     """
     computing = engine.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING)
     if not computing or engine.lender:  # a loan may end at any moment
-        turns.fail_all(run, engine, error, abort=abort)
-        return Verdict()
+        return
     suspicion = Suspicion(engine=engine.id, epoch=engine.epoch)
     newest = sorted(_computed(run, engine), key=lambda one: _given_at(one.open_turn), reverse=True)
     late = list(_late(run, engine))
@@ -51,21 +39,44 @@ def lose_turns(run: Run, engine: Engine, error: str, *, abort: bool) -> Verdict:
         _convict(run, guilty, former, engine)
     for trajectory in newest[:MOST_SUSPECTS]:
         if trajectory is not guilty:
-            _accuse(run, trajectory, engine, suspicion, error, abort=abort)
+            _accuse(run, trajectory, engine, suspicion, failure)
     for trajectory in late:
         if trajectory is not guilty and trajectory.open_turn.suspicion is None:
             trajectory.open_turn.suspicion = suspicion
             if isinstance(trajectory.open_turn.place, Queued):
                 _queue_again(run, trajectory, trajectory.open_turn)
-    turns.fail_all(run, engine, error, abort=abort)
-    return Verdict(former, sum(turn.suspicion == suspicion for _, turn in _open_turns(run)))
+    accused = sum(turn.suspicion == suspicion for turn in _open_turns(run))
+    failures = engine.failures
+    if former is not None and excuses(
+        elsewhere=former.engine != engine.id, excused=failures.excused
+    ):
+        failures.excused += 1
+        failure.excused = True
+    elif accused and failures.restarts <= run.config.watchdog.restarts:
+        failures.doubted[engine.epoch] = accused
+        failure.excused = True
 
 
-def _open_turns(run: Run) -> Iterator[tuple[Trajectory, Turn]]:
+def acquit(run: Run, _trajectory: Trajectory, turn: Turn) -> None:
+    """Record the answer of a suspect. If the turn was the last suspect of an engine's
+    loss, the loss was a failure of the engine itself.
+    """
+    suspicion = turn.suspicion
+    assert suspicion is not None, "it is a suspect"
+    lost = run.state.engines.get(suspicion.engine)
+    if lost is None or suspicion.epoch not in lost.failures.doubted:
+        return
+    lost.failures.doubted[suspicion.epoch] -= 1
+    if not lost.failures.doubted[suspicion.epoch]:
+        del lost.failures.doubted[suspicion.epoch]
+        lost.failures.restarts += 1
+
+
+def _open_turns(run: Run) -> Iterator[Turn]:
     for trajectory_id in run.state.pools.run:
-        trajectory = run.state.trajectories[trajectory_id]
-        if trajectory.turn is not None:
-            yield trajectory, trajectory.turn
+        turn = run.state.trajectories[trajectory_id].turn
+        if turn is not None:
+            yield turn
 
 
 def _computed(run: Run, engine: Engine) -> Iterator[Trajectory]:
@@ -104,9 +115,7 @@ def _accuse(
     trajectory: Trajectory,
     engine: Engine,
     suspicion: Suspicion,
-    error: str,
-    *,
-    abort: bool,
+    failure: EngineFailure,
 ) -> None:
     """Make a turn that the lost engine has a suspect, and take it from the engine."""
     turn = trajectory.open_turn
@@ -115,9 +124,9 @@ def _accuse(
         turns.recall(run, trajectory, turn)
         dispatching.enqueue(run, trajectory, turn)
         return
-    if abort:
+    if not failure.lost:
         attempts.abort(run, trajectory, turn)
-    turns.fail(run, trajectory, engine, error)
+    turns.fail(run, trajectory, engine, failure.error)
 
 
 def _convict(run: Run, guilty: Trajectory, former: Suspicion, engine: Engine) -> None:

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.core.policy.routing import EngineLoad
-from rollweave.core.policy.suspicion import (
+from rollweave.core.mechanisms.suspects.policy import (
     MOST_EXCUSED,
     engine_for_suspect,
     excuses,
     may_isolate,
 )
+from rollweave.core.policy.routing import EngineLoad
 from rollweave.schema.base import EngineId
 
 IDS = st.sets(st.sampled_from([EngineId(f"e{at}") for at in range(5)]))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollweave.core import attempts, dispatching, engines, watchdog
-from rollweave.core.policy.suspicion import MOST_EXCUSED
+from rollweave.core import dispatching, engines, watchdog
+from rollweave.core.mechanisms.suspects.losses import acquit
+from rollweave.core.mechanisms.suspects.policy import MOST_EXCUSED
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Suspicion
 from rollweave.record.journal import Replay, RunJournal
@@ -192,7 +193,7 @@ def test_the_loss_counts_as_the_engine_s_own_once_all_have_an_answer() -> None:
     engines.restart(run, engine, "lost: killed", lost=True)
     for trajectory in reversed(members(run)):
         assert engine.failures.restarts == 0
-        attempts.acquit(run, trajectory.open_turn)
+        acquit(run, trajectory, trajectory.open_turn)
     assert (engine.failures.restarts, engine.failures.doubted) == (1, {})
 
 
