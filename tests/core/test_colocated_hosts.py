@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.bindings import bind_all, engines_in_the_way
 from rollweave.core.core import Core
-from rollweave.core.membership import first_engines, next_id
+from rollweave.core.mechanisms.membership.bindings import bind_all, engines_in_the_way
+from rollweave.core.mechanisms.membership.members import first_engines, next_id
 from rollweave.core.state import EngineStatus, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

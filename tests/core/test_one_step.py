@@ -24,7 +24,7 @@ def test_the_example_trains_one_step(capsys: pytest.CaptureFixture[str]) -> None
     assert "started=2, trained=2" in printed
 
 
-def test_the_example_uses_no_mechanism() -> None:
+def test_the_kernel_trains_the_step_without_any_mechanism() -> None:
     """The kernel alone answers each event as the core does, which has nothing but the
     mechanisms that every run has.
     """
@@ -32,7 +32,7 @@ def test_the_example_uses_no_mechanism() -> None:
     config = RunConfig.model_validate(example["CONFIG"])
     core, kernel = Core(config), Kernel(config)
     assert kernel._run.mechanisms == ()
-    assert [one.name for one in core._run.mechanisms] == ["suspects"]
+    assert [one.name for one in core._run.mechanisms] == ["membership", "suspects"]
     assert core.state.mechanisms == {}
     engine = e.EngineSlot(id=EngineId("e0"))
     joined = e.EngineJoined(engine_id=engine.id, epoch=0, max_slots=2, kv_total_tokens=1000)

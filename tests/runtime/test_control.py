@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.core.membership import first_engines
+from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.runtime import control
 from rollweave.runtime.control import LINE_BYTES, MAX_CONNECTIONS, Control, ask
 from rollweave.runtime.tasks import Tasks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.core.membership import next_id
+from rollweave.core.mechanisms.membership.members import next_id
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig

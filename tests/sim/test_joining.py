@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.core.membership import next_id
+from rollweave.core.mechanisms.membership.members import next_id
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId

@@ -9,8 +9,8 @@ import heapq
 import random
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.membership.members import first_engines, next_id
 from rollweave.core.mechanisms.relays.state import part_of
-from rollweave.core.membership import first_engines, next_id
 from rollweave.core.policy.retry import TIMEOUTS_BEFORE_RESTART
 from rollweave.core.state import Stage
 from rollweave.core.weights import MAX_VERSIONS

@@ -150,8 +150,6 @@ HANDLERS: Mapping[type[Event], Handler] = {
     e.StopRequested: ending.on_stop_requested,
     e.RolloutCancelled: serving.on_cancelled,
     e.EngineJoined: engines.on_joined,
-    e.EngineRegistered: engines.on_registered,
-    e.EngineWithdrawn: engines.on_withdrawn,
     e.EngineLost: engines.on_lost,
     e.StagingFailed: weight_updates.on_staging_failed,
     e.WeightsLoadFailed: weight_updates.on_load_failed,
@@ -174,7 +172,6 @@ FREES_TURNS: frozenset[type[Event]] = frozenset(
 """The most frequent events by far, which make nothing but turns possible."""
 
 STEPS: tuple[tuple[str, Step | None], ...] = (
-    ("remove drained engines", engines.remove_drained),
     ("end", ending.advance),
     ("drop", groups.drop_expired),
     ("update weights", weight_updates.update),

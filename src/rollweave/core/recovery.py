@@ -3,7 +3,6 @@
 """
 
 from rollweave.core import (
-    bindings,
     continuation,
     ending,
     engines,
@@ -19,6 +18,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
 from rollweave.schema.commands import DrawTask
 from rollweave.schema.events import RunStarted, WorldLost
+from rollweave.schema.hosts import HostSlot
 from rollweave.schema.work import StopReason
 
 
@@ -36,12 +36,9 @@ def on_started(run: Run, event: RunStarted) -> None:
 def _start_hosts(run: Run, event: RunStarted | WorldLost) -> None:
     """Record the hosts that a new world begins with."""
     part = run.state.hosts
-    part.up = {host.number: host for host in event.hosts or bindings.one_machine(event.relays)}
-    part.ranks, part.unplaced = list(event.ranks), []
-    part.shares_gpus = bindings.share_gpus(event.engines, event.ranks)
-    part.engine_limits = (
-        bindings.engine_limits(part.up.values(), event.engines) if run.colocated else {}
-    )
+    alone = [HostSlot(number=number) for number in range(max(1, event.relays))]
+    part.up = {host.number: host for host in event.hosts or alone}
+    part.ranks = list(event.ranks)
 
 
 def on_world_lost(run: Run, event: WorldLost) -> None:
@@ -121,7 +118,6 @@ def _replace_world(run: Run, event: WorldLost, *, killed: bool) -> None:
     state.turns.queue.clear()
     state.turns.suspects.clear()
     run.rebuild_turn_queues()
-    state.membership.pending_degrees.clear()
     state.publication.checkpointed.clear()
     _start_hosts(run, event)
     engines.start(run, event.engines)

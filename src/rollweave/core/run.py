@@ -224,7 +224,10 @@ class EngineMove(enum.Enum):
     JOINED = "joined"  # with the event: it is ready
     FAILED = "failed"  # with its EngineFailure: its turns are about to fail
     SOUGHT = "sought"  # without an engine: suspects wait for engines of their own
+    GIVEN_UP = "given up"  # with the reason: it has failed too often
     REMOVED = "removed"  # for good
+    LOST = "lost"  # with the reason: it was removed, and not meant to go
+    REPLACED = "replaced"  # with the former engines, by id: a new world has others
     FLEET_CHANGED = "fleet changed"  # other engines take turns than before
     REPRICED = "repriced"  # the costs of work on engines have changed
 
@@ -239,6 +242,7 @@ class HostMove(enum.Enum):
 class TrainerMove(enum.Enum):
     """The moves of the trainer."""
 
+    STARTING = "starting"  # with the reason: its process is about to start
     TRAINED = "trained"  # a step is trained, and its weights are not published yet
     PUBLISHED = "published"
 

@@ -8,7 +8,6 @@ damaged. A version is published once its step is complete.
 """
 
 from rollweave.core import (
-    bindings,
     continuation,
     evaluation,
     groups,
@@ -493,13 +492,25 @@ def start_process(run: Run, reason: str) -> None:
     trainer.saving, trainer.save_pending = None, False
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
-    _place(run, reason)
+    start(run, reason)
 
 
-def host_joined(run: Run) -> None:
-    """Start the trainer if it waits for a host and there is room for it now."""
-    if run.state.trainer.unplaced and run.state.phase is not Phase.FINISHED:
-        _place(run, run.state.trainer.unplaced)
+def start(run: Run, reason: str) -> None:
+    """Start the trainer, if there is a place for each of its ranks."""
+    state, trainer = run.state, run.state.trainer
+    run.follow(TrainerMove.STARTING, reason)
+    if trainer.unplaced:
+        return
+    trainer.since = run.now
+    run.emit(
+        RestartTrainer(
+            ranks=tuple(state.hosts.ranks),
+            epoch=trainer.epoch,
+            step=state.checkpoints.newest,
+            fallback=state.checkpoints.previous,
+            reason=reason,
+        )
+    )
 
 
 def give_up_place(run: Run, why: str) -> None:
@@ -508,28 +519,4 @@ def give_up_place(run: Run, why: str) -> None:
     state.error = state.error or (
         f"no host has room for the trainer, {why}; last: {state.trainer.unplaced}; last "
         f"checkpoint: step {state.checkpoints.newest}"
-    )
-
-
-def _place(run: Run, reason: str) -> None:
-    """Start the trainer where there is room for its ranks, or wait for a host: the
-    watchdog bounds the wait.
-    """
-    state, trainer = run.state, run.state.trainer
-    ranks = bindings.bind_ranks(run.config, state)
-    if state.hosts.ranks and not ranks:
-        if not trainer.unplaced:
-            run.warn("trainer", f"waits for a host with room: {reason}", count="trainer_unplaced")
-        trainer.unplaced = reason
-        return
-    trainer.unplaced, trainer.since = "", run.now
-    state.hosts.ranks = ranks
-    run.emit(
-        RestartTrainer(
-            ranks=tuple(ranks),
-            epoch=trainer.epoch,
-            step=state.checkpoints.newest,
-            fallback=state.checkpoints.previous,
-            reason=reason,
-        )
     )

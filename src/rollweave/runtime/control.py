@@ -19,8 +19,8 @@ from typing import assert_never
 
 import msgspec
 
+from rollweave.core.mechanisms.membership.members import next_id, why_not_join, why_not_leave
 from rollweave.core.mechanisms.relays.state import is_relayed
-from rollweave.core.membership import next_id, why_not_join, why_not_leave
 from rollweave.core.state import Engine, State
 from rollweave.runtime.pump import PostEvent
 from rollweave.runtime.tasks import Tasks

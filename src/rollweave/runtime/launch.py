@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rollweave.core.bindings import groups_on_gpus
 from rollweave.core.core import Core
-from rollweave.core.membership import engines_to_start, first_engines
+from rollweave.core.mechanisms.membership.bindings import groups_on_gpus
+from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.policy.gaps import max_gap
 from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.envs.rules import named

@@ -10,8 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
 from rollweave.core.continuation import continuable
+from rollweave.core.mechanisms.membership.bindings import (
+    bind_all,
+    bind_workers,
+    crowded,
+    one_machine,
+)
 from rollweave.engine.clients.base import Generates
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.identity import write_identity

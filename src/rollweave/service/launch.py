@@ -15,7 +15,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rollweave.core.membership import first_engines
+from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.core.state import State
 from rollweave.engine.clients.base import Generates
 from rollweave.envs.foreign import describe_error

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.core.core import Core
-from rollweave.core.membership import next_id
+from rollweave.core.mechanisms.membership.members import next_id
 from rollweave.core.state import Phase
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.summary import AccountError, summarize

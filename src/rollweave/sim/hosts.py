@@ -9,7 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from rollweave.core.bindings import bind_all, bind_workers, crowded, one_machine
+from rollweave.core.mechanisms.membership.bindings import (
+    bind_all,
+    bind_workers,
+    crowded,
+    one_machine,
+)
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimPoolConfig
 from rollweave.schema.errors import ConfigError

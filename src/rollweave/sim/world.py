@@ -13,8 +13,8 @@ from typing import Protocol
 
 from rollweave.core.continuation import continuable
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.mechanisms.relays.state import relay_id
-from rollweave.core.membership import engines_to_start, first_engines
 from rollweave.core.state import Stage
 from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.core.bindings import bind_all, bind_engine, groups_on_gpus
-from rollweave.core.membership import first_engines
+from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine, groups_on_gpus
+from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.core.state import State
 from rollweave.runtime.hosts.hosts import environment
 from rollweave.runtime.launch import train

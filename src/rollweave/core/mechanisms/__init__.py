@@ -10,6 +10,7 @@ from rollweave.core.mechanisms import (
     costs,
     lengths,
     loans,
+    membership,
     phases,
     placement,
     pools,
@@ -20,6 +21,7 @@ from rollweave.core.mechanisms import (
 from rollweave.core.run import Mechanism
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    membership.MECHANISM,
     suspects.MECHANISM,
     costs.MECHANISM,
     phases.MECHANISM,

@@ -6,7 +6,6 @@ Tests check them after every event, or after every few; production code never do
 import math
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.membership import number_of, remaining_engines
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.reading.accounting import account
 from rollweave.core.run import Run
@@ -15,7 +14,6 @@ from rollweave.core.state import (
     GroupStatus,
     Held,
     OnEngine,
-    Phase,
     Queued,
     Requested,
     Stage,
@@ -35,7 +33,6 @@ def check(run: Run) -> None:
     _check_service(run)
     _check_weights(run)
     _check_devices(run)
-    _check_fleet(run)
     _check_saving(run)
     _check_evaluations(run)
     _check_attempts(run)
@@ -192,27 +189,6 @@ def _check_devices(run: Run) -> None:
         assert not run.colocated or (engine.staging.id, engine.staging.staged_id) == (-1, -1), (
             engine
         )
-
-
-def _check_fleet(run: Run) -> None:
-    """Assert that engine numbers are used once, that a leaving engine launches nothing,
-    and that the last engine of a training run stays.
-    """
-    state = run.state
-    if state.serving or state.phase is Phase.FINISHED:
-        return
-    engines = list(state.engines.values())
-    assert all(number_of(engine.id) < state.membership.next_number for engine in engines), (
-        state.membership.next_number
-    )
-    assert not {*state.membership.withdrawn} & state.engines.keys(), (
-        f"{state.membership.withdrawn} were withdrawn for good"
-    )
-    leaving = [engine for engine in engines if engine.leaving]
-    assert not leaving or remaining_engines(state, leaving[0]), f"all engines leave: {leaving}"
-    for engine in leaving:
-        assert not run.pacing.interchangeable or engine.draining, f"{engine} takes turns"
-        assert engine.status is not EngineStatus.STARTING or not engine.active, engine
 
 
 def _check_saving(run: Run) -> None:

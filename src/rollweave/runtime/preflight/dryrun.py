@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rollweave.core.membership import first_engines
+from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.engine.servers.attached import check_servers
 from rollweave.engine.servers.kinds import kind_of
 from rollweave.envs.rules import named

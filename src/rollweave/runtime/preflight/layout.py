@@ -7,8 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from rollweave.core.bindings import bind_all, bind_workers, crowded, groups_on_gpus, one_machine
-from rollweave.core.membership import first_engines
+from rollweave.core.mechanisms.membership.bindings import (
+    bind_all,
+    bind_workers,
+    crowded,
+    groups_on_gpus,
+    one_machine,
+)
+from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.core.policy.binding import Unbound
 from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.core.policy.scheduling import scheduling

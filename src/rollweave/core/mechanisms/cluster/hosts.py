@@ -1,7 +1,7 @@
 """Hosts that join and that are lost (RollArt §8).
 
 With several hosts there is a relay on each. The loss of a host, or its end after
-repeated failures (`core/engines`), ends its relay, its engines and, if one of the
+repeated failures (`membership/losing`), ends its relay, its engines and, if one of the
 trainer's ranks was there, the trainer. Other engines take the place of the lost ones,
 on other hosts as long as there is room; they move to the next host that joins, once
 they may drain. Engines without a place start there, too. The trainer starts again from
@@ -16,9 +16,10 @@ are any, or on the next host that joins. GPUs that began with several engines ma
 that many again.
 """
 
-from rollweave.core import bindings, engines, membership, training
+from rollweave.core import training
 from rollweave.core.mechanisms.cluster import workers
 from rollweave.core.mechanisms.cluster.state import Cluster
+from rollweave.core.mechanisms.membership import bindings, joining, losing, members
 from rollweave.core.run import HostMove, Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
@@ -40,7 +41,8 @@ def on_joined(run: Run, event: HostJoined) -> None:
     state.hosts.up[number] = event.host
     run.follow(HostMove.JOINED, number)
     run.warn(_name(event.host), "has joined", count="host_joined")
-    training.host_joined(run)
+    if state.trainer.unplaced and state.phase is not Phase.FINISHED:
+        training.start(run, state.trainer.unplaced)
     _give_way(run)
     _start_unplaced(run)
     workers.host_joined(run, number)
@@ -54,7 +56,7 @@ def on_lost(run: Run, event: HostLost) -> None:
     host = run.state.hosts.up.get(event.host)
     if host is not None and run.state.phase is not Phase.FINISHED:
         reason = f"{_name(host)} is lost: {event.error}"
-        engines.evict(run, event.host, reason, returns=True)
+        losing.evict(run, event.host, reason, returns=True)
 
 
 def advance(run: Run) -> None:
@@ -78,7 +80,7 @@ def _give_way(run: Run) -> None:
     them elsewhere.
     """
     for engine in bindings.engines_in_the_way(run.config, run.state):
-        engines.displace(run, engine, "the trainer needs its GPU", returns=True)
+        losing.displace(run, engine, "the trainer needs its GPU", returns=True)
 
 
 def _trainer_is_cut_off(run: Run) -> bool:
@@ -99,14 +101,14 @@ def _return(run: Run, engine_id: EngineId, host: int) -> None:
         part.displaced.remove(engine_id)
     elif host in state.hosts.up:
         slot = EngineSlot(
-            id=membership.next_id(state), degree=engine.seat.degree, group=engine.seat.group
+            id=members.next_id(state), degree=engine.seat.degree, group=engine.seat.group
         )
         place = bindings.bind_engine(run.config, state, slot)
         if place is not None and place.host == host:
             if not run.pacing.may_drain(run, engine):
                 return  # a later event may let it
-            engines.add(run, slot, joined=engine.joined)
-            engines.drain(run, engine)
+            joining.add(run, slot, joined=engine.joined)
+            joining.drain(run, engine)
             part.displaced.remove(engine_id)
     del part.returning[engine_id]
 
@@ -115,8 +117,8 @@ def _start_unplaced(run: Run) -> None:
     state = run.state
     waiting, state.hosts.unplaced = state.hosts.unplaced, []
     for engine in waiting:
-        slot = EngineSlot(id=membership.next_id(state), degree=engine.degree, group=engine.group)
-        engines.place(run, slot, engine)
+        slot = EngineSlot(id=members.next_id(state), degree=engine.degree, group=engine.group)
+        joining.place(run, slot, engine)
 
 
 def _name(host: HostSlot) -> str:

@@ -15,8 +15,9 @@ before.
 
 from collections.abc import Sequence
 
-from rollweave.core import attempts, bindings, continuation, trajectories
+from rollweave.core import attempts, continuation, trajectories
 from rollweave.core.mechanisms.cluster.state import Cluster
+from rollweave.core.mechanisms.membership import bindings
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Phase, State, Worker, WorkerStatus
 from rollweave.schema.base import TrajectoryId

@@ -13,7 +13,8 @@ import math
 
 import msgspec
 
-from rollweave.core import dispatching, engines, membership, turns
+from rollweave.core import dispatching, turns
+from rollweave.core.mechanisms.membership import joining, members
 from rollweave.core.policy.borrowing import LEASE_S, must_return, to_borrow
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Phase
@@ -63,12 +64,12 @@ def on_reported(run: Run, event: LendersReported) -> None:
             most=group.count,
         ):
             slot = EngineSlot(
-                id=membership.next_id(run.state),
+                id=members.next_id(run.state),
                 degree=group.degree,
                 group=number,
                 lender=lender_name,
             )
-            if engines.borrow(run, slot):
+            if joining.borrow(run, slot):
                 run.part(Loans).engines[slot.id] = run.now
 
 
@@ -88,7 +89,7 @@ def give_back(run: Run, engine: Engine, reason: str) -> None:
         turn = run.state.trajectories[trajectory_id].open_turn
         turn.returned_with = engine.publication_id
     engine.leaving = True
-    engines.drain(run, engine)
+    joining.drain(run, engine)
     turns.recall_all(run, engine)
 
 

@@ -11,12 +11,12 @@ the budget is planned without them until their costs are known.
 
 from collections import Counter
 
-from rollweave.core import engines, membership
 from rollweave.core.mechanisms.costs.placement import place_groups
 from rollweave.core.mechanisms.costs.rates import groups_of, kind_of, prevailing_hardware
 from rollweave.core.mechanisms.costs.state import Costs
 from rollweave.core.mechanisms.lengths.state import Lengths
 from rollweave.core.mechanisms.lengths.work import occupied
+from rollweave.core.mechanisms.membership import joining, members
 from rollweave.core.mechanisms.placement.policy.allocation import allocate_groups, is_sum
 from rollweave.core.mechanisms.placement.state import Placement
 from rollweave.core.policy.turn_times import FIRST_TURNS
@@ -116,7 +116,7 @@ def _change(
         if wanted[engine.seat.degree] > 0:
             wanted[engine.seat.degree] -= 1
         else:
-            engines.drain(run, engine)
+            joining.drain(run, engine)
     state.membership.pending_degrees = sorted(wanted.elements(), reverse=True)
 
 
@@ -145,8 +145,8 @@ def advance(run: Run) -> None:
         return
     pending = state.membership.pending_degrees
     while state.hosts.up and pending and pending[0] <= config.budget - _used(state):
-        name = membership.next_id(state)
-        engines.add(run, EngineSlot(id=name, degree=pending.pop(0)))
+        name = members.next_id(state)
+        joining.add(run, EngineSlot(id=name, degree=pending.pop(0)))
 
 
 def _used(state: State) -> int:

@@ -22,7 +22,8 @@ each only once for the same weights: a slow link is not left again and again.
 from bisect import insort
 from collections.abc import Mapping
 
-from rollweave.core import engines, weights
+from rollweave.core import weights
+from rollweave.core.mechanisms.membership import losing
 from rollweave.core.mechanisms.relays.state import (
     Fetch,
     Relay,
@@ -203,7 +204,7 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
         return
     limit = run.config.watchdog.restarts
     if failover(restarts=relay.restarts, limit=limit, elsewhere=0) is not Failover.RESTART:
-        engines.evict(
+        losing.evict(
             run,
             relay.host,
             f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}",

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from rollweave.core import engines, membership
-from rollweave.core.membership import engines_to_start, first_engines
+from rollweave.core import engines
+from rollweave.core.mechanisms.membership import members
+from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.state import Engine, Phase, Seat, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
@@ -100,13 +101,13 @@ def test_a_planned_fleet_continues_as_it_was_or_was_to_be() -> None:
 
 
 def test_the_next_engine_has_a_number_that_none_had() -> None:
-    assert membership.next_id(state_of(next_number=3)) == "e3"
+    assert members.next_id(state_of(next_number=3)) == "e3"
 
 
 def test_who_may_not_join() -> None:
     def refusal(state: State, number: int = 3, group: int = 0) -> str:
         slot = EngineSlot(id=EngineId(f"e{number}"), group=group)
-        return membership.why_not_join(grouped(1, 1), state, slot)
+        return members.why_not_join(grouped(1, 1), state, slot)
 
     assert refusal(state_of(next_number=3)) == ""
     assert refusal(state_of(next_number=3), group=1) == ""
@@ -121,16 +122,16 @@ def test_who_may_not_join() -> None:
     attached.engines[0] = attached.engines[0].model_copy(update={"address": ("http://a:1",)})
     slot = EngineSlot(id=EngineId("e3"))
     taken = state_of(engine(0), next_number=3)
-    assert "1 servers, each with an engine" in membership.why_not_join(attached, taken, slot)
-    assert membership.why_not_join(attached, state_of(next_number=3), slot) == ""
+    assert "1 servers, each with an engine" in members.why_not_join(attached, taken, slot)
+    assert members.why_not_join(attached, state_of(next_number=3), slot) == ""
     slot = EngineSlot(id=EngineId("e9"))
-    assert "[allocation] decides" in membership.why_not_join(planned(5, [1, 2]), State(), slot)
+    assert "[allocation] decides" in members.why_not_join(planned(5, [1, 2]), State(), slot)
 
 
 def test_who_may_not_leave() -> None:
     def refusal(*others: Engine, version: int = 1) -> str:
         own = engine(0, version=version)
-        return membership.why_not_leave(grouped(2), state_of(own, *others), own)
+        return members.why_not_leave(grouped(2), state_of(own, *others), own)
 
     assert refusal(engine(1, version=1)) == ""
     assert refusal() == "e0 is the last engine"
@@ -141,7 +142,7 @@ def test_who_may_not_leave() -> None:
     assert refusal(engine(1, version=0)) == ""
     assert refusal(engine(1), version=-1) == ""
     own = engine(0)
-    assert "[allocation] decides" in membership.why_not_leave(planned(5, [1, 2]), State(), own)
+    assert "[allocation] decides" in members.why_not_leave(planned(5, [1, 2]), State(), own)
 
 
 def test_a_world_without_an_engine_that_was_leaving_counts_its_departure() -> None:
@@ -166,4 +167,4 @@ def test_hosts_take_the_first_engines_in_turn() -> None:
 
 
 def test_the_number_of_an_engine() -> None:
-    assert membership.number_of(EngineId("e17")) == 17
+    assert members.number_of(EngineId("e17")) == 17

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from rollweave.core.policy.binding import Binding, Demand, Unbound, bind
-from rollweave.core.state import Engine, State, WorkerStatus
+from rollweave.core.state import Engine, Seat, State, WorkerStatus
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -93,7 +93,7 @@ def crowded(config: RunConfig, places: Collection[tuple[object, tuple[int, ...]]
     )
 
 
-def share_gpus(engines: Iterable[EngineSlot], ranks: Iterable[RankSlot]) -> bool:
+def share_gpus(engines: Iterable[EngineSlot | Seat], ranks: Iterable[RankSlot]) -> bool:
     """Return whether some GPU has several of these processes."""
     used = [(slot.host, device) for slot in engines for device in slot.devices]
     used += [(rank.host, device) for rank in ranks for device in rank.devices]
@@ -101,7 +101,7 @@ def share_gpus(engines: Iterable[EngineSlot], ranks: Iterable[RankSlot]) -> bool
 
 
 def engine_limits(
-    hosts: Iterable[HostSlot], engines: Iterable[EngineSlot]
+    hosts: Iterable[HostSlot], engines: Iterable[EngineSlot | Seat]
 ) -> dict[int, dict[int, int]]:
     """Return how many engines each GPU of these hosts may have in a colocated run: as
     many as it has now, and at least one.

@@ -7,7 +7,7 @@ former engine is not taken for one about another.
 import itertools
 from collections.abc import Iterable
 
-from rollweave.core.bindings import bind_all, bind_engine, one_machine
+from rollweave.core.mechanisms.membership.bindings import bind_all, bind_engine, one_machine
 from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.engines import AllocationConfig
