@@ -117,11 +117,11 @@ def take_batch(run: Run) -> None:
     the buffer holds one (step ① "get_batch" of RollArt's workflow).
     """
     state, trainer = run.state, run.state.trainer
-    if not _may_take(run):
+    if not may_take(run):
         return
     wanted = run.groups_in_minibatch(trainer.parts_done)
     groups.drop_expired(run)
-    if len(state.buffer) < wanted or (run.colocated and _engines_hold_memory(run)):
+    if len(state.buffer) < wanted:
         return
     if unmeasured := run.pacing.unmeasured(run, wanted):
         trainer.measuring = unmeasured
@@ -147,7 +147,7 @@ def take_batch(run: Run) -> None:
     _enter(run, TrainerStatus.TRAINING)
 
 
-def _may_take(run: Run) -> bool:
+def may_take(run: Run) -> bool:
     """True if the trainer may take a (mini-)batch, once the buffer holds one."""
     state, trainer = run.state, run.state.trainer
     if (
@@ -159,40 +159,8 @@ def _may_take(run: Run) -> bool:
     if state.publication.version != trainer.step and trainer.parts_done == 0:
         return False  # the weights of the last step are still to be published
     evaluation = state.evaluations.current
-    if evaluation is None:
-        return True
-    if run.colocated:
-        return False  # the evaluation's episodes need the devices
     # engines must load the version to be evaluated before there is a newer one
-    return evaluation.started or run.pacing.evaluates_on_one_engine
-
-
-def _engines_hold_memory(run: Run) -> bool:
-    """True if an engine has, or may have, memory for weights and KV (colocated
-    placement). It starts without.
-    """
-    holding = (EngineStatus.SERVING, EngineStatus.SUSPENDING, EngineStatus.LOADING)
-    return any(engine.status in holding for engine in run.state.engines.values())
-
-
-def claims_devices(run: Run) -> bool:
-    """True if the trainer has the devices, or waits for the engines to give them back
-    (colocated placement).
-
-    It has them from a step until its weights are published, and for a warm-up. A
-    trainer that is restored from a checkpoint needs none.
-    """
-    state, trainer = run.state, run.state.trainer
-    match trainer.status:
-        case TrainerStatus.STARTING:
-            return state.checkpoints.newest is None
-        case TrainerStatus.MEASURING | TrainerStatus.TRAINING | TrainerStatus.PUBLISHING:
-            return True
-        case TrainerStatus.SAVING:
-            return False
-        case TrainerStatus.IDLE:
-            wanted = run.groups_in_minibatch(trainer.parts_done)
-            return len(state.buffer) >= wanted and _may_take(run)
+    return evaluation is None or evaluation.started or run.pacing.evaluates_on_one_engine
 
 
 def _refs(batch: list[Group]) -> tuple[GroupRef, ...]:

@@ -8,24 +8,15 @@ copy, or whose staging failed, is suspended for the whole load; so is one withou
 since there is nothing to hide the load behind. While an evaluation runs, engines keep
 the version that is being evaluated. In mode decoupled each engine updates
 independently, and `mechanisms/versions/binding` decides when and to which version.
-
-In a colocated run the trainer and the engines take turns on the same devices. Engines
-start without memory for weights and KV, and get it with `LoadWeights`. When the batch
-of a step is complete, they are suspended and give it back; the step begins once all
-have (`training.take_batch`), and no engine loads before its weights are published and
-the trainer has given back its own memory. If the trainer is lost in between, engines
-that have given theirs back wait for it: it trains the batch again.
 """
 
 from rollweave.core import (
     engines,
-    training,
     trajectories,
-    turns,
     weights,
 )
 from rollweave.core.run import EngineMove, Run
-from rollweave.core.state import Engine, EngineStatus, TrainerStatus
+from rollweave.core.state import Engine, EngineStatus
 from rollweave.schema.commands import LoadWeights, ResumeEngine, StageWeights, SuspendEngine
 from rollweave.schema.events import (
     EngineSuspended,
@@ -184,39 +175,14 @@ def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
 
 
 def update(run: Run) -> None:
-    """Make engines load the weights that the mode's pacing wants of them, or give their
-    memory back for the trainer.
-    """
-    if run.colocated and training.claims_devices(run):
-        # of a trainer that came back while they serve, they load the weights afterwards
-        if run.state.trainer.status is not TrainerStatus.PUBLISHING:
-            for engine in run.state.engines.values():
-                if engine.status is EngineStatus.SERVING:
-                    _release(run, engine)
-        return
-    is_lost = run.state.trainer.status is TrainerStatus.STARTING
+    """Make engines load the weights that the mode's pacing wants of them."""
     for engine, target in run.pacing.updates(run):
         if engine.status is EngineStatus.STALE:
-            if not (engine.released and is_lost):
-                _load(run, engine, target)
-        elif run.colocated:
-            _release(run, engine)
+            _load(run, engine, target)
         elif _swaps_staged(run, engine, target) or not _stages(run, engine, target):
             engines.enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
     _stage(run)
-
-
-def _release(run: Run, engine: Engine) -> None:
-    """Suspend an engine, without turns, so that it gives its memory back.
-
-    It still counts as having its version, so that nothing is launched before all
-    engines have loaded the next one.
-    """
-    turns.recall_all(run, engine)
-    engine.released = True
-    engines.enter(run, engine, EngineStatus.SUSPENDING)
-    run.emit(SuspendEngine(engine_id=engine.id, release=True))
 
 
 def _stage(run: Run) -> None:
@@ -247,7 +213,6 @@ def _stage(run: Run) -> None:
 def _can_stage(run: Run, engine: Engine, publication_id: int) -> bool:
     return (
         engine.abilities.stages
-        and not run.colocated  # there is no room for two copies
         and publication_id != engine.staging.unstaged_id
         and "staging" not in run.config.ablation.without
         and weights.is_in_memory(run, engine, publication_id)

@@ -6,6 +6,7 @@ commands of one event.
 
 from rollweave.core.mechanisms import (
     cluster,
+    colocated,
     comparison,
     costs,
     lengths,
@@ -23,6 +24,7 @@ from rollweave.core.run import Mechanism
 MECHANISMS: tuple[Mechanism, ...] = (
     membership.MECHANISM,
     suspects.MECHANISM,
+    colocated.MECHANISM,
     costs.MECHANISM,
     phases.MECHANISM,
     lengths.MECHANISM,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core import training, weight_updates
+from rollweave.core import weight_updates
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.colocated import claims_devices
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, TrainerStatus
@@ -208,9 +209,9 @@ def ready(status: TrainerStatus = TrainerStatus.IDLE) -> Run:
 
 def test_an_evaluation_is_finished_before_the_next_step() -> None:
     run = ready()
-    assert training.claims_devices(run)
+    assert claims_devices(run)
     run.state.evaluations.current = Evaluation(version=0, final=False, to_draw=[], started=True)
-    assert not training.claims_devices(run)
+    assert not claims_devices(run)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_when_the_trainer_needs_the_devices(
 ) -> None:
     run = ready(status)
     run.state.checkpoints.newest = checkpoint
-    assert training.claims_devices(run) == claims
+    assert claims_devices(run) == claims
     run.out = []
     weight_updates.update(run)
     releases = [one.engine_id for one in run.out if isinstance(one, c.SuspendEngine)]
