@@ -17,7 +17,7 @@ from rollweave.core.policy.experience import Rule
 from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.redundancy import trained_at
 from rollweave.core.policy.routing import EngineLoad
-from rollweave.core.policy.scheduling import Scheduling, scheduling
+from rollweave.core.policy.scheduling import Scheduling, has_learned_pools, scheduling
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.state import (
     DomainStats,
@@ -378,7 +378,7 @@ class Run:
         self.queue_pools: tuple[str, ...] = ("",)
         if not self.scheduling.assigns:
             owned = [pools[0] for pools in self._pools.values() if pools]
-            if config.rollout.affinity == "learned":
+            if has_learned_pools(config):
                 owned += [group.pool for group in config.engines if group.pool is not None]
             self.queue_pools = tuple(dict.fromkeys(["", *owned]))
         # A streamed step trains mini-batch by mini-batch as groups complete; any other

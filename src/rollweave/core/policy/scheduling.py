@@ -1,10 +1,12 @@
 """Presets of the three policies that decide when and where a trajectory's turns run; a
-user may also combine them (Heddle §4, §5).
+user may also combine them (Heddle §4, §5). And what several mechanisms ask of the
+configuration.
 """
 
 from rollweave.schema.base import Struct
 from rollweave.schema.config.ablation import PARTITIONS, POLICIES, AblationConfig
 from rollweave.schema.config.rollout import ModeName, RolloutConfig
+from rollweave.schema.config.root import RunConfig
 
 
 class Scheduling(Struct, frozen=True, kw_only=True):
@@ -73,3 +75,18 @@ def scheduling(rollout: RolloutConfig, ablation: AblationConfig) -> Scheduling:
         placement=placement,
         migration=(ablation.migration or migration) if placement in PARTITIONS else "never",
     )
+
+
+def assigns(config: RunConfig) -> bool:
+    """True if trajectories are assigned to engines."""
+    return scheduling(config.rollout, config.ablation).assigns
+
+
+def has_learned_pools(config: RunConfig) -> bool:
+    """True if task domains move to the pools that serve them best."""
+    return config.rollout.affinity == "learned"
+
+
+def splits_turns(config: RunConfig) -> bool:
+    """True if there are engines for prompts alone."""
+    return any(group.phase == "prefill" for group in config.engines)

@@ -31,7 +31,7 @@ class ColocatedPacing(SharedPacing):
         """Let serving engines give their memory back, and yield stale ones."""
         trainer = run.state.trainer.status
         if claims_devices(run):
-            # if the trainer came back while they serve, they load its weights afterwards
+            # a trainer that came back while they serve publishes first, then they load
             if trainer is not TrainerStatus.PUBLISHING:
                 for engine in run.state.engines.values():
                     if engine.status is EngineStatus.SERVING:

@@ -4,7 +4,7 @@ for the mechanisms that compare engines.
 
 from rollweave.core.mechanisms.costs import caches, rates
 from rollweave.core.mechanisms.costs.state import Costs
-from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.policy.scheduling import assigns, has_learned_pools, splits_turns
 from rollweave.core.run import EngineMove, Mechanism, Run, TurnMove
 from rollweave.core.state import Engine, Stage, Trajectory, Turn
 from rollweave.schema.config.root import RunConfig
@@ -14,10 +14,10 @@ from rollweave.schema.events import EngineJoined, TurnDone
 def used(config: RunConfig) -> bool:
     """True if a mechanism compares engines."""
     return (
-        scheduling(config.rollout, config.ablation).assigns
+        assigns(config)
         or config.allocation is not None
-        or config.rollout.affinity == "learned"
-        or rates.splits_turns(config)
+        or has_learned_pools(config)
+        or splits_turns(config)
     )
 
 

@@ -5,8 +5,9 @@ prompt of its group. What a prompt costs shows in the times of finished turns
 (`costs/rates`).
 """
 
-from rollweave.core.mechanisms.costs.rates import kind_of, splits_turns
+from rollweave.core.mechanisms.costs.rates import kind_of
 from rollweave.core.mechanisms.costs.state import Costs, Prefix, Spent, turn_costs_of
+from rollweave.core.policy.scheduling import splits_turns
 from rollweave.core.policy.turn_times import estimate
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory, Turn

@@ -29,6 +29,7 @@ from rollweave.core.mechanisms.costs.state import (
 from rollweave.core.mechanisms.lengths.estimates import recent_lengths
 from rollweave.core.mechanisms.lengths.index import LengthIndex, index_of
 from rollweave.core.mechanisms.lengths.work import ByWork, Rate, rate
+from rollweave.core.policy.scheduling import has_learned_pools, splits_turns
 from rollweave.core.policy.turn_times import (
     KEPT,
     KEPT_OF_DOMAINS,
@@ -38,7 +39,6 @@ from rollweave.core.policy.turn_times import (
 )
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Trajectory, Turn
-from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import StepTime, TurnDone
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
@@ -203,14 +203,9 @@ def compares_engines(run: Run) -> bool:
     return run.scheduling.assigns or run.config.allocation is not None
 
 
-def splits_turns(config: RunConfig) -> bool:
-    """True if there are engines for prompts alone."""
-    return any(group.phase == "prefill" for group in config.engines)
-
-
 def learns_pools(run: Run) -> bool:
-    """True if task domains move to the pools that serve them best."""
-    return run.config.rollout.affinity == "learned" and not run.state.serving
+    """True if task domains move to the pools that serve them best, in training."""
+    return has_learned_pools(run.config) and not run.state.serving
 
 
 def learn_turn(

@@ -1,7 +1,7 @@
 """Engines that compute prompts for others (RollArt §6.3; `phases/prompts`)."""
 
-from rollweave.core.mechanisms.costs.rates import splits_turns
 from rollweave.core.mechanisms.phases import prompts
+from rollweave.core.policy.scheduling import splits_turns
 from rollweave.core.run import Mechanism, TurnMove
 from rollweave.schema.events import PrefillDone, WorldLost
 

@@ -2,7 +2,6 @@
 of the engines (Heddle §5, §6).
 """
 
-from rollweave.core.mechanisms.costs.rates import splits_turns
 from rollweave.core.mechanisms.placement import (
     allocation,
     assignment,
@@ -12,16 +11,11 @@ from rollweave.core.mechanisms.placement import (
 )
 from rollweave.core.mechanisms.placement.dispatch import AssignedEngine
 from rollweave.core.mechanisms.placement.state import Placement
-from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.policy.scheduling import assigns, splits_turns
 from rollweave.core.run import Chooser, EngineMove, Mechanism, Run, TrainerMove, TurnMove
 from rollweave.core.state import Stage
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import MigrationDone, WorldLost
-
-
-def assigns(config: RunConfig) -> bool:
-    """True if trajectories are assigned to engines."""
-    return scheduling(config.rollout, config.ablation).assigns
 
 
 def used(config: RunConfig) -> bool:

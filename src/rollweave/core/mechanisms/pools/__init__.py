@@ -2,19 +2,13 @@
 
 from rollweave.core.mechanisms.pools import learning
 from rollweave.core.mechanisms.pools.state import NAME, Pools
+from rollweave.core.policy.scheduling import has_learned_pools
 from rollweave.core.run import Mechanism, TrainerMove, TurnMove
 from rollweave.core.state import Stage
-from rollweave.schema.config.root import RunConfig
-
-
-def used(config: RunConfig) -> bool:
-    """True if task domains move to the pools that serve them best."""
-    return config.rollout.affinity == "learned"
-
 
 MECHANISM = Mechanism(
     name=NAME,
-    used=used,
+    used=has_learned_pools,
     state=Pools,
     follows={
         Stage.INIT: learning.give_pool,
