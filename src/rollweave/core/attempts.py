@@ -13,7 +13,6 @@ consequences, within the same event.
 
 from collections.abc import Mapping
 
-from rollweave.core.policy.workers import worker_for
 from rollweave.core.run import AttemptOver, Run, TurnMove
 from rollweave.core.state import (
     Engine,
@@ -26,8 +25,6 @@ from rollweave.core.state import (
     Suspected,
     Trajectory,
     Turn,
-    Worker,
-    WorkerStatus,
 )
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import AbortTurn
@@ -47,10 +44,6 @@ LEGAL: Mapping[Stage, frozenset[Stage]] = {
     Stage.ENDED: frozenset({Stage.OVER}),
 }
 """Legal transitions between the stages of an attempt."""
-
-
-COMING = (WorkerStatus.STARTING, WorkerStatus.RETIRING, WorkerStatus.STOPPED)
-"""Statuses of workers that can be ready when they are needed."""
 
 
 def index_of(state: State, stage: Stage) -> dict[TrajectoryId, None] | None:
@@ -160,52 +153,6 @@ def abort(run: Run, trajectory: Trajectory, turn: Turn) -> None:
     )
 
 
-def choose_worker(run: Run) -> str | None:
-    """Return the worker for another attempt; "" if attempts run in the controller, None
-    if no worker can take it now.
-    """
-    workers = run.state.workers
-    if not workers:
-        return ""
-    ready = {
-        name: len(worker.attempts)
-        for name, worker in workers.items()
-        if worker.status is WorkerStatus.READY
-    }
-    awaited = sum(_is_awaited(run, worker) for worker in workers.values())
-    return worker_for(ready, awaited=awaited, at_once=run.config.rollout.max_running)
-
-
-def _is_awaited(run: Run, worker: Worker) -> bool:
-    """True if the worker should get its share of the attempts once it is ready: when
-    it starts for the first time or, if their number changes, when attempts need it.
-    """
-    if run.config.workers.elastic:
-        return worker.status in COMING
-    return worker.status is WorkerStatus.STARTING and not worker.epoch
-
-
-def enter_worker(run: Run, trajectory: Trajectory, worker: str) -> None:
-    """Record that the worker runs the attempt."""
-    trajectory.worker = worker
-    if worker:
-        run.state.workers[worker].attempts[trajectory.id] = None
-
-
-def forgive_worker(run: Run, trajectory: Trajectory) -> None:
-    """Forget earlier restarts of the attempt's worker, which has done work since."""
-    worker = run.state.workers.get(trajectory.worker)
-    if worker is not None:
-        worker.restarts = 0
-
-
-def _leave_worker(run: Run, trajectory: Trajectory) -> None:
-    worker = run.state.workers.get(trajectory.worker)
-    if worker is not None:
-        worker.attempts.pop(trajectory.id, None)
-    trajectory.worker = ""
-
-
 def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """Count the end of the attempt, once, if it was launched."""
     if trajectory.launched:
@@ -221,7 +168,6 @@ def note_failure(run: Run, reason: StopReason, failure: str) -> None:
 def score(run: Run, trajectory: Trajectory, stop: StopReason) -> None:
     """The attempt is scored: record it, and post the fact."""
     count_stop(run, trajectory, stop)
-    _leave_worker(run, trajectory)
     move(run, trajectory, Stage.SCORED)
     run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=stop, scored=True))
 
@@ -235,6 +181,5 @@ def end(run: Run, trajectory: Trajectory, reason: StopReason, *, repeated: bool)
     if not run.state.last_failure:
         note_failure(run, reason, "")
     count_stop(run, trajectory, reason)
-    _leave_worker(run, trajectory)
     move(run, trajectory, Stage.OVER)
     run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=reason, repeated=repeated))

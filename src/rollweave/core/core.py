@@ -43,15 +43,18 @@ buffered (`groups`), the trainer takes a batch (`training`), publishes its weigh
 engines load them (`weight_updates`). How far rollouts run ahead, and when engines
 update, is one `Pacing` (`core/pacing`). `examples/one_step.py` drives these by hand.
 
-Mechanisms (`core/mechanisms`) are what not every run needs: each has its state (a part
-of the snapshot), handlers, steps, invariants and waits in a room of its own, and the
-kernel imports none. Its hooks are fields of `run.Mechanism`: `follows` names moves of
-records at which it is called (an attempt's new stage, a turn that an engine gets or has
-answered, an engine that has joined, a step that is trained); `pacing`, `carrier` and
-`choose_engine` take the place of a decision of the kernel; `waits` and `check` are for
-viewers and tests. Hooks of one move run in the order of `mechanisms.MECHANISMS`, which
-is the order of their commands. What a configuration does not use is not in its run: no
-field, no call.
+Mechanisms (`core/mechanisms`) are what a step can be trained without: each has its
+state (a part of the snapshot), handlers, steps, invariants and waits in a room of its
+own, and the kernel imports none. Its hooks are fields of `run.Mechanism`: `follows`
+names moves of records at which it is called (an attempt's new stage, a turn that an
+engine gets or has answered, an engine that has joined or failed, a step that is
+trained); `pacing`, `carrier`, `choose_engine` and `choose_worker` take the place of a
+decision of the kernel; `waits` and `check` are for viewers and tests. Hooks of one move
+run in the order of `mechanisms.MECHANISMS`, which is the order of their commands. What
+a configuration does not use is not in its run: no field, no call. Two mechanisms are in
+every run, and act only when engines fail, join or leave.
+
+Readers (`core/reading`) look at the state, and change nothing; the kernel imports none.
 
 Deadlines are checked by a timer that the core sets itself (`SetTimer`): every wait has
 an owner and a limit (`core/watchdog`). `Core.check` verifies all invariants, for tests.
@@ -78,9 +81,7 @@ class Core(Kernel):
     mechanisms = MECHANISMS
 
     def status(self, now: float, waits: Iterable[Wait] = ()) -> RunStatus:
-        """Return what works at time `now`, and what waits for what. `waits` are those
-        for components (`reading/waits`).
-        """
+        """Return what works at time `now`, and what waits: `waits`, and others."""
         return status(self._run, now, waits)
 
     def waits(

@@ -294,9 +294,7 @@ def _give_up_suspended(run: Run, why: str) -> None:
     suspended = run.state.evaluations.suspended
     assert suspended is not None, "the caller has seen one"
     run.warn(
-        "evaluation",
-        f"of version {suspended.version} abandoned: {why}",
-        count="evaluation_lost",
+        "evaluation", f"of version {suspended.version} abandoned: {why}", count="evaluation_lost"
     )
     _drop_suspended(run)
 

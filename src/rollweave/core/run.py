@@ -250,14 +250,7 @@ class TrainerMove(enum.Enum):
 Move = Stage | GroupStatus | TurnMove | EngineMove | HostMove | TrainerMove
 """A move of an attempt, a group, a turn, an engine, a host or the trainer."""
 
-MOVES: tuple[Move, ...] = (
-    *Stage,
-    *GroupStatus,
-    *TurnMove,
-    *EngineMove,
-    *HostMove,
-    *TrainerMove,
-)
+MOVES: tuple[Move, ...] = (*Stage, *GroupStatus, *TurnMove, *EngineMove, *HostMove, *TrainerMove)
 
 Handler = Callable[["Run", Any], None]
 """Handles one kind of event."""
@@ -293,7 +286,10 @@ class Mechanism:
     """Takes the place of the trainer's memory, from which engines load weights."""
     choose_engine: "Callable[[RunConfig], Chooser | None]" = lambda _: None
     """Returns what takes the place of the kernel's choice of engines, if anything."""
-
+    choose_worker: "Callable[[Run], str | None] | None" = None
+    """Returns the worker for another attempt, "" for the controller; None if no worker
+    can take it now. It takes the place of the controller, which runs all attempts.
+    """
     follows: Mapping[Move, Callable[..., None]] = field(default_factory=dict)
     """The functions to call when a record has moved: an attempt or a group to a stage
     or status, a turn, an engine or the trainer in some way. They get the run, and what
@@ -341,10 +337,12 @@ class Run:
         }
         self._serving_pacing = self._training_pacing = pacing
         self.chooser, self.carrier = chooser, Carrier()
+        self.choose_worker: Callable[[Run], str | None] = lambda _: ""
         for one in self.mechanisms:
             self._training_pacing = one.pacing or self._training_pacing
             self.chooser = one.choose_engine(config) or self.chooser
             self.carrier = one.carrier or self.carrier
+            self.choose_worker = one.choose_worker or self.choose_worker
         # what mechanisms derive from the state, by its type; no part of a snapshot
         self.derived: dict[type, Any] = {}
         self.rules = rules

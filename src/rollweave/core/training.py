@@ -7,13 +7,7 @@ their groups back (docs/decisions/0007), even if the last checkpoint turns out t
 damaged. A version is published once its step is complete.
 """
 
-from rollweave.core import (
-    continuation,
-    evaluation,
-    groups,
-    lifecycle,
-    weights,
-)
+from rollweave.core import continuation, evaluation, groups, lifecycle, weights
 from rollweave.core.policy.checkpoints import CHECKPOINT_S, checkpoint_is_due
 from rollweave.core.policy.staleness import acceptable, staleness
 from rollweave.core.run import Run, TrainerMove
@@ -187,10 +181,7 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
     for measured in event.ratios:
         if measured.id in state.buffer:
             group = state.groups[measured.id]
-            group.ratio, group.ratio_publication_id = (
-                measured.ratio,
-                state.publication.id,
-            )
+            group.ratio, group.ratio_publication_id = measured.ratio, state.publication.id
     _enter(run, TrainerStatus.IDLE)
 
 

@@ -13,13 +13,7 @@ from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Failure, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import (
-    CancelTrajectory,
-    Evict,
-    StartEval,
-    StartInit,
-    StartRun,
-)
+from rollweave.schema.commands import CancelTrajectory, Evict, StartEval, StartInit, StartRun
 from rollweave.schema.events import (
     AttemptDelayed,
     EnvReady,
@@ -39,7 +33,6 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
         trajectory.prompt_tokens = trajectory.context_tokens = event.prompt_tokens
         move(run, trajectory, Stage.RUN)
         _learn_passed(run, trajectory, Stage.INIT)
-        attempts.forgive_worker(run, trajectory)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
 
 
@@ -241,7 +234,7 @@ def start_inits(run: Run) -> None:
         trajectory = state.trajectories[first]
         group = state.groups[trajectory.group_id]
         assert group.task is not None, "members are made when the task is known"
-        worker = attempts.choose_worker(run)
+        worker = run.choose_worker(run)
         if worker is None:
             return
         version = run.pacing.launch_version(run, trajectory, group.purpose)
@@ -258,7 +251,7 @@ def start_inits(run: Run) -> None:
                 state.counters.started += 1
             elif group.purpose is Purpose.EVAL:
                 state.counters.eval_started += 1
-        attempts.enter_worker(run, trajectory, worker)
+        trajectory.worker = worker
         move(run, trajectory, Stage.INIT)
         run.emit(
             StartInit(

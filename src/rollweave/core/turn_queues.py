@@ -89,11 +89,7 @@ class TurnQueues:
                 del self._numbers[engine_id]
 
     def count(
-        self,
-        engine_id: EngineId,
-        *,
-        but: TrajectoryId | None = None,
-        before: int | None = None,
+        self, engine_id: EngineId, *, but: TrajectoryId | None = None, before: int | None = None
     ) -> int:
         """Return how many turns wait for an engine, without that of the trajectory
         `but`; those that were queued before the arrival `before`, if given.

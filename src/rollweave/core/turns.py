@@ -74,10 +74,8 @@ def on_done(run: Run, event: TurnDone) -> None:
     engine.failures.consecutive_timeouts = engine.failures.returns = engine.failures.excused = 0
     engine.failures.unanswered = {}
     if run.state.serving:
-        engine.failures.restarts, engine.failures.doubted = (
-            0,
-            {},
-        )  # loaded weights reset these in training
+        # loaded weights reset these in training
+        engine.failures.restarts, engine.failures.doubted = 0, {}
     trajectory.turn, trajectory.engine = None, engine.id
     if not event.replayed:
         _count(run, trajectory, turn, event)

@@ -10,11 +10,7 @@ the version that is being evaluated. In mode decoupled each engine updates
 independently, and `mechanisms/versions/binding` decides when and to which version.
 """
 
-from rollweave.core import (
-    engines,
-    trajectories,
-    weights,
-)
+from rollweave.core import engines, trajectories, weights
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, EngineStatus
 from rollweave.schema.commands import LoadWeights, ResumeEngine, StageWeights, SuspendEngine
@@ -85,10 +81,8 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     if engine.version >= 0:
         # it has survived from one update to the next: earlier failures are forgiven
         engine.failures.restarts, engine.failures.doubted, engine.failures.moved = 0, {}, False
-        counted, staged = (
-            run.state.counters.weights,
-            engine.staging.staged_id == event.publication_id,
-        )
+        counted = run.state.counters.weights
+        staged = engine.staging.staged_id == event.publication_id
         counted.updates += 1
         counted.staged += staged
         _count_stop(run, engine, transfers=not staged)

@@ -59,11 +59,7 @@ def publish(run: Run, version: int, publication_id: int) -> None:
     """
     state = run.state
     publication = state.publication
-    publication.version, publication.id, publication.at = (
-        version,
-        publication_id,
-        run.now,
-    )
+    publication.version, publication.id, publication.at = version, publication_id, run.now
     keep = needed(run)
     publication.retained = {kept: publication.retained.get(kept, version) for kept in keep}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollweave.core.policy.retry import MAX_WORLDS_LOST, RETRYABLE, Failover, failover, try_again
+from rollweave.core.policy.retry import MAX_WORLDS_LOST, RETRYABLE, gives_up_host, try_again
 from rollweave.schema.work import TRAINABLE, StopReason
 
 
@@ -30,24 +30,7 @@ def test_only_failures_that_say_nothing_about_the_agent_are_tried_again() -> Non
         assert not try_again(reason, attempt=0, retries=2)
 
 
-@pytest.mark.parametrize(
-    ("restarts", "elsewhere", "expected"),
-    [
-        (0, 0, Failover.RESTART),
-        (2, 5, Failover.RESTART),
-        (3, 5, Failover.EVICT_MACHINE),
-        (4, 1, Failover.EVICT_MACHINE),
-        (3, 0, Failover.REMOVE_ENGINE),
-    ],
-)
-def test_a_machine_is_removed_after_its_restarts_if_others_can_continue(
-    restarts: int, elsewhere: int, expected: Failover
-) -> None:
-    assert failover(restarts=restarts, limit=3, elsewhere=elsewhere) is expected
-    followed = failover(restarts=restarts, limit=3, elsewhere=elsewhere, moved=True)
-    assert followed is (Failover.RESTART if restarts < 3 else Failover.REMOVE_ENGINE)
-
-
-def test_counts_of_failures_are_not_negative() -> None:
-    with pytest.raises(ValueError, match="restarts must be at least 0, got -1"):
-        failover(restarts=-1, limit=3, elsewhere=0)
+@pytest.mark.parametrize(("elsewhere", "expected"), [(5, True), (1, True), (0, False)])
+def test_a_host_is_given_up_if_others_can_continue(elsewhere: int, expected: bool) -> None:
+    assert gives_up_host(elsewhere=elsewhere, moved=False) is expected
+    assert not gives_up_host(elsewhere=elsewhere, moved=True)

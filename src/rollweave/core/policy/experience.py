@@ -103,11 +103,7 @@ def sample(
 
 
 def evict(
-    experiences: Sequence[Experience],
-    *,
-    strategy: EvictName | Rule,
-    version: int,
-    max_groups: int,
+    experiences: Sequence[Experience], *, strategy: EvictName | Rule, version: int, max_groups: int
 ) -> list[GroupId]:
     """Return the groups to evict, so that at most `max_groups` remain.
 

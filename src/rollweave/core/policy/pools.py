@@ -85,11 +85,7 @@ def unserved(config: RunConfig, empty: Iterable[EmptyPool]) -> list[EmptyPool]:
     are empty, too.
     """
     without = {pool.pool: pool for pool in empty}
-    named = (
-        config.trainer.pool,
-        config.workers.pool,
-        *(group.pool for group in config.engines),
-    )
+    named = (config.trainer.pool, config.workers.pool, *(group.pool for group in config.engines))
     needed = {
         pool
         for pool in named

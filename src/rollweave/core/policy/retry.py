@@ -2,8 +2,6 @@
 and what is removed if that does not help.
 """
 
-import enum
-
 from rollweave.schema.work import StopReason
 
 RETRYABLE = frozenset(
@@ -78,26 +76,13 @@ due to a long turn, two mean that the engine is stuck.
 """
 
 
-class Failover(enum.Enum):
-    RESTART = "restart"  # the engine, in place
-    REMOVE_ENGINE = "remove_engine"
-    EVICT_MACHINE = "evict_machine"  # with its relay and all its engines
+def gives_up_host(*, elsewhere: int, moved: bool) -> bool:
+    """Return whether the host of an engine is given up, with its relay and all its
+    engines, since the engine has failed too often (Laminar §3.3).
 
-
-def failover(*, restarts: int, limit: int, elsewhere: int, moved: bool = False) -> Failover:
-    """Decide about an engine that has failed, after `restarts` that did not help
-    (Laminar §3.3).
-
-    Below `limit` restarts, it is restarted. After that the fault is attributed to its
-    machine, which is removed as a whole, so that nothing else fails on it. In two cases
-    only the engine is removed: if no engine serves `elsewhere`, on other machines, so
-    that what still works on this one must stay; and if the engine has `moved` here from
-    a machine that was removed for its failures, so that the engine itself is at fault.
-    Raises ValueError for negative counts.
+    The fault is attributed to the host, so that nothing else fails on it. In two cases
+    only the engine is removed: if no engine serves `elsewhere`, on other hosts, so that
+    what still works on this one must stay; and if the engine has `moved` here from a
+    host that was given up for its failures, so that the engine itself is at fault.
     """
-    for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):
-        if count < 0:
-            raise ValueError(f"{name} must be at least 0, got {count}")
-    if restarts < limit:
-        return Failover.RESTART
-    return Failover.EVICT_MACHINE if elsewhere and not moved else Failover.REMOVE_ENGINE
+    return elsewhere > 0 and not moved

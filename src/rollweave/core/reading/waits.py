@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from rollweave.core.policy.waiting import Wait
 from rollweave.core.run import Run
-from rollweave.core.state import (
-    Engine,
-    EngineStatus,
-    Phase,
-    State,
-    WorkerStatus,
-)
+from rollweave.core.state import Engine, EngineStatus, Phase, State
 from rollweave.core.state import TrainerStatus as Status
 from rollweave.core.turns import RESTS
 
@@ -40,18 +34,6 @@ def waits(
     for mechanism in run.mechanisms:
         if mechanism.waits is not None:
             yield from mechanism.waits(run, received, start_s)
-    for worker in state.workers.values():
-        name = f"worker {worker.id}"
-        if worker.status is WorkerStatus.STARTING:
-            where = on_host(state, worker.host)
-            yield Wait(
-                component=f"{name}{where}", what="starting", since=worker.since, limit_s=start_s
-            )
-        elif worker.status is WorkerStatus.UNPLACED:
-            yield Wait(component=name, what="no host has a place for it", since=worker.since)
-        elif worker.status is WorkerStatus.DRAINING and len(state.workers) == 1:
-            what = f"ending {len(worker.attempts)} attempts before it moves to another host"
-            yield Wait(component=name, what=what, since=worker.since)
     if count := len(state.hosts.unplaced):
         what = f"no host has a place for {count} of the engines"
         yield Wait(component="another host", what=what)

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.cluster.workers import worker_for
 from rollweave.core.policy.retry import MAX_WORLDS_LOST
-from rollweave.core.policy.workers import worker_for
 from rollweave.core.state import Stage, WorkerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e

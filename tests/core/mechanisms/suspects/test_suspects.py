@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rollweave.core import dispatching, engines, watchdog
-from rollweave.core.mechanisms.membership import losing
-from rollweave.core.mechanisms.suspects.losses import acquit
-from rollweave.core.mechanisms.suspects.policy import MOST_EXCUSED
+from rollweave.core.mechanisms.membership import joining
+from rollweave.core.mechanisms.suspects import MOST_EXCUSED, acquit
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, OnEngine, Suspicion
 from rollweave.record.journal import Replay, RunJournal
@@ -205,7 +204,7 @@ def test_turns_are_no_suspects_where_they_cannot_be_to_blame(why: str) -> None:
     if why == "borrowed":
         engine.lender = "serving"
     if why == "its host is gone":
-        losing.displace(run, engine, "the host is lost")
+        joining.displace(run, engine, "the host is lost")
     else:
         engines.restart(run, engine, "lost: killed", lost=True)
     assert suspects_of(run) == []

@@ -4,6 +4,7 @@ from rollweave.core.mechanisms.cluster import hosts, scaling, workers
 from rollweave.core.mechanisms.cluster.check import check
 from rollweave.core.mechanisms.cluster.state import NAME, Cluster
 from rollweave.core.run import Mechanism, Run
+from rollweave.core.state import Stage
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 
@@ -43,5 +44,13 @@ MECHANISM = Mechanism(
         "start attempts": scaling.resize,
         "attempt deadlines": workers.check_timeouts,
     },
+    choose_worker=workers.choose,
+    follows={
+        Stage.INIT: workers.entered,
+        Stage.RUN: workers.worked,
+        Stage.SCORED: workers.left,
+        Stage.OVER: workers.left,
+    },
+    waits=workers.waits,
     check=check,
 )

@@ -1,7 +1,7 @@
 """Hosts that join and that are lost (RollArt §8).
 
 With several hosts there is a relay on each. The loss of a host, or its end after
-repeated failures (`membership/losing`), ends its relay, its engines and, if one of the
+repeated failures (`membership/joining`), ends its relay, its engines and, if one of the
 trainer's ranks was there, the trainer. Other engines take the place of the lost ones,
 on other hosts as long as there is room; they move to the next host that joins, once
 they may drain. Engines without a place start there, too. The trainer starts again from
@@ -19,7 +19,7 @@ that many again.
 from rollweave.core import training
 from rollweave.core.mechanisms.cluster import workers
 from rollweave.core.mechanisms.cluster.state import Cluster
-from rollweave.core.mechanisms.membership import bindings, joining, losing, members
+from rollweave.core.mechanisms.membership import bindings, joining, members
 from rollweave.core.run import HostMove, Run
 from rollweave.core.state import Phase
 from rollweave.schema.base import EngineId
@@ -56,7 +56,7 @@ def on_lost(run: Run, event: HostLost) -> None:
     host = run.state.hosts.up.get(event.host)
     if host is not None and run.state.phase is not Phase.FINISHED:
         reason = f"{_name(host)} is lost: {event.error}"
-        losing.evict(run, event.host, reason, returns=True)
+        joining.evict(run, event.host, reason, returns=True)
 
 
 def advance(run: Run) -> None:
@@ -80,7 +80,7 @@ def _give_way(run: Run) -> None:
     them elsewhere.
     """
     for engine in bindings.engines_in_the_way(run.config, run.state):
-        losing.displace(run, engine, "the trainer needs its GPU", returns=True)
+        joining.displace(run, engine, "the trainer needs its GPU", returns=True)
 
 
 def _trainer_is_cut_off(run: Run) -> bool:

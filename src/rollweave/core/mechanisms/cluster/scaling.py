@@ -37,10 +37,7 @@ def resize(run: Run) -> None:
     )
     part.target = max(wanted.first, part.peaks[0].workers)
     here = [worker for worker in state.workers.values() if worker.status not in GONE]
-    sleeping = [
-        *_having(state, WorkerStatus.RETIRING),
-        *_having(state, WorkerStatus.STOPPED),
-    ]
+    sleeping = [*_having(state, WorkerStatus.RETIRING), *_having(state, WorkerStatus.STOPPED)]
     for worker in sleeping[: max(0, part.target - len(here))]:
         workers.wake(run, worker)
     here.reverse()  # of equal ones, the last retires

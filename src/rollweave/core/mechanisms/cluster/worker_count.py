@@ -32,10 +32,7 @@ def observe(peaks: Sequence[Peak], need: int, *, now: float, window_s: float) ->
 
     Each need lasts from its observation to the next one. Times must not decrease.
     """
-    lasting = [
-        *peaks[:-1],
-        *(Peak(workers=peak.workers, until=now) for peak in peaks[-1:]),
-    ]
+    lasting = [*peaks[:-1], *(Peak(workers=peak.workers, until=now) for peak in peaks[-1:])]
     return [
         *(peak for peak in lasting if peak.workers > need and peak.until >= now - window_s),
         Peak(workers=need, until=now),

@@ -13,18 +13,23 @@ is no need retires: it stops once its attempts are over, unless it is needed aga
 before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rollweave.core import attempts, continuation, trajectories
 from rollweave.core.mechanisms.cluster.state import Cluster
 from rollweave.core.mechanisms.membership import bindings
+from rollweave.core.policy.waiting import Wait
+from rollweave.core.reading.waits import on_host
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Phase, State, Worker, WorkerStatus
+from rollweave.core.state import ALIVE, Phase, State, Trajectory, Worker, WorkerStatus
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import RemoveWorker, RestartWorker
 from rollweave.schema.config.cluster import WorkersConfig
 from rollweave.schema.events import WorkerJoined, WorkerLost, WorkerSlot
 from rollweave.schema.work import StopReason
+
+COMING = (WorkerStatus.STARTING, WorkerStatus.RETIRING, WorkerStatus.STOPPED)
+"""Statuses of workers that can be ready when they are needed."""
 
 PROCESSLESS = (WorkerStatus.UNPLACED, WorkerStatus.FAILED, WorkerStatus.STOPPED)
 """Statuses in which a worker has no process."""
@@ -40,6 +45,66 @@ def start(run: Run, slots: tuple[WorkerSlot, ...]) -> None:
         state.workers.setdefault(name, stopped)
     part = run.part(Cluster).scaling
     part.peaks, part.target = [], wanted.first
+
+
+def choose(run: Run) -> str | None:
+    """Return the worker for another attempt; None if no worker can take it now."""
+    workers = run.state.workers
+    if not workers:
+        return ""
+    ready = {
+        name: len(worker.attempts)
+        for name, worker in workers.items()
+        if worker.status is WorkerStatus.READY
+    }
+    awaited = sum(_is_awaited(run, worker) for worker in workers.values())
+    return worker_for(ready, awaited=awaited, at_once=run.config.rollout.max_running)
+
+
+def worker_for(attempts: Mapping[str, int], *, awaited: int, at_once: int) -> str | None:
+    """Return the worker with the fewest attempts, the first of equal ones; None if
+    there is none, or if each has its share.
+
+    While `awaited` other workers start for the first time, a worker takes only its
+    share of the `at_once` attempts that may run; otherwise the first that is ready
+    would take all of them.
+    """
+    chosen = min(attempts, key=attempts.__getitem__, default=None)
+    if chosen is None or not awaited:
+        return chosen
+    share = -(-at_once // (len(attempts) + awaited))
+    return chosen if attempts[chosen] < share else None
+
+
+def _is_awaited(run: Run, worker: Worker) -> bool:
+    """True if the worker should get its share of the attempts once it is ready: when
+    it starts for the first time or, if their number changes, when attempts need it.
+    """
+    if run.config.workers.elastic:
+        return worker.status in COMING
+    return worker.status is WorkerStatus.STARTING and not worker.epoch
+
+
+def entered(run: Run, trajectory: Trajectory) -> None:
+    """Record that its worker runs the attempt."""
+    worker = run.state.workers.get(trajectory.worker)
+    if worker is not None:
+        worker.attempts[trajectory.id] = None
+
+
+def worked(run: Run, trajectory: Trajectory) -> None:
+    """Forget earlier restarts of the attempt's worker, which has done work since."""
+    worker = run.state.workers.get(trajectory.worker)
+    if worker is not None:
+        worker.restarts = 0
+
+
+def left(run: Run, trajectory: Trajectory) -> None:
+    """Record that the attempt is over."""
+    worker = run.state.workers.get(trajectory.worker)
+    if worker is not None:
+        worker.attempts.pop(trajectory.id, None)
+    trajectory.worker = ""
 
 
 def on_joined(run: Run, event: WorkerJoined) -> None:
@@ -244,3 +309,20 @@ def _begin(run: Run, worker: Worker, reason: str, *, moves: bool = False) -> Non
     run.emit(
         RestartWorker(worker_id=worker.id, host=worker.host, epoch=worker.epoch, reason=reason)
     )
+
+
+def waits(run: Run, _received: Mapping[str, tuple[int, int]], start_s: float) -> Iterator[Wait]:
+    """Yield the present waits for workers."""
+    state = run.state
+    for worker in state.workers.values():
+        name = f"worker {worker.id}"
+        if worker.status is WorkerStatus.STARTING:
+            where = on_host(state, worker.host)
+            yield Wait(
+                component=f"{name}{where}", what="starting", since=worker.since, limit_s=start_s
+            )
+        elif worker.status is WorkerStatus.UNPLACED:
+            yield Wait(component=name, what="no host has a place for it", since=worker.since)
+        elif worker.status is WorkerStatus.DRAINING and len(state.workers) == 1:
+            what = f"ending {len(worker.attempts)} attempts before it moves to another host"
+            yield Wait(component=name, what=what, since=worker.since)

@@ -30,13 +30,7 @@ from rollweave.core.mechanisms.lengths.estimates import recent_lengths
 from rollweave.core.mechanisms.lengths.index import LengthIndex, index_of
 from rollweave.core.mechanisms.lengths.work import ByWork, Rate, rate
 from rollweave.core.policy.scheduling import has_learned_pools, splits_turns
-from rollweave.core.policy.turn_times import (
-    KEPT,
-    KEPT_OF_DOMAINS,
-    TurnTime,
-    TurnTimes,
-    step_times,
-)
+from rollweave.core.policy.turn_times import KEPT, KEPT_OF_DOMAINS, TurnTime, TurnTimes, step_times
 from rollweave.core.run import EngineMove, Run
 from rollweave.core.state import Engine, Trajectory, Turn
 from rollweave.schema.events import StepTime, TurnDone

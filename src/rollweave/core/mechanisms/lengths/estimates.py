@@ -160,9 +160,7 @@ def _harvest(run: Run, trajectory: Trajectory, output_tokens: int | None) -> Non
     if work.prediction_requested_for >= 0:
         run.emit(
             Harvest(
-                trajectory_id=trajectory.id,
-                attempt=trajectory.attempt,
-                output_tokens=output_tokens,
+                trajectory_id=trajectory.id, attempt=trajectory.attempt, output_tokens=output_tokens
             )
         )
         work.prediction_requested_for = work.predicted_at_turn = -1

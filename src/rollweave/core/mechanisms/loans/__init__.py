@@ -1,9 +1,35 @@
-"""Engines that the run borrows from serving engines (ROSE §4; `loans/borrowing`)."""
+"""Serving engines that the run borrows: which ones, and for how long (ROSE §4).
 
-from rollweave.core.mechanisms.loans import borrowing
-from rollweave.core.run import Mechanism
+A borrowed engine is an engine like any other. It joins in the middle of a step, loads
+weights while the run's own engines continue, takes turns only with weights that are at
+least as new as theirs (`core/fleet`), and leaves at once when its lender asks for it:
+its turns continue elsewhere. It is never restarted: another lender takes its place.
+
+Invariants: a lender has at most one engine of the run, and no group has
+more engines than it may borrow.
+"""
+
+import math
+
+import msgspec
+
+from rollweave.core import dispatching, turns
+from rollweave.core.mechanisms.membership import joining, members
+from rollweave.core.policy.borrowing import LEASE_S, must_return, to_borrow
+from rollweave.core.run import Mechanism, Run
+from rollweave.core.state import Engine, Phase
+from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import LendersReported
+from rollweave.schema.events import EngineSlot, LendersReported
+
+BUSY = "serving"
+"""The reason why a borrowed engine takes no turns: serving needs all of it."""
+
+
+class Loans(msgspec.Struct):
+    """The part of the state."""
+
+    engines: dict[EngineId, float] = {}  # when its lender was last reported as lent to the run
 
 
 def used(config: RunConfig) -> bool:
@@ -11,11 +37,94 @@ def used(config: RunConfig) -> bool:
     return any(group.borrowed for group in config.engines)
 
 
+def on_reported(run: Run, event: LendersReported) -> None:
+    """Renew leases, give back what must be, and borrow what may be."""
+    if run.state.phase is not Phase.RUNNING:
+        return
+    name = run.config.run.name
+    known = {lender.name: lender for lender in event.lenders}
+    for engine in _borrowed(run):
+        reason = must_return(engine.lender, event.lenders, run=name)
+        if reason:
+            give_back(run, engine, reason)
+            continue
+        lender = known.get(engine.lender)
+        if lender is None:
+            continue
+        if lender.lent_to == name:
+            run.part(Loans).engines[engine.id] = run.now
+        if lender.takes and engine.barred.pop(BUSY, None) is not None:
+            run.fleet_changed()
+        elif not lender.takes and BUSY not in engine.barred:
+            engine.barred[BUSY] = math.inf
+            run.fleet_changed()
+            dispatching.requeue_from(run, engine)
+    for number, group in enumerate(run.config.engines):
+        if not group.borrowed:
+            continue
+        held = [engine.lender for engine in _borrowed(run) if engine.seat.group == number]
+        others = [engine.lender for engine in _borrowed(run) if engine.seat.group != number]
+        for lender_name in to_borrow(
+            [lender for lender in event.lenders if lender.name not in others],
+            held=held,
+            most=group.count,
+        ):
+            slot = EngineSlot(
+                id=members.next_id(run.state), degree=group.degree, group=number, lender=lender_name
+            )
+            if joining.start(run, slot):
+                run.part(Loans).engines[slot.id] = run.now
+
+
+def check_leases(run: Run) -> None:
+    """Give back the engines whose lenders have not been heard of for too long."""
+    for engine in _borrowed(run):
+        if run.now - run.part(Loans).engines.get(engine.id, 0.0) > LEASE_S:
+            give_back(run, engine, f"its lender was not heard of for {LEASE_S:g} s")
+
+
+def give_back(run: Run, engine: Engine, reason: str) -> None:
+    """Take all turns from the engine, and remove it."""
+    if engine.leaving:
+        return
+    run.warn(engine.id, f"given back to {engine.lender}: {reason}", count="engine_given_back")
+    for trajectory_id in engine.active:  # its turns continue with what they have
+        turn = run.state.trajectories[trajectory_id].open_turn
+        turn.returned_with = engine.publication_id
+    engine.leaving = True
+    joining.drain(run, engine)
+    turns.recall_all(run, engine)
+
+
+def _borrowed(run: Run) -> list[Engine]:
+    return [engine for engine in run.state.engines.values() if engine.lender]
+
+
+def check(run: Run) -> None:
+    """Assert that no group has more engines than it may borrow, and that these have new
+    weights when they take turns.
+    """
+    engines = [engine for engine in run.state.engines.values() if engine.lender]
+    lenders = [engine.lender for engine in engines]
+    assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
+    for number, group in enumerate(run.config.engines):
+        held = [engine for engine in engines if engine.seat.group == number]
+        assert not held or (group.borrowed and len(held) <= group.count), (
+            f"{len(held)} engines of group {number} are borrowed"
+        )
+    for engine in engines:
+        load = run.fleet.loads.get(engine.id)
+        newest = run.fleet.version
+        assert load is None or newest is None or engine.version >= newest, (
+            f"{engine.id} takes turns with stale weights"
+        )
+
+
 MECHANISM = Mechanism(
     name="loans",
     used=used,
-    state=borrowing.Loans,
-    handlers={LendersReported: borrowing.on_reported},
-    steps={"rests": borrowing.check_leases},
-    check=borrowing.check,
+    state=Loans,
+    handlers={LendersReported: on_reported},
+    steps={"rests": check_leases},
+    check=check,
 )

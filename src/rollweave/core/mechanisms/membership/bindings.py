@@ -190,9 +190,7 @@ def engines_in_the_way(config: RunConfig, state: State) -> list[Engine]:
 
 
 def _within_limits(
-    hosts: Iterable[HostSlot],
-    bound: Iterable[Binding],
-    limits: Mapping[int, Mapping[int, int]],
+    hosts: Iterable[HostSlot], bound: Iterable[Binding], limits: Mapping[int, Mapping[int, int]]
 ) -> list[HostSlot]:
     """Return the hosts without the devices that have as many processes as their limit.
     That of a host which has joined later is the highest of all limits. Without limits,

@@ -1,4 +1,4 @@
-"""Engines that join and leave during a run.
+"""Engines that join and leave during a run, and those that lose their places.
 
 Invariant: an engine that was withdrawn is gone in later worlds, too, and one that has
 joined returns in them.
@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from rollweave.core import dispatching, engines, turns
 from rollweave.core.mechanisms.membership import bindings, members
-from rollweave.core.run import Run
-from rollweave.core.state import Engine, Phase, State, Unplaced
+from rollweave.core.policy.retry import gives_up_host
+from rollweave.core.run import HostMove, Run
+from rollweave.core.state import Engine, EngineStatus, Phase, State, Unplaced
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import StartEngine
 from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn
@@ -67,42 +68,32 @@ def add(run: Run, slot: EngineSlot, *, joined: bool = False) -> None:
 
 def place(run: Run, slot: EngineSlot, engine: Unplaced) -> None:
     """Start an engine that had no place; it waits again if there is still none."""
-    state, joined, moved = run.state, engine.joined, engine.moved
-    placed = bindings.bind_engine(run.config, state, slot)
-    if placed is None:
-        state.hosts.unplaced.append(engine)
-        return
-    slot = placed
-    _start(run, slot, joined=joined, moved=moved)
+    if not start(run, slot, joined=engine.joined, moved=engine.moved):
+        run.state.hosts.unplaced.append(engine)
 
 
-def borrow(run: Run, slot: EngineSlot) -> bool:
-    """Start an engine on a lender; False if none of the run's hosts can have it."""
-    placed = bindings.bind_engine(run.config, run.state, slot)
+def start(run: Run, slot: EngineSlot, *, joined: bool = False, moved: bool = False) -> bool:
+    """Start an engine; False if none of the run's hosts can have it."""
+    state, placed = run.state, bindings.bind_engine(run.config, run.state, slot)
     if placed is None:
         return False
-    _start(run, placed)
-    return True
-
-
-def _start(run: Run, slot: EngineSlot, *, joined: bool = False, moved: bool = False) -> None:
-    state, engine = run.state, engines.new(run, slot)
-    state.engines[slot.id] = engine
+    engine = state.engines[placed.id] = engines.new(run, placed)
     _mark(run, engine, joined=joined)
     engine.failures.moved = moved
     if not state.serving:  # a service's engines are not numbered
-        state.membership.next_number = members.number_of(slot.id) + 1
+        state.membership.next_number = members.number_of(placed.id) + 1
     run.fleet_changed()
     run.emit(
         StartEngine(
-            engine_id=slot.id,
-            degree=slot.degree,
-            group=slot.group,
-            host=slot.host,
-            devices=slot.devices,
-            lender=slot.lender,
+            engine_id=placed.id,
+            degree=placed.degree,
+            group=placed.group,
+            host=placed.host,
+            devices=placed.devices,
+            lender=placed.lender,
         )
     )
+    return True
 
 
 def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
@@ -169,3 +160,120 @@ def _count_departure(state: State, engine: Engine) -> None:
     state.counters.engines_left += 1
     if not (engine.joined or engine.lender):
         state.membership.withdrawn.append(engine.id)
+
+
+# Engines and ranks of the trainer that lose their places: they start where there is
+# room, or wait for a host.
+
+
+def given_up(run: Run, engine: Engine, reason: str) -> None:
+    """Give up the host of an engine that has failed too often, if others can continue
+    (Laminar §3.3).
+    """
+    failures, host = engine.failures, engine.seat.host
+    if gives_up_host(elsewhere=_serving_elsewhere(run, host), moved=failures.moved):
+        failures.moved = True
+        evict(run, host, f"engine {engine.id} failed {failures.restarts} times; last: {reason}")
+
+
+def _serving_elsewhere(run: Run, host: int) -> int:
+    """Return the number of engines on other hosts that have weights; 0 without
+    relays.
+    """
+    if not run.carrier.relayed(run):
+        return 0
+    others = [engine for engine in run.state.engines.values() if engine.seat.host != host]
+    return sum(engine.version >= 0 and not engine.departing for engine in others)
+
+
+def evict(run: Run, host: int, reason: str, *, returns: bool = False) -> None:
+    """Give up a host, with its relay and all its engines, which are started
+    elsewhere.
+
+    Relays that fetch weights from it find another source. A host `returns` if it may
+    join again, as a lost one may.
+    """
+    state = run.state
+    run.warn(f"host {host}", f"given up: {reason}", count="host_evicted")
+    state.hosts.up.pop(host, None)
+    run.follow(HostMove.GIVEN_UP, host, reason)
+    for engine in [engine for engine in state.engines.values() if engine.seat.host == host]:
+        displace(run, engine, f"host {host} was given up: {reason}", returns=returns)
+
+
+def displace(run: Run, engine: Engine, reason: str, *, returns: bool = False) -> None:
+    """Remove an engine that has lost its place; unless it was departing, it
+    starts elsewhere. It waits for a host that `returns`, if there is no place.
+    """
+    if not (engine.departing or engine.lender):
+        run.state.hosts.unplaced.append(
+            Unplaced(
+                degree=engine.seat.degree,
+                group=engine.seat.group,
+                joined=engine.joined,
+                moved=engine.failures.moved,
+                returns=returns,
+            )
+        )
+    turns.fail_all(run, engine, reason, abort=True)
+    engines.lose(run, engine, reason)
+
+
+def end_if_last(run: Run, engine: Engine, reason: str) -> None:
+    """End the run if the removed engine was the last one, unless another is planned,
+    has a place, or waits for a host that may return.
+    """
+    state = run.state
+    if state.serving or any(
+        engine.samples and not engine.lender for engine in state.engines.values()
+    ):
+        return
+    planned = state.membership.pending_degrees or any(
+        one.returns or _has_place(run, one)
+        for one in state.hosts.unplaced
+        if run.config.engines[one.group].phase != "prefill"
+    )
+    if not (planned and state.hosts.up):
+        state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
+
+
+def _has_place(run: Run, engine: Unplaced) -> bool:
+    slot = EngineSlot(id=EngineId(""), degree=engine.degree, group=engine.group)
+    return bindings.bind_engine(run.config, run.state, slot) is not None
+
+
+def place_trainer(run: Run, reason: str) -> None:
+    """Find a place for each of the trainer's ranks; else the trainer waits for a host,
+    and the watchdog bounds the wait.
+    """
+    state, trainer = run.state, run.state.trainer
+    ranks = bindings.bind_ranks(run.config, state)
+    if ranks or not state.hosts.ranks:
+        trainer.unplaced, state.hosts.ranks = "", ranks
+        return
+    if not trainer.unplaced:
+        run.warn("trainer", f"waits for a host with room: {reason}", count="trainer_unplaced")
+    trainer.unplaced = reason
+
+
+def check(run: Run) -> None:
+    """Assert that engine numbers are used once, that a leaving engine launches nothing,
+    and that the last engine of a training run stays.
+    """
+    state = run.state
+    if state.serving or state.phase is Phase.FINISHED:
+        return
+    engines = list(state.engines.values())
+    assert all(members.number_of(engine.id) < state.membership.next_number for engine in engines), (
+        state.membership.next_number
+    )
+    assert not {*state.membership.withdrawn} & state.engines.keys(), (
+        f"{state.membership.withdrawn} were withdrawn for good"
+    )
+    leaving = [engine for engine in engines if engine.leaving]
+    assert not leaving or members.remaining_engines(state, leaving[0]), (
+        f"all engines leave: {leaving}"
+    )
+    for engine in leaving:
+        assert not run.pacing.interchangeable or engine.draining, f"{engine} takes turns"
+        assert engine.status is not EngineStatus.STARTING or not engine.active, engine

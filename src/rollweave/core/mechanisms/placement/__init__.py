@@ -40,10 +40,7 @@ MECHANISM = Mechanism(
     state=Placement,
     choose_engine=_choose_engine,
     handlers={MigrationDone: transfers.on_done, WorldLost: transfers.on_world_lost},
-    steps={
-        "launch groups": allocation.advance,
-        "moves of trajectories": transfers.check_late,
-    },
+    steps={"launch groups": allocation.advance, "moves of trajectories": transfers.check_late},
     follows={
         Stage.EVAL_QUEUED: transfers.forget,
         Stage.OVER: transfers.forget,

@@ -60,12 +60,7 @@ def _tokens(run: Run, trajectory: Trajectory) -> float:
 
 
 def _site(
-    run: Run,
-    trajectory: Trajectory,
-    engine: Engine,
-    *,
-    ahead: int,
-    cached: Mapping[EngineId, int],
+    run: Run, trajectory: Trajectory, engine: Engine, *, ahead: int, cached: Mapping[EngineId, int]
 ) -> Site:
     turn, rate = trajectory.open_turn, costs_of(run, engine).rate
     context = turn.context_tokens + turn.output_tokens

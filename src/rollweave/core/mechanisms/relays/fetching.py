@@ -23,7 +23,7 @@ from bisect import insort
 from collections.abc import Mapping
 
 from rollweave.core import weights
-from rollweave.core.mechanisms.membership import losing
+from rollweave.core.mechanisms.membership import joining
 from rollweave.core.mechanisms.relays.state import (
     Fetch,
     Relay,
@@ -36,7 +36,6 @@ from rollweave.core.mechanisms.relays.state import (
     takes_versions,
 )
 from rollweave.core.policy.relay import join_at, sends_changes
-from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Carrier, Run
 from rollweave.core.state import Engine, Phase
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
@@ -202,13 +201,9 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
     state = run.state
     if state.phase is Phase.FINISHED:
         return
-    limit = run.config.watchdog.restarts
-    if failover(restarts=relay.restarts, limit=limit, elsewhere=0) is not Failover.RESTART:
-        losing.evict(
-            run,
-            relay.host,
-            f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}",
-        )
+    if relay.restarts >= run.config.watchdog.restarts:
+        text = f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}"
+        joining.evict(run, relay.host, text)
         return
     run.warn(relay.id, f"restarted: {reason}", count="relay_restarted")
     leave_chain(run, relay)

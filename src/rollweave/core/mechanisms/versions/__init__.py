@@ -24,9 +24,6 @@ MECHANISM = Mechanism(
     pacing=IndependentPacing(),
     handlers={WorldLost: binding.on_world_lost},
     steps={"moves of trajectories": consolidation.check_due},
-    follows={
-        Stage.QUEUED: binding.begin_attempt,
-        TrainerMove.PUBLISHED: consolidation.run_now,
-    },
+    follows={Stage.QUEUED: binding.begin_attempt, TrainerMove.PUBLISHED: consolidation.run_now},
     check=binding.check,
 )

@@ -11,13 +11,7 @@ has the paper's algorithm.
 
 from collections.abc import Sequence
 
-from rollweave.core.mechanisms.costs.placement import (
-    Groups,
-    Moves,
-    Path,
-    Placement,
-    Problem,
-)
+from rollweave.core.mechanisms.costs.placement import Groups, Moves, Path, Placement, Problem
 from rollweave.schema.base import Struct
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.core.mechanisms.suspects.policy import (
+from rollweave.core.mechanisms.suspects import (
     MOST_EXCUSED,
     engine_for_suspect,
     excuses,
