@@ -114,6 +114,7 @@ clean:
 
 figures: .venv/ready-test
 	$(BIN)/python docs/figures/packages.py src docs/figures/packages.svg
+	$(BIN)/python docs/figures/packages.py src docs/figures/core.svg rollweave.core
 
 # These pages as a site in build/site; only the installation needs the network.
 site: .venv/ready-docs

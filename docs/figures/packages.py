@@ -1,16 +1,19 @@
-"""Draw the packages of a source tree and their imports as an SVG figure.
+"""Draw the packages of a source tree, or the modules of its core, and their imports as
+an SVG figure.
 
     .venv/bin/python docs/figures/packages.py src docs/figures/packages.svg
+    .venv/bin/python docs/figures/packages.py src docs/figures/core.svg rollweave.core
 
 Packages stand on levels: a package stands one level above the highest one that it
 imports. A line leads from a package to each one that it imports; its width grows with
 the number of imports between their modules. An import between packages of one cycle is
-red.
+red. Mechanisms of the core have another color.
 """
 
 import collections
 import html
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import grimp
@@ -19,18 +22,30 @@ WIDTH, BOX, HEIGHT, MARGIN = 1000, (112, 30), 78, 40
 """Width of the figure, size of a box, distance of two levels, and margin, in pixels."""
 
 
-def imports_between(src: Path, root: str = "rollweave") -> collections.Counter[tuple[str, str]]:
-    """Count the imports between modules of two packages directly below `root`."""
+def imports_between(src: Path, parent: str) -> collections.Counter[tuple[str, str]]:
+    """Count the imports between the packages, or modules, directly below `parent`."""
     sys.path.insert(0, str(src))
-    graph = grimp.build_graph(root, cache_dir=None)
-    packages = {module for module in graph.find_children(root) if graph.find_children(module)}
+    graph = grimp.build_graph("rollweave", cache_dir=None)
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for module in graph.modules:
         for imported in graph.find_modules_directly_imported_by(module):
-            one, other = (".".join(name.split(".")[:2]) for name in (module, imported))
-            if one != other and {one, other} <= packages:
-                counts[one.split(".")[1], other.split(".")[1]] += 1
+            one, other = (box_of(name, parent, graph) for name in (module, imported))
+            if one and other and one != other:
+                counts[one, other] += 1
     return counts
+
+
+def box_of(module: str, parent: str, graph: grimp.ImportGraph) -> str:
+    """Return the name of the box in which a module stands; "" if there is none. Beside
+    packages single modules have none, and each mechanism of the core has its own.
+    """
+    if not module.startswith(f"{parent}."):
+        return ""
+    first, *rest = module.removeprefix(f"{parent}.").split(".")
+    if first == "mechanisms" and rest:
+        return rest[0]
+    is_package = bool(graph.find_children(f"{parent}.{first}"))
+    return first if is_package or parent != "rollweave" else ""
 
 
 def levels(names: set[str], counts: collections.Counter[tuple[str, str]]) -> dict[str, int]:
@@ -52,8 +67,10 @@ def levels(names: set[str], counts: collections.Counter[tuple[str, str]]) -> dic
     return level
 
 
-def drawn(counts: collections.Counter[tuple[str, str]]) -> str:
-    """Return the figure."""
+def drawn(counts: collections.Counter[tuple[str, str]], what: str, rooms: Container[str]) -> str:
+    """Return the figure. `what` names the contents of its boxes; `rooms` are boxes of
+    another color.
+    """
     names = {name for pair in counts for name in pair}
     level = levels(names, counts)
     rows = collections.defaultdict(list)
@@ -78,12 +95,13 @@ def drawn(counts: collections.Counter[tuple[str, str]]) -> str:
     for name, (x, y) in sorted(at.items()):
         parts.append(
             f'<rect x="{x - BOX[0] / 2:.0f}" y="{y - BOX[1] / 2:.0f}" width="{BOX[0]}" '
-            f'height="{BOX[1]}" rx="6" fill="#eef3f8" stroke="#345"/>'
+            f'height="{BOX[1]}" rx="6" fill="{"#f6ecd9" if name in rooms else "#eef3f8"}" '
+            f'stroke="#345"/>'
             f'<text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" '
             f'font-family="sans-serif" font-size="14" fill="#123">{html.escape(name)}</text>'
         )
     height = 2 * MARGIN + HEIGHT * top
-    title = f"{len(names)} packages, {len(counts)} arrows, {top + 1} levels"
+    title = f"{len(names)} {what}, {len(counts)} arrows, {top + 1} levels"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{title}"><title>{title}</title>'
@@ -91,6 +109,13 @@ def drawn(counts: collections.Counter[tuple[str, str]]) -> str:
     )
 
 
+def figure(src: Path, parent: str = "rollweave") -> str:
+    """Return the figure of what stands directly below `parent`."""
+    rooms = {path.name for path in src.joinpath(*parent.split("."), "mechanisms").glob("*/")}
+    what = "packages" if parent == "rollweave" else "modules and mechanisms"
+    return drawn(imports_between(src, parent), what, rooms)
+
+
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    Path(target).write_text(drawn(imports_between(source)), encoding="utf-8")
+    source, target, *parents = sys.argv[1:]
+    Path(target).write_text(figure(Path(source), *parents), encoding="utf-8")
