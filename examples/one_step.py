@@ -5,8 +5,6 @@ says in no time at all, and reports it with an event. A real world does the same
 engines, environments and a trainer (`rollweave/runtime/world.py`).
 """
 
-from collections import deque
-
 from rollweave.core.core import Core
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -22,6 +20,13 @@ CONFIG = {
     "engines": [{"count": 1}],
     "eval": {"final_episodes": 0},
 }
+
+ENGINE = EngineId("e0")
+BEGINNING: list[e.Event] = [  # an engine and the trainer have started
+    e.RunStarted(engines=(e.EngineSlot(id=ENGINE),)),
+    e.EngineJoined(engine_id=ENGINE, epoch=0, max_slots=2, kv_total_tokens=1000),
+    e.TrainerReady(epoch=0, step=0),
+]
 
 
 def answer(command: c.Command) -> list[e.Event]:
@@ -62,11 +67,8 @@ def answer(command: c.Command) -> list[e.Event]:
 
 def main() -> None:
     core = Core(RunConfig.model_validate(CONFIG))
-    engine = e.EngineSlot(id=EngineId("e0"))
-    joined = e.EngineJoined(engine_id=engine.id, epoch=0, max_slots=2, kv_total_tokens=1000)
-    inbox = deque([e.RunStarted(engines=(engine,)), joined, e.TrainerReady(epoch=0, step=0)])
-    while inbox:
-        event = inbox.popleft()
+    inbox = list(BEGINNING)
+    for event in inbox:  # which grows
         commands = core.handle(0.0, event)
         print(f"{type(event).__name__:17} → {', '.join(type(one).__name__ for one in commands)}")
         inbox.extend(reply for command in commands for reply in answer(command))

@@ -1,15 +1,12 @@
 """The example that drives one training step by hand."""
 
 import runpy
-from collections import deque
 from pathlib import Path
 
 import pytest
 
 from rollweave.core.core import Core
 from rollweave.core.kernel import Kernel
-from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_step.py"
@@ -25,26 +22,19 @@ def test_the_example_trains_one_step(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_kernel_trains_the_step_without_any_mechanism() -> None:
-    """The kernel alone answers each event as the core does, which has nothing but the
-    mechanisms that every run has.
-    """
+    """The core has only the mechanisms of every run, and the kernel answers as it."""
     example = runpy.run_path(str(EXAMPLE))
     config = RunConfig.model_validate(example["CONFIG"])
     core, kernel = Core(config), Kernel(config)
     assert kernel._run.mechanisms == ()
     assert [one.name for one in core._run.mechanisms] == ["membership", "suspects"]
     assert core.state.mechanisms == {}
-    engine = e.EngineSlot(id=EngineId("e0"))
-    joined = e.EngineJoined(engine_id=engine.id, epoch=0, max_slots=2, kv_total_tokens=1000)
-    events: deque[e.Event] = deque(
-        [e.RunStarted(engines=(engine,)), joined, e.TrainerReady(epoch=0, step=0)]
-    )
-    while events:
-        event = events.popleft()
+    events = list(example["BEGINNING"])
+    for event in events:  # which grows
         commands = core.handle(0.0, event)
         assert kernel.handle(0.0, event) == commands
-        events += [one for command in commands for one in example["answer"](command)]
-    assert core.finished
+        events += [reply for command in commands for reply in example["answer"](command)]
+    assert kernel.finished
 
 
 def test_the_example_is_short() -> None:
