@@ -201,7 +201,13 @@ class Chooser(Protocol):
         """Start queued turns: those that wait for one of these engines, or all."""
 
 
-class TurnMove(enum.Enum):
+class RecordMove(enum.Enum):
+    """A move of a record."""
+
+    __hash__ = object.__hash__  # many are looked up, and that of an Enum is slow
+
+
+class TurnMove(RecordMove):
     """The moves of a turn. Followers get the trajectory and the turn, and what the move
     says.
     """
@@ -218,7 +224,7 @@ class TurnMove(enum.Enum):
     REVISED = "revised"  # its trajectory is expected to have another length
 
 
-class EngineMove(enum.Enum):
+class EngineMove(RecordMove):
     """The moves of an engine."""
 
     JOINED = "joined"  # with the event: it is ready
@@ -232,14 +238,14 @@ class EngineMove(enum.Enum):
     REPRICED = "repriced"  # the costs of work on engines have changed
 
 
-class HostMove(enum.Enum):
+class HostMove(RecordMove):
     """The moves of a host. Followers get its number."""
 
     JOINED = "joined"
     GIVEN_UP = "given up"  # with the reason
 
 
-class TrainerMove(enum.Enum):
+class TrainerMove(RecordMove):
     """The moves of the trainer."""
 
     STARTING = "starting"  # with the reason: its process is about to start

@@ -88,6 +88,10 @@ class TurnQueues:
             if not numbers:
                 del self._numbers[engine_id]
 
+    def awaits(self, engine_id: EngineId | None) -> bool:
+        """True if a turn waits for this engine, or for any."""
+        return engine_id in self._numbers
+
     def count(
         self, engine_id: EngineId, *, but: TrajectoryId | None = None, before: int | None = None
     ) -> int:

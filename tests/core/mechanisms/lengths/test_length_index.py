@@ -48,7 +48,7 @@ def test_the_index_answers_as_a_look_at_all_trajectories(
     changes: list[tuple[Trajectory, Work]], by_level: bool
 ) -> None:
     works: dict[TrajectoryId, Work] = {}
-    index = LengthIndex(lambda one: works[one.id], by_level=by_level)
+    index = LengthIndex(works, by_level=by_level)
     now: dict[TrajectoryId, Trajectory] = {}
     for changed, work in changes:
         now[changed.id], works[changed.id] = copy.copy(changed), work
@@ -66,7 +66,7 @@ def test_the_index_answers_as_a_look_at_all_trajectories(
             check_engine(index, engine_id, under_way, by_level)
     for name in now:
         index.drop(name)
-    assert index == LengthIndex(lambda one: works[one.id], by_level=by_level)
+    assert index == LengthIndex(works, by_level=by_level)
 
 
 class Both(NamedTuple):
@@ -112,15 +112,17 @@ def check_engine(
 
 
 def test_a_change_discards_the_cached_work() -> None:
-    index = LengthIndex(lambda _: Work(estimate=5, assigned_engine=ENGINES[0]), by_level=True)
-    for number in range(2):
-        index.update(of_number(number))
+    trajectories = [of_number(number) for number in range(3)]
+    work = Work(estimate=5, assigned_engine=ENGINES[0])
+    index = LengthIndex({one.id: work for one in trajectories}, by_level=True)
+    for one in trajectories[:2]:
+        index.update(one)
     load = index.loads[ENGINES[0]]
     load.work_s = 3.0
     index.drop(TrajectoryId("g0.1"))
     assert load.work_s is None
     load.work_s = 3.0
-    index.update(of_number(2))
+    index.update(trajectories[2])
     assert load.work_s is None
 
 

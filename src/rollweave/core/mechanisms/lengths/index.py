@@ -8,10 +8,10 @@ in one sorted list: a change costs a search and a move in memory, microseconds f
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rollweave.core.mechanisms.lengths.state import Work, work_of
+from rollweave.core.mechanisms.lengths.state import Lengths, Work
 from rollweave.core.run import Run
 from rollweave.core.state import Stage, Trajectory
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -62,16 +62,16 @@ class IndexEntry:
 class LengthIndex:
     def __init__(
         self,
-        work_of: Callable[[Trajectory], Work],
+        works: Mapping[TrajectoryId, Work],
         *,
         by_level: bool,
         pool_of: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        """Create an empty index. With `by_level` longer trajectories claim the KV cache
-        first (priority longest_first), otherwise earlier ones. `pool_of` returns the
-        pool that a trajectory prefers, "" for any engine.
+        """Create an empty index of `works`. With `by_level` longer trajectories claim
+        the KV cache first (priority longest_first), otherwise earlier ones. `pool_of`
+        returns the pool that a trajectory prefers, "" for any engine.
         """
-        self._work_of, self._by_level, self._pool_of = work_of, by_level, pool_of
+        self._works, self._by_level, self._pool_of = works, by_level, pool_of
         self.keys: dict[str, list[Key]] = {}  # by pool
         self.loads: dict[EngineId, EngineWork] = {}
         self._entries: dict[TrajectoryId, IndexEntry] = {}
@@ -94,7 +94,7 @@ class LengthIndex:
         self.drop(trajectory.id)
         if trajectory.stage not in ORDERED:
             return
-        work = self._work_of(trajectory)
+        work = self._works[trajectory.id]
         entry = self._entries[trajectory.id] = IndexEntry(
             pool=self._pool_of(trajectory),
             rank=(-trajectory.output_tokens - work.estimate, trajectory.id),
@@ -159,7 +159,7 @@ class LengthIndex:
         load = self.loads.get(engine_id)
         if load is None:
             return []
-        work = self._work_of(trajectory)
+        work = self._works[trajectory.id]
         if not work.kv_resident or work.assigned_engine != engine_id:
             return load.kv_residents
         place = self._place(trajectory, work)
@@ -187,7 +187,7 @@ def reindex(run: Run, trajectory: Trajectory) -> None:
 
 def _fresh_index(run: Run) -> LengthIndex:
     index = LengthIndex(
-        lambda trajectory: work_of(run, trajectory),
+        run.part(Lengths).trajectories,
         by_level=run.scheduling.priority == "longest_first",
         pool_of=run.preferred_pool,
     )

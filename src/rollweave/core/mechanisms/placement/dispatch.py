@@ -39,7 +39,7 @@ class AssignedEngine:
     def dispatch(self, run: Run, waited_for: list[EngineId | None] | None) -> None:
         _assign_waiting(run)
         for engine_id in (None, *run.state.engines) if waited_for is None else waited_for:
-            while _start_next(run, engine_id):
+            while run.turn_queues.awaits(engine_id) and _start_next(run, engine_id):
                 pass
         if run.scheduling.steals:
             _steal_work(run, waited_for)

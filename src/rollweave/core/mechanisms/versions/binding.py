@@ -231,13 +231,14 @@ def updates(run: Run) -> Iterator[tuple[Engine, int]]:
 
     The caller's action on one engine is taken into account for the next.
     """
-    wishes, loads = _Demand.of(run), index_of(run).loads
+    wishes, loads = None, index_of(run).loads
     for engine in [engine for engine in run.state.engines.values() if engine.id not in loads]:
         if not engine.departing and engine.status in (EngineStatus.STALE, EngineStatus.SERVING):
+            wishes = wishes or _Demand.of(run)
             target = _wanted_weights(run, engine, wishes)
             if target is not None:
                 yield engine, target
-                wishes = _Demand.of(run)
+                wishes = None
 
 
 def _wanted_weights(run: Run, engine: Engine, wishes: _Demand) -> int | None:
@@ -342,13 +343,14 @@ def assign(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> 
     ]
     preferred = [engine for engine in engines if engine.id not in avoid] or engines
     wanted = [engine for engine in preferred if not engine.leaving] or preferred
-    work_of(run, trajectory).kv_resident = False
-    work_of(run, trajectory).assigned_engine = (
+    work = work_of(run, trajectory)
+    work.kv_resident = False
+    work.assigned_engine = (
         min(wanted, key=lambda engine: assigned_count(run, engine) / batch_size(run, engine)).id
         if wanted
         else None
     )
-    if work_of(run, trajectory).assigned_engine is None:
+    if work.assigned_engine is None:
         run.part(Versions).unassigned[trajectory.id] = None
     reindex(run, trajectory)
 
