@@ -1,6 +1,5 @@
 """Bench `affinity`: step times with pools that are declared, learned, or neither
-(RollArt §5.2, §9), on simulated GPUs; and live, with paced engines
-(`benchmarks.affinity.live`).
+(RollArt §5.2, §9), on simulated GPUs.
 
 Two domains share two pools: one reads much and writes little, the other thinks at
 length. Computing power decides for the first, memory bandwidth for the second. All runs
@@ -10,13 +9,13 @@ bounded.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from benchmarks.affinity import live
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.families import NOTHING, Family, around
@@ -243,7 +242,7 @@ def figures_of(times: Mapping[str, Sequence[float]], plan: Plans) -> dict[str, f
     }
 
 
-def bench_affinity(*, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_affinity(*, quick: bool, progress: Progress) -> Result:
     plan = QUICK if quick else FULL
     figures: dict[str, Figure] = {}
     raw: dict[str, Any] = {}
@@ -260,8 +259,6 @@ def bench_affinity(*, quick: bool, progress: Callable[[str], None]) -> Result:
             seeds.append(figures_of(times, plan))
         for name in seeds[0]:
             figures[name + suffix] = statistics.median(one[name] for one in seeds)
-    live_figures, live_conditions = live.live_figures(live.QUICK if quick else live.FULL, progress)
-    figures |= live_figures
     conditions: dict[str, Any] = {
         "runs": f"medians of {plan.seeds} seeds, {plan.steps} steps each; simulated Qwen3-8B, "
         f"{ENGINES} engines with {plan.slots} slots on H800 and as many on H20 (uniform: H800 "
@@ -273,6 +270,5 @@ def bench_affinity(*, quick: bool, progress: Callable[[str], None]) -> Result:
         "one, and follow counts from a shift",
         "regret": "seconds lost to the right declaration over the run, in its mean steps",
         "step_s": raw,
-        **live_conditions,
     }
     return Result(bench="affinity", figures=figures, conditions=conditions)

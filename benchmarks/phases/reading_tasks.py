@@ -1,5 +1,5 @@
-"""The workload of bench `phases`, and of the live runs of bench `affinity`: an agent
-that reads a text in each turn, and answers with words that change nothing.
+"""The workload of bench `phases`: an agent that reads a text in each turn, and answers
+with words that change nothing.
 
 Nothing is learned here: every episode has reward 1, so all advantages are 0. The texts
 depend on the task and the turn alone.

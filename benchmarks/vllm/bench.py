@@ -1,27 +1,25 @@
 """Bench `vllm`: the fixed lake, learned with two real vLLM servers, beside the same
-runs with embedded engines; the exactness of updates under load; and lost engines.
+runs with embedded engines; and the exactness of updates under load. (Tests lose
+servers: `make test-vllm`.)
 
 Both kinds train the same checkpoint, whose heads are as wide as vLLM requires. Runs are
 interleaved: each mode with both kinds, then the next seed. `token_mismatches`,
-`version_span_errors`, `unaccounted`, `trained_twice`, `mixed_versions` and `leftovers`
-must be 0: otherwise the bench fails.
+`version_span_errors` and `mixed_versions` must be 0: otherwise the bench fails.
 """
 
 import itertools
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
-from benchmarks.harness import ratio
-from benchmarks.runs import MeasuredRun, conditions_of, example, recorded
+from benchmarks.harness import Progress, ratio, scratch_folder
+from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, to_target
 from benchmarks.soak.run_under_test import versions_of
 from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds
-from benchmarks.vllm.faults import Survived, kill_one, stop_one_in_update
 from benchmarks.vllm.phases import read_updates
 from rollweave.engine.servers.phases import PHASES
 from rollweave.engine.vllm.installed import vllm_version
@@ -65,16 +63,6 @@ COMMON = (
     "watchdog.train_s=2000",
 )
 QUICK = ("run.steps=4", "eval={final_episodes=0}", "warmup.steps=5")
-FAULTS = (
-    "run.steps=1000",
-    "run.checkpoint_every=0",
-    "eval={final_episodes=0}",
-    "warmup.steps=5",
-    "watchdog.train_s=900",
-    "watchdog.restarts=20",
-)
-"""Settings of the runs that lose an engine: a control call may take 45 s."""
-
 REFUSED = "which it has not had since the request was sent"
 """The end of the error of an answer that names a version that its server never had."""
 
@@ -91,7 +79,7 @@ class Trained:
     mixed_versions: int
 
 
-def bench_vllm(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_vllm(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     """Return figures by mode and kind of engine (`success_…`, `steps_…`, `wall_s_…`),
     the ratios of vLLM to embedded, `update_s_…` by phase, and the promises.
     """
@@ -103,27 +91,17 @@ def bench_vllm(*, seeds: int | None, quick: bool, progress: Callable[[str], None
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else SEEDS
     trained: dict[tuple[str, str], list[Trained]] = {}
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+    with scratch_folder() as scratch:
         for seed in range(count):
-            model = build_model(path, Path(scratch, f"model-{seed}"), seed)
+            model = build_model(path, scratch / f"model-{seed}", seed)
             for mode, settings in modes.items():
                 for kind in KINDS:
                     own = [*settings, *engines_of(kind, python, model), f"run.seed={seed}"]
                     one = _train(path, [*overrides, *own, "run.name=vllm"])
                     trained.setdefault((mode, kind), []).append(one)
-                    progress(f"seed {seed}, {mode}, {kind}: {_described(one.run)}")
-        exact = measure_updates(
-            python, model, Path(scratch), updates=QUICK_UPDATES if quick else UPDATES
-        )
+                    progress(f"seed {seed}, {mode}, {kind}: {one.run.described(TARGET)}")
+        exact = measure_updates(python, model, scratch, updates=QUICK_UPDATES if quick else UPDATES)
         progress(f"{exact.tokens} tokens under updates: largest gap {exact.gap:.1e}")
-        lossy = [*FAULTS, *engines_of("vllm", python, model), f'run.dir="{scratch}"']
-        faults = {
-            "stopped": stop_one_in_update(path, [*lossy, *MODES["partial"], "run.name=stopped"])
-        }
-        progress(f"stopped: {faults['stopped'].reason}")
-        if not quick:
-            faults["killed"] = kill_one(path, [*lossy, *MODES["decoupled"], "run.name=killed"])
-            progress(f"killed: {faults['killed'].reason}")
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "vllm": version,
         "seeds": list(range(count)),
@@ -133,17 +111,9 @@ def bench_vllm(*, seeds: int | None, quick: bool, progress: Callable[[str], None
         "wall_s": "from a warmed-up trainer and ready engines to the first periodic held-out "
         "evaluation at the target; every second step is evaluated",
         "updates_under_load": f"each with {REQUESTS} requests of {TOKENS} tokens in flight",
-        "lost_engines": {
-            name: {"why": one.reason, "tries": one.tries, "account": one.account}
-            for name, one in faults.items()
-        },
     }
     figures = _figures(modes, trained, conditions, quick=quick)
-    figures |= promises([one for runs in trained.values() for one in runs], exact, faults.values())
-    figures |= {f"rejoined_s_{name}": one.rejoined_s for name, one in faults.items()}
-    if quick:
-        conditions["rejoined_s_killed"] = "not measured: --quick kills no engine"
-        figures["rejoined_s_killed"] = None
+    figures |= promises([one for runs in trained.values() for one in runs], exact)
     return Result(bench="vllm", figures=figures, conditions=conditions)
 
 
@@ -245,24 +215,17 @@ def figures_of(
     """
     figures: dict[str, Figure] = {}
     for kind, measured in runs.items():
-        steps = [step for run in measured if (step := run.reached_step(TARGET)) is not None]
-        seconds = [time for run in measured if (time := run.reached_s(TARGET)) is not None]
+        steps, seconds, why = to_target(measured, TARGET, quick=quick)
         success = [min(rates) for run in measured if (rates := run.summary.success_rate.values())]
-        complete = len(steps) == len(measured)
         of_run = {
-            "steps": statistics.median(steps) if complete else None,
-            "wall_s": round(statistics.median(seconds), 1) if complete else None,
+            "steps": None if why else statistics.median(steps),
+            "wall_s": None if why else round(statistics.median(seconds), 1),
             "success": statistics.median(success) if success else None,
         }
         for name, value in of_run.items():
             figures[f"{name}_{kind}_{mode}"] = value
             if value is None:
-                conditions[f"{name}_{kind}_{mode}"] = (
-                    "not measured: --quick trains too few steps"
-                    if quick
-                    else f"not measured: {len(measured) - len(steps)} of {len(measured)} seeds did "
-                    "not reach the target"
-                )
+                conditions[f"{name}_{kind}_{mode}"] = why or "not measured: --quick evaluates none"
         figures[f"step_s_{kind}_{mode}"] = round(
             statistics.median(line["wall_s"] for run in measured for line in run.data.steps[1:]), 3
         )
@@ -274,36 +237,17 @@ def figures_of(
     return figures
 
 
-def promises(
-    trained: Sequence[Trained], exact: Exactness, faults: Iterable[Survived]
-) -> dict[str, Figure]:
+def promises(trained: Sequence[Trained], exact: Exactness) -> dict[str, Figure]:
     """Return the figures that must be 0, and the largest difference of log-probs
     between the trainer, or transformers, and an engine.
     """
-    faults = list(faults)
-    gaps = [
-        float(line["trainer"]["logprob_gap_max"])
-        for one in trained
-        if one.updates
-        for line in one.run.data.steps
-        if "logprob_gap_max" in line["trainer"]
-    ]
+    lines = [line["trainer"] for one in trained if one.updates for line in one.run.data.steps]
+    gaps = [float(line["logprob_gap_max"]) for line in lines if "logprob_gap_max" in line]
     return {
         "token_mismatches": exact.mismatches,
         "tokens_compared": exact.tokens,
         "requests_continued": exact.continued,
         "logprob_gap_max": max([exact.gap, *gaps]),
         "version_span_errors": exact.span_errors + sum(one.span_errors for one in trained),
-        "unaccounted": sum(one.unaccounted for one in faults),
-        "trained_twice": sum(one.trained_twice for one in faults),
-        "mixed_versions": sum(one.mixed_versions for one in trained)
-        + sum(one.mixed_versions for one in faults),
-        "leftovers": sum(one.leftovers for one in faults),
+        "mixed_versions": sum(one.mixed_versions for one in trained),
     }
-
-
-def _described(run: MeasuredRun) -> str:
-    reached, steps = run.reached_s(TARGET), len(run.data.steps)
-    if reached is None:
-        return f"{steps} steps in {run.trained_s - run.ready_s:.0f} s"
-    return f"success {TARGET} after {reached:.0f} s, {run.reached_step(TARGET)} steps"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.gpu import ATTENTION, DECODE, KV, MEMORY, PEAKS, SHARED, TINY, TRAIN, measure
+from benchmarks.gpu import bench, cases
+from benchmarks.gpu.bench import PEAKS, measure
+from benchmarks.gpu.cases import TINY
+from benchmarks.gpu.subject import ATTENTION, DECODE, KV, MEMORY, SHARED, TRAIN, Subject
 from rollweave.schema.errors import EngineError
 from rollweave.weights.checkpoint import read_shape, read_sizes
 
@@ -36,9 +38,9 @@ def test_a_part_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise EngineError("out of cheese")
 
-    monkeypatch.setattr(gpu, "_peaks", fail)
+    monkeypatch.setattr(bench, "_peaks", fail)
     for name in ("attention", "train", "kv", "memory", "shared"):
-        monkeypatch.setattr(gpu._Subject, name, fail)
+        monkeypatch.setattr(Subject, name, fail)
     result = measure([TINY], device="cpu", progress=lambda _: None)
     assert set(result.figures) == FIGURES
     missing = {name for name, value in result.figures.items() if value is None}
@@ -53,8 +55,8 @@ def test_a_part_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_checkpoint_has_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "SHARD_BYTES", 1 << 16)
-    gpu.write_checkpoint(tmp_path / "model", TINY, "cpu")
+    monkeypatch.setattr(cases, "SHARD_BYTES", 1 << 16)
+    cases.write_checkpoint(tmp_path / "model", TINY, "cpu")
     shape = read_shape(tmp_path / "model")
     shape.check(read_sizes(tmp_path / "model"))
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
@@ -62,7 +64,7 @@ def test_a_checkpoint_has_several_files(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_script_runs_every_part_within_its_time(tmp_path: Path) -> None:
     """A part that hangs is ended, one that fails is named, and the others run."""
-    script = Path(gpu.__file__).with_suffix(".sh")
+    script = Path(cases.__file__).parents[1] / "gpu.sh"
     checkout = tmp_path / "checkout"
     (checkout / "benchmarks").mkdir(parents=True)
     (checkout / "benchmarks" / "gpu.sh").write_text(script.read_text())

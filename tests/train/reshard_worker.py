@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from benchmarks.gpu import peak_bytes
+from benchmarks.gpu.device import peak_bytes
 from rollweave.schema.training import (
     Copied,
     Restore,

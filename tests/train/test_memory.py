@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import peak_bytes
+from benchmarks.gpu.device import peak_bytes
 from rollweave.schema.training import Restore, Restored, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import load
 from rollweave.train.trainer import Trainer

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BENCHES = {
     "engine": "engine.bench:bench_engine",
-    "gpu": "gpu:bench_gpu",
+    "gpu": "gpu.bench:bench_gpu",
     "demo": "learning:bench_learning",
     "fixed": "learning:bench_learning",
     "multitask": "learning:bench_learning",

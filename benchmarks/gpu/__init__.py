@@ -1,0 +1,1 @@
+"""Bench `gpu`: an engine and a trainer on one GPU."""
