@@ -58,10 +58,13 @@ class LendingSocket:
         self._socket.bind(path)
         os.chmod(path, 0o600)
         self._socket.listen(8)
-        threading.Thread(target=self._accept, name="lending", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="lending", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the thread that listens."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # closing it would not wake `accept`
+        self._thread.join()
         self._socket.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
