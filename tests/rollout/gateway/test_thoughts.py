@@ -266,6 +266,13 @@ def test_a_stream_adds_up_to_the_message(
         assert "".join(each.text for each in deltas) == message.content
 
 
+def test_no_part_of_the_first_mark_is_shown_while_it_is_sampled() -> None:
+    of, tokens = codec("tools"), encode("<think>")
+    reader = DeltaReader(of, thinking=Thinking(first="<think>", last="</think>"))
+    for end in range(len(tokens) + 1):
+        assert [each.text for each in reader.read(tokens[:end], [-1.0] * end)] == []
+
+
 @given(st.text())
 def test_sealed_thoughts_are_unsealed_and_nothing_else_is(text: str) -> None:
     assert unseal(seal(text)) == text

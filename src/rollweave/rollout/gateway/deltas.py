@@ -211,11 +211,11 @@ class DeltaReader:
         """Return how many characters of the text will be shown, whatever follows."""
         text, since = self._text, len(self._released)
         safe = min((before(mark, text, since=since) for mark in self._stop), default=len(text))
-        place = self._thinking.divide(text) if self._thinking is not None else None
-        if place is not None and place.answer == len(text):
-            return min(safe, place.certain)
-        answer = 0 if place is None else place.answer
-        if self._call_start is not None:
+        answer = 0
+        if self._thinking is not None:
+            place = self._thinking.divide(text)
+            answer, safe = place.answer, min(safe, place.certain)
+        if self._call_start is not None and answer < len(text):
             # The space before a call is not part of the message.
             call = before(self._call_start, text, since=max(since, answer))
             safe = min(safe, max(answer, len(text[:call].rstrip())))
