@@ -31,7 +31,8 @@ JUDGE = {
 
 
 def compared_config(mode: str = "bounded", **rollout: Any) -> Any:
-    return config(mode, rewards=[JUDGE], rollout={"group_size": 3, **rollout})
+    run = {"rewards": [JUDGE], "watchdog": {"restarts": 100}}
+    return config(mode, rollout={"group_size": 3, **rollout}, **run)
 
 
 def trained_groups(world: World) -> set[str]:
