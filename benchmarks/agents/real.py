@@ -149,15 +149,17 @@ async def _on_host(program: Installed, folder: Path, url: str, key: str, outcome
             **variables(url, key),
             **program.variables(values),
         }
-        process = await asyncio.create_subprocess_exec(
-            *program.command(folder, values),
-            env=env,
-            cwd=work,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=(output := Path(home) / "output").open("wb"),
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+        output = Path(home) / "output"
+        with output.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *program.command(folder, values),
+                env=env,
+                cwd=work,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             async with asyncio.timeout(RUN_S):
                 await process.wait()
