@@ -32,7 +32,9 @@ class Installed:
 
     `npm` programs are installed with npm, others with pip in an environment of their
     own. `binary` is the native program of a package, below the folder of npm's
-    packages. `python` is the least version of an interpreter that it needs.
+    packages. `python` is the least version of an interpreter that it needs. A program
+    that `rewrites` its history puts messages about files behind each answer, so that a
+    new sequence begins with every request.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Installed:
     npm: bool = False
     binary: str = ""
     python: tuple[int, int] = (3, 10)
+    rewrites: bool = False
     says: tuple[str, ...] = ()
     """The model's answers in turn, of a program that declares no tool."""
 
@@ -145,6 +148,7 @@ PROGRAMS: Final = (
         program="aider",
         arguments=("--model", "openai/{model}", "--yes-always", "--message", "{task}"),
         python=(3, 10),
+        rewrites=True,
         says=(FILE.format("print("), FILE.format("print(5)")),
     ),
     Installed(
@@ -257,7 +261,8 @@ def stage(program: Installed, folder: Path, into: Path) -> list[str]:
     skipped = shutil.ignore_patterns("__pycache__", "pip", "setuptools")
     shutil.copytree(packages, into / "site", copy_function=_link, ignore=skipped)
     lines = program.path(folder).read_text().splitlines()[1:]
-    start = ["import sys, os", "sys.path.insert(0, os.path.abspath('site'))", *lines]
+    paths = ["site = os.path.abspath('site')", "os.environ['PYTHONPATH'] = site"]
+    start = ["import sys, os", *paths, "sys.path.insert(0, site)", *lines]
     (into / "start.py").write_text("\n".join(start))
     return ["python", "start.py"]
 

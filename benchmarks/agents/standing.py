@@ -60,9 +60,8 @@ class Answers:
         shell = next((name for name in SHELLS if name in declared), "")
         done = prompt.count("<tool_response>")
         if not shell:
-            said = prompt.count("<|im_start|>assistant") - 1
             says = self._program.says or ("Write a five",)
-            return says[min(said, len(says) - 1)]
+            return next((text for text in says if text not in prompt), says[-1])
         if done > 1 and self._program.name != "mini-swe-agent":
             return "<think>\nThe file is there.\n</think>\n\nThe answer is 5."
         command = COMMAND if done < 2 else LAST
