@@ -40,6 +40,7 @@ FIELDS_LEFT_ALONE = {"annotation", "returns", "decorator_list"}
 NODES_LEFT_ALONE = (ast.JoinedStr, ast.Assert)
 DELETABLE = (ast.Expr, ast.AugAssign, ast.Delete, ast.Continue, ast.Break, ast.Raise)
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 Line = ast.stmt | ast.match_case
 """The syntax nodes that one line of code shows."""
 
@@ -78,10 +79,10 @@ def mutations(tree: ast.Module) -> Iterator[Mutation]:
             yield from _of_node(statement, function, "body", None, statement, owner)
 
 
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
     """Yield functions and methods with their qualified names, outermost ones only."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef):
+        if isinstance(child, Function):
             yield prefix + child.name, child
         elif isinstance(child, ast.ClassDef):
             yield from _functions(child, f"{prefix}{child.name}.")
@@ -89,7 +90,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
             yield from _functions(child, prefix)
 
 
-def _body(function: ast.FunctionDef) -> list[ast.stmt]:
+def _body(function: Function) -> list[ast.stmt]:
     return [statement for statement in function.body if not _is_text(statement)]
 
 
@@ -125,7 +126,7 @@ def _of_node(
         return
     for child_field, value in ast.iter_fields(node):
         if child_field in FIELDS_LEFT_ALONE or (
-            child_field == "args" and isinstance(node, ast.FunctionDef)
+            child_field == "args" and isinstance(node, Function)
         ):
             continue
         if isinstance(value, ast.AST):

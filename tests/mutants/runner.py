@@ -1,0 +1,345 @@
+"""Run the tests of mutants, each in a fork of one pytest session.
+
+pytest collects the tests of a package once. They run once to learn which of them run
+which lines. Then each mutant has a fork of this process, which replaces the code of the
+changed function in its own memory, and runs the tests of its lines, the likeliest
+first, until one fails. Processes that a test starts import the changed file from a tree
+of links to the sources, which stands first in their PYTHONPATH.
+
+A mutant whose lines run in other processes only has all tests of the package in place
+of those of its lines, those of the file's own name first. A mutant counts as killed
+when a test fails, or when a test needs several times its processor time or its time.
+"""
+
+import ast
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import hashlib
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import coverage
+import pytest
+
+from tests.mutants.mutations import Mutation, mutations
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/rollweave"
+MEMORY = 4 << 30
+"""Maximum number of bytes that the tests of a mutant may allocate."""
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """The mutation number `index` of a file, whose path is relative to `SOURCE`."""
+
+    file: str
+    index: int
+    mutation: Mutation
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        change = self.mutation
+        return self.file, change.function, change.before, change.after
+
+    def __str__(self) -> str:
+        change = self.mutation
+        return (
+            f"{self.file}:{change.line} {change.function}\n  - {change.before}\n  + {change.after}"
+        )
+
+
+@dataclasses.dataclass
+class Result:
+    """`killed_by` is the test that failed, or None; `tests` tests ran."""
+
+    mutant: Mutant
+    killed_by: str | None
+    seconds: float
+    tests: int
+
+
+class Runner:
+    """The pytest plugin that runs mutants in place of the tests.
+
+    `sources` are the files whose mutants these are. No further test of a mutant starts
+    after `budget_s` seconds. What the tests cover is kept in the folder `cache`.
+    """
+
+    def __init__(
+        self,
+        mutants: Sequence[Mutant],
+        sources: Sequence[Path],
+        jobs: int,
+        budget_s: float,
+        cache: Path,
+    ) -> None:
+        self._mutants = mutants
+        self._sources = sources
+        self._jobs = jobs
+        self._budget_s = budget_s
+        self._cache = cache
+        self._failed: str | None = None
+        self._kills: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+        self.results: list[Result] = []
+
+    def pytest_configure(self) -> None:
+        """Take the examples of `make test`, but do not shrink those that fail."""
+        from hypothesis import HealthCheck, Phase, settings  # after pytest has prepared it
+
+        settings.register_profile(
+            "mutants",
+            settings.get_profile("dev"),
+            phases=(Phase.explicit, Phase.generate),
+            suppress_health_check=list(HealthCheck),
+        )
+        settings.load_profile("mutants")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed = report.nodeid
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._items = {item.nodeid: item for item in session.items}
+        with tempfile.TemporaryDirectory() as scratch:
+            self._scratch = Path(scratch)
+            self._tests, self._cost = self._coverage()
+            self._functions = _functions_by_place()
+            self._stdout = os.dup(1)
+            self._running: dict[int, tuple[Mutant, Path, float]] = {}
+            for number, mutant in enumerate(self._mutants):
+                if len(self._running) == self._jobs:
+                    self._wait()
+                folder = self._scratch / str(number)
+                folder.mkdir()
+                pid = os.fork()
+                if not pid:
+                    self._try(mutant, folder)
+                self._running[pid] = mutant, folder, time.monotonic()
+            while self._running:
+                self._wait()
+        return True
+
+    def _coverage(self) -> tuple[dict[str, dict[int, set[str]]], dict[str, list[float]]]:
+        """Return the tests that run each line of each file, and each test's seconds, of
+        the processor and elapsed.
+
+        They are measured anew for test modules that have changed, or all if the code or
+        what tests share has.
+        """
+        shared = hashlib.sha256()
+        for path in [*sorted(SOURCE.rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]:
+            if not path.name.startswith("test_") and "mutants" not in path.parts:
+                shared.update(path.read_bytes())
+        modules: dict[Path, list[pytest.Item]] = {}
+        for item in self._items.values():
+            modules.setdefault(item.path, []).append(item)
+        tests: dict[str, dict[int, set[str]]] = {}
+        cost: dict[str, list[float]] = {}
+        self._cache.mkdir(exist_ok=True)
+        for path, items in modules.items():
+            digest = hashlib.sha256(str(path).encode() + path.read_bytes() + shared.digest())
+            cached = self._cache / f"{path.stem}.{digest.hexdigest()[:16]}.json"
+            if not cached.exists():
+                pid = os.fork()
+                if not pid:
+                    with _ending_here():
+                        self._measure(items, cached)
+                if os.waitpid(pid, 0)[1]:
+                    sys.exit(f"the tests of {path} could not be measured")
+            measured = json.loads(cached.read_text())
+            cost |= measured["cost"]
+            for file, lines in measured["tests"].items():
+                for line, names in lines.items():
+                    tests.setdefault(file, {}).setdefault(int(line), set()).update(names)
+        return tests, cost
+
+    def _measure(self, items: Sequence[pytest.Item], cached: Path) -> None:
+        """Run the tests of a module without a mutant; a test that fails is left out."""
+        _use_tree(self._scratch / "tree", None)
+        measure = coverage.Coverage(
+            data_file=None,
+            config_file=False,
+            include=list(map(str, self._sources)),
+            messages=False,
+        )
+        cost = {}
+        measure.start()
+        for item in items:
+            self._failed = None
+            measure.switch_context(item.nodeid)
+            begin = time.process_time(), time.monotonic()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if self._failed:
+                print(f"\n{self._failed} fails without a mutant: left out", file=sys.stderr)
+            else:
+                cost[item.nodeid] = [time.process_time() - begin[0], time.monotonic() - begin[1]]
+        measure.stop()
+        data = measure.get_data()
+        tests = {
+            Path(file).relative_to(SOURCE).as_posix(): data.contexts_by_lineno(file)
+            for file in data.measured_files()
+        }
+        cached.write_text(json.dumps({"tests": tests, "cost": cost}))
+
+    def _order(self, mutant: Mutant) -> list[str]:
+        """Return the tests of a mutant, those first that kill most per second."""
+        lines = self._tests.get(mutant.file, {})
+        names = {
+            name
+            for line in range(mutant.mutation.first, mutant.mutation.last + 1)
+            for name in lines.get(line, ())
+            if name in self._cost
+        } or self._cost.keys()
+        kills = self._kills[mutant.file]
+        mirror = "test_" + Path(mutant.file).stem
+
+        def usefulness(name: str) -> float:
+            near = 3 if mirror in name else 1
+            return (near + 5 * kills[name]) / (self._cost[name][1] + 0.02)
+
+        return sorted(names, key=lambda name: (-usefulness(name), name))
+
+    def _try(self, mutant: Mutant, folder: Path) -> NoReturn:
+        """Run the tests of one mutant in this process, a fork."""
+        with _ending_here():
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            self._failed = None
+            limit = _address_space() + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            report = folder / "report"
+            count, begin, killed_by = 0, time.monotonic(), None
+            try:
+                self._apply(mutant, folder)
+            except (ValueError, SyntaxError) as error:
+                killed_by = f"not a program: {error}"
+            for name in self._order(mutant):
+                if killed_by or time.monotonic() - begin > self._budget_s:
+                    break
+                item = self._items[name]
+                report.write_text(json.dumps([name, time.monotonic() - begin, count]))
+                cpu_s, elapsed_s = self._cost[name]
+                signal.setitimer(signal.ITIMER_PROF, 5 + 3 * cpu_s)
+                report.with_name("limit").write_text(str(time.monotonic() + 20 + 5 * elapsed_s))
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                count += 1
+                killed_by = self._failed
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            report.write_text(json.dumps([killed_by, time.monotonic() - begin, count]))
+        raise AssertionError
+
+    def _apply(self, mutant: Mutant, folder: Path) -> None:
+        path = SOURCE / mutant.file
+        tree = ast.parse(path.read_text())
+        for _ in itertools.islice(mutations(tree), mutant.index, mutant.index + 1):
+            _use_tree(folder, (mutant.file, ast.unparse(tree)))
+            module = compile(tree, str(path), "exec", dont_inherit=True)
+            for code in _code_objects(module):
+                if code.co_qualname == mutant.mutation.function:
+                    place = str(path), code.co_firstlineno, code.co_qualname
+                    for function in self._functions.get(place, ()):
+                        function.__code__ = code
+
+    def _wait(self) -> None:
+        """Wait for the end of one mutant, and end those that are beyond their limit."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in self._running:
+                break
+            if not pid:
+                for group, (_, folder, _) in self._running.items():
+                    with contextlib.suppress(OSError, ValueError):
+                        if time.monotonic() > float((folder / "limit").read_text()):
+                            os.kill(group, signal.SIGKILL)
+                time.sleep(0.02)
+        mutant, folder, begin = self._running.pop(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if os.WIFEXITED(status) and status:
+            sys.exit(f"could not try {mutant}")
+        killed_by, seconds, tests = json.loads((folder / "report").read_text())
+        shutil.rmtree(folder, ignore_errors=True)
+        if os.WIFSIGNALED(status):
+            killed_by = f"{killed_by} ({signal.Signals(os.WTERMSIG(status)).name})"
+        elif killed_by is not None:
+            self._kills[mutant.file][killed_by] += 1
+        self.results.append(Result(mutant, killed_by, seconds, tests))
+        verdict = "killed" if killed_by else "survived" if tests else "not covered"
+        head = f"[{len(self.results)}/{len(self._mutants)}] {verdict}"
+        times = f"{seconds:.1f} s, {time.monotonic() - begin:.1f} s in all, {tests} tests"
+        line = f"{head} ({times}) {mutant}" if not killed_by else f"{head} ({times}) by {killed_by}"
+        os.write(self._stdout, (line + "\n").encode())
+
+
+def _use_tree(folder: Path, changed: tuple[str, str] | None) -> None:
+    """Let processes that start from now on import the package from a tree of links, in
+    which one file has another text.
+    """
+    package, source = folder / SOURCE.name, SOURCE
+    parts = Path(changed[0]).parts if changed else ("",)
+    for part in parts:
+        package.mkdir(parents=True, exist_ok=True)
+        for entry in source.iterdir():
+            if entry.name not in (part, "__pycache__"):
+                with contextlib.suppress(FileExistsError):
+                    (package / entry.name).symlink_to(entry)
+        package, source = package / part, source / part
+    if changed:
+        package.write_text(changed[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(folder), os.environ.get("PYTHONPATH", "")))
+    )
+
+
+@contextlib.contextmanager
+def _ending_here() -> Iterator[None]:
+    """End a fork without running what its parent is to run at exit."""
+    try:
+        yield
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def _functions_by_place() -> Mapping[tuple[str, int, str], Sequence[types.FunctionType]]:
+    gc.unfreeze()  # frozen objects are not listed
+    places = collections.defaultdict(list)
+    for function in gc.get_objects():
+        if type(function) is types.FunctionType:  # some proxies warn if asked for their class
+            code = function.__code__
+            places[code.co_filename, code.co_firstlineno, code.co_qualname].append(function)
+    return dict(places)
+
+
+def _code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _code_objects(constant)
