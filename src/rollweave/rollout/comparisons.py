@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from rollweave.record.store import Scored, TrajectoryStore
+from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.reward_sources import Finished, finished_attempt
-from rollweave.rollout.rewards import FORGOTTEN, DomainRewards, Matches, Outcome
+from rollweave.rollout.rewards import FORGOTTEN, DomainRewards, Opponents, Outcome, share
 from rollweave.rollout.turns import Spans
 from rollweave.rollout.worker import SpawnTask
 from rollweave.schema.base import GroupId, TrajectoryId
@@ -63,7 +64,7 @@ class Comparisons:
         assert rewards is not None, "the core compares groups of domains with pairwise judges"
         scores = {name: self._store.score_of(name) for name in command.rewards}
         members = [_finished(command, score) for score in scores.values()]
-        began, judged = self._clock(), dict[str, Matches]()
+        began, judged = self._clock(), dict[str, list[Opponents]]()
         if any(members):
             record = functools.partial(self._spans.episode_span, command.group_id)
             judged = await rewards.compare(members, command.pairs, record=record)
@@ -75,9 +76,10 @@ class Comparisons:
             if score is None:
                 continue
             if members[number] is not None:
-                results = {judge: matches.share(number) for judge, matches in judged.items()}
-                outcome = rewards.outcome(score.rewards, results)
-                failed = {judge: judged[judge].of(number) for judge in outcome.missing}
+                own = {judge: opponents[number] for judge, opponents in judged.items()}
+                shares = {judge: share([result for _, result in met]) for judge, met in own.items()}
+                outcome = rewards.outcome(score.rewards, shares)
+                failed = {judge: own[judge] for judge in outcome.missing}
                 score = rescored(
                     msgspec.structs.replace(score, at=self._clock()),
                     outcome,
@@ -105,7 +107,7 @@ def _finished(command: CompareGroup, score: Scored | None) -> Finished | None:
 
 
 def _comparisons(
-    failed: Mapping[str, Sequence[tuple[int, float | None]]], members: Sequence[Finished | None]
+    failed: Mapping[str, Opponents], members: Sequence[Finished | None]
 ) -> tuple[Comparison, ...]:
     """Return what is kept of comparisons: the opponents, by the judges that failed."""
     return tuple(
@@ -114,10 +116,10 @@ def _comparisons(
             opponent=opponent.trajectory_id,
             attempt=opponent.attempt,
             conversation=opponent.conversation,
-            points=points,
+            points=None if isinstance(result, EpisodeStopError) else result,
         )
         for name, opponents in failed.items()
-        for other, points in opponents
+        for other, result in opponents
         if (opponent := members[other]) is not None
     )
 

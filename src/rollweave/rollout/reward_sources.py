@@ -354,7 +354,6 @@ def source_of(
     deployed. A service that has not answered yet is given `start_s`. Raises
     ConfigError, whose text is the field and the broken rule.
     """
-
     dialect: Dialect
     if deployed is not None:
         dialect = DeployedDialect(deployed)

@@ -34,6 +34,9 @@ Record = Callable[[str, float, float], None]
 Result = float | EpisodeStopError
 """A reward, or why there is none."""
 
+Opponents = list[tuple[int, Result]]
+"""The numbers of a member's opponents, with its points against each."""
+
 FORGOTTEN = "a member's conversation is not in the store"
 """Error of a comparison with a member that is not kept."""
 
@@ -77,35 +80,14 @@ async def compare(judge: Source, one: Finished | None, other: Finished | None) -
     return points(verdicts[0], 1.0 - verdicts[1])
 
 
-class Matches:
-    """The comparisons of some attempts by one judge. `results` are the points of the
-    first of each pair, or why there are none.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[int, int]], results: Sequence[Result]) -> None:
-        self._pairs = pairs
-        self._points = [None if isinstance(one, EpisodeStopError) else one for one in results]
-        self._errors = [str(one) for one in results if isinstance(one, EpisodeStopError)]
-
-    def of(self, member: int) -> list[tuple[int, float | None]]:
-        """Return the member's opponents, with its points against each; None if the
-        comparison failed.
-        """
-        opponents: list[tuple[int, float | None]] = []
-        for (one, two), won in zip(self._pairs, self._points, strict=True):
-            if member == one:
-                opponents.append((two, won))
-            elif member == two:
-                opponents.append((one, None if won is None else 1.0 - won))
-        return opponents
-
-    def share(self, member: int) -> Result:
-        """Return the member's share of wins."""
-        share = share_of_wins(won for _, won in self.of(member))
-        if share is not None:
-            return share
-        error = self._errors[0] if self._errors else "the attempt has no opponent in its group"
-        return EpisodeStopError(StopReason.REWARD_UNAVAILABLE, error)
+def share(results: Sequence[Result]) -> Result:
+    """Return a member's share of wins, of the points in its comparisons by a judge."""
+    won = (None if isinstance(one, EpisodeStopError) else one for one in results)
+    if (known := share_of_wins(won)) is not None:
+        return known
+    errors = [str(one) for one in results if isinstance(one, EpisodeStopError)]
+    error = errors[0] if errors else "the attempt has no opponent in its group"
+    return EpisodeStopError(StopReason.REWARD_UNAVAILABLE, error)
 
 
 class DomainRewards:
@@ -143,12 +125,10 @@ class DomainRewards:
         """
         components = {ENV_REWARD: finished.reward, **known}
         judged = await self._repeat(finished, comparisons)
-        if compared:
-            text = "reward {}: the attempt was never compared with its group"
-            for name in self.judges:
-                if name not in components and name not in judged:
-                    reason = StopReason.REWARD_UNAVAILABLE
-                    judged[name] = EpisodeStopError(reason, text.format(name))
+        for name in self.judges if compared else ():
+            if name not in components and name not in judged:
+                text = f"reward {name}: the attempt was never compared with its group"
+                judged[name] = EpisodeStopError(StopReason.REWARD_UNAVAILABLE, text)
         if any(isinstance(result, EpisodeStopError) for result in judged.values()):
             return self.outcome(components, judged)
         asked = [name for name in self._sources if name not in components]
@@ -164,14 +144,20 @@ class DomainRewards:
         pairs: Sequence[tuple[int, int]],
         *,
         record: Record | None = None,
-    ) -> dict[str, Matches]:
-        """Have the members of a group compared by each judge. None is a member that is
-        not kept. `record` receives a span for each judge.
+    ) -> dict[str, list[Opponents]]:
+        """Have each judge compare the members of a group, and return each member's
+        opponents. None is a member that is not kept. `record` receives a span for each
+        judge.
         """
 
-        async def ask(judge: Source) -> Matches:
+        async def ask(judge: Source) -> list[Opponents]:
             asked = (compare(judge, members[one], members[two]) for one, two in pairs)
-            return Matches(pairs, await results_of(asked))
+            opponents: list[Opponents] = [[] for _ in members]
+            for (one, two), result in zip(pairs, await results_of(asked), strict=True):
+                lost = result if isinstance(result, EpisodeStopError) else 1.0 - result
+                opponents[one].append((two, result))
+                opponents[two].append((one, lost))
+            return opponents
 
         asked = (
             self._timed(f"reward {name}", ask(judge), record) for name, judge in self.judges.items()
@@ -192,8 +178,7 @@ class DomainRewards:
                 judged[name] = EpisodeStopError(StopReason.REWARD_ERROR, text)
                 continue
             own = [one for one in comparisons if one.reward == name]
-            results = await results_of(_repeated(judge, finished, one) for one in own)
-            judged[name] = Matches([(0, 1 + n) for n in range(len(own))], results).share(0)
+            judged[name] = share(await results_of(_repeated(judge, finished, one) for one in own))
         return judged
 
     async def _timed(self, name: str, asked: Awaitable[T], record: Record | None) -> T:
@@ -251,8 +236,8 @@ async def _repeated(judge: Source, finished: Finished, comparison: Comparison) -
 class Rewards:
     """The rewards of a run, in one of its processes. `run_id` tells its requests from
     those of other runs, and `threads` are those of its environments. Services that have
-    not answered yet are given `start_s`. `deployed` has the
-    URLs of the functions that the run has deployed, by the names of their rewards.
+    not answered yet are given `start_s`. `deployed` has the URLs of the functions that
+    the run has deployed, by the names of their rewards.
     """
 
     def __init__(
