@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import aiohttp
+import msgspec
 import pytest
 
 from rollweave.core.core import Core
@@ -24,7 +25,7 @@ from rollweave.schema.commands import Deliver
 from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
-from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.schema.service import EngineRequest, Error, RolloutRequest
 from rollweave.schema.work import StopReason, Task
 from rollweave.service import rollouts
 from rollweave.service.client import RolloutClient
@@ -277,8 +278,9 @@ async def test_idle_connections_block_no_client_and_excess_requests_are_refused(
             # an admitted call may have taken the place of a request not yet read
             await wait_for_it()
         _, body, headers = refusal
-        assert (body["error"]["type"], headers["Retry-After"]) == ("busy", "1")
-        assert "at most 300 connections" in body["error"]["message"]
+        error = msgspec.convert(body, Error).error  # as the client reads it
+        assert (error.type, headers["Retry-After"]) == ("busy", "1")
+        assert "at most 300 connections" in error.message
         gate.touch()
         assert (await waiting)[1]["state"] == "done"
         async with RolloutClient(program.address) as client:

@@ -173,17 +173,18 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
     """The state of a registered engine. `reason` says why it does not serve, as far as
-    known; it is "" for an engine that serves.
+    known; it is "" for an engine that serves. The numbers have their defaults until the
+    engine starts.
     """
 
     id: str
     address: str
     status: str
-    version: int
-    slots: int
-    running: int
-    draining: bool
-    restarts: int
+    version: int = -1
+    slots: int = 0
+    running: int = 0
+    draining: bool = False
+    restarts: int = 0
     reason: str = ""
 
 
@@ -221,7 +222,7 @@ class ErrorDetail(Struct, frozen=True, kw_only=True):
     message: str
 
 
-class Error(Struct, frozen=True, kw_only=True):
-    """The answer to a request that is refused."""
+class Error(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The answer to a request that is refused. It may have more fields."""
 
     error: ErrorDetail

@@ -138,9 +138,7 @@ class RolloutClient:
         self._servers = [_Server(address, token=own) for address, own in tokens.items()]
         self._session: aiohttp.ClientSession | None = None
         self._leaving = False
-        self._pending: set[asyncio.Timeout] = set()  # one for each call of `rollout`
-        self._idle = asyncio.Event()  # set while no call is pending
-        self._idle.set()
+        self._calls: set[asyncio.Task[RolloutStatus]] = set()  # one for each of `rollout`
         self._connections = max(1, _unopened_files() // 2)
         # first come, first served, unlike a connector's limit
         self._free = asyncio.Semaphore(self._connections)
@@ -163,9 +161,9 @@ class RolloutClient:
                 self._rebalancing.cancel()
                 await asyncio.wait([self._rebalancing])
                 self._rebalancing = None
-            for pending in self._pending:
-                pending.reschedule(_now())
-            await self._idle.wait()
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*self._calls, return_exceptions=True)
         finally:
             if self._session is not None:
                 await self._session.close()
@@ -180,23 +178,21 @@ class RolloutClient:
         """
         if self._session is None or self._leaving:
             raise ClientClosedError
-        until_left = asyncio.timeout(None)
-        self._pending.add(until_left)
-        self._idle.clear()
+        call = asyncio.create_task(self._rollout(_named(request)))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            async with until_left:
-                request = _named(request)
-                status = await self._on_any(request, lambda one: self._run_on(one, request))
-                await self._cancel_abandoned()
-                return status
-        except TimeoutError:
-            if until_left.expired():
+            return await call
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # the context was left
                 raise ClientClosedError from None
             raise
-        finally:
-            self._pending.discard(until_left)
-            if not self._pending:
-                self._idle.set()
+
+    async def _rollout(self, request: RolloutRequest) -> RolloutStatus:
+        status = await self._on_any(request, lambda server: self._run_on(server, request))
+        await self._cancel_abandoned()
+        return status
 
     async def rollouts(self, requests: Iterable[RolloutRequest]) -> AsyncIterator[RolloutStatus]:
         """Run all rollouts at once; yield each as soon as it is done."""
