@@ -156,25 +156,19 @@ class JobStore:
         return int(row[0]) if row is not None else 0
 
     def find(self, job_id: str) -> Job | None:
-        row = self._execute(
-            "SELECT number, id, request, task, left FROM jobs WHERE id = ?", (job_id,)
-        ).fetchone()
+        row = self._execute(f"{_JOBS} WHERE id = ?", (job_id,)).fetchone()
         return _job(row) if row is not None else None
 
     def unfinished_jobs(self) -> list[Job]:
         """Return the jobs with members that are not done, in order of arrival."""
-        rows = self._execute(
-            "SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number"
-        )
+        rows = self._execute(f"{_JOBS} WHERE left > 0 ORDER BY number")
         return [_job(row) for row in rows]
 
     def delete_unreadable(self) -> Iterator[tuple[str, str]]:
         """Delete each job whose request or task cannot be read; yield its id and the
         reason. Call this before any other method that reads jobs.
         """
-        for row in self._execute(
-            "SELECT number, id, request, task, left FROM jobs ORDER BY number"
-        ).fetchall():
+        for row in self._execute(f"{_JOBS} ORDER BY number").fetchall():
             try:
                 _job(row)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -188,10 +182,7 @@ class JobStore:
         """Return the first `limit` jobs after number `number`, in order of arrival;
         with `unfinished`, only unfinished ones.
         """
-        statement = (
-            "SELECT number, id, request, task, left FROM jobs WHERE number > ? AND left >= ? "
-            "ORDER BY number LIMIT ?"
-        )
+        statement = f"{_JOBS} WHERE number > ? AND left >= ? ORDER BY number LIMIT ?"
         rows = self._execute(statement, (number, int(unfinished), limit))
         return [_job(row) for row in rows]
 
@@ -325,6 +316,7 @@ _UNFINISHED_BYTES = (
     "SELECT COALESCE(SUM(LENGTH(request) + LENGTH(task)), 0) FROM jobs WHERE left > 0"
 )
 _SEGMENTS = "SELECT DISTINCT json_extract(CAST(entry AS TEXT), '$.segment') FROM results"
+_JOBS = "SELECT number, id, request, task, left FROM jobs"
 _RESULTS = "SELECT number, job, member, attempt, stop_reason, entry FROM results"
 
 

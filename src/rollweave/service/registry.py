@@ -8,6 +8,7 @@ address is registered at most once.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -200,31 +201,22 @@ class EngineRegistry:
     def _status(self, engine_id: EngineId) -> EngineStatus:
         engine = self._world.state.engines.get(engine_id)
         request = self._requests.get(engine_id)
-        address = request.address if request is not None else ""
-        if engine is None:
-            status = "starting" if self._exists(engine_id) else REMOVED
-            reason = self._problems.get(engine_id, "")
-            return EngineStatus(
-                id=engine_id,
-                address=address,
-                status=status,
-                version=-1,
-                slots=0,
-                running=0,
-                draining=False,
-                restarts=0,
-                reason=reason,
-            )
+        known: dict[str, Any] = {"status": "starting" if self._exists(engine_id) else REMOVED}
+        if engine is not None:
+            known = {
+                "status": engine.status.value,
+                "version": engine.version,
+                "slots": engine.abilities.max_slots,
+                "running": len(engine.active),
+                "draining": engine.draining,
+                "restarts": engine.failures.restarts,
+            }
+        serves = engine is not None and _serves(engine)
         return EngineStatus(
             id=engine_id,
-            address=address,
-            status=engine.status.value,
-            version=engine.version,
-            slots=engine.abilities.max_slots,
-            running=len(engine.active),
-            draining=engine.draining,
-            restarts=engine.failures.restarts,
-            reason="" if _serves(engine) else self._problems.get(engine_id, ""),
+            address=request.address if request is not None else "",
+            reason="" if serves else self._problems.get(engine_id, ""),
+            **known,
         )
 
 

@@ -7,9 +7,10 @@ is the same as submitting once; what waits to begin is bounded, in number and in
 """
 
 import asyncio
+import contextlib
 import functools
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -57,6 +58,9 @@ QUEUE_MB = 1024
 KEPT_RESULTS = 100_000
 """Number of the newest finished rollouts whose results are kept."""
 
+ANY = 0
+"""Number under which calls wait for any completion: the numbers of jobs begin at 1."""
+
 ROLLOUTS_AT_ONCE = 100
 """Number of rollouts that are handled between two yields to the event loop, which takes
 some milliseconds.
@@ -83,8 +87,8 @@ class RolloutManager:
         self._config, self._world, self._jobs, self._store = config, world, jobs, store
         self._tasks = TaskResolver(source)
         self._waits_for = waits_for
-        self._waiters: dict[int, list[asyncio.Future[None]]] = {}  # job → calls of `wait`
-        self._completed = asyncio.Event()
+        # what calls wait for: the end of a job, by its number, or any completion
+        self._awaited: dict[int, asyncio.Event] = {}
         # the segment that the store was writing when unused ones were deleted last
         self._pruned_segment = -1
         # members that are accepted, or about to be, and not yet in the core's queue
@@ -92,13 +96,6 @@ class RolloutManager:
         self._cancelling: set[str] = set()
         self.ended = False
         """True if no further rollout will complete."""
-
-    def drop_unreadable(self) -> Iterator[tuple[str, str]]:
-        """Drop requests that cannot be read; yield the id of each, with the reason.
-
-        Call before `restore`.
-        """
-        return self._jobs.delete_unreadable()
 
     def restore(self) -> None:
         """Submit again the accepted rollouts that the core does not know. Call once the
@@ -128,25 +125,25 @@ class RolloutManager:
         if self._store.segment != self._pruned_segment:
             self._pruned_segment = self._store.segment
             self._store.discard(self._jobs.segments())
-        if result is None:
-            return
-        for future in self._waiters.pop(result.job, []) if not result.members_left else ():
-            if not future.done():
-                future.set_result(None)
-        self._wake_pollers()
+        if result is not None:
+            self._wake(*(() if result.members_left else (result.job,)), ANY)
 
     def end(self) -> None:
         """Wake all that wait: no further rollout will complete."""
         self.ended = True
-        for waiters in self._waiters.values():
-            for future in waiters:
-                if not future.done():
-                    future.set_result(None)
-        self._wake_pollers()
+        self._wake(*self._awaited)
 
-    def _wake_pollers(self) -> None:
-        completed, self._completed = self._completed, asyncio.Event()
-        completed.set()
+    def _wake(self, *awaited: int) -> None:
+        for number in awaited:
+            if (event := self._awaited.pop(number, None)) is not None:
+                event.set()
+
+    async def _wait(self, awaited: int, seconds: float) -> None:
+        """Wait until `_wake` is called, or for `seconds`."""
+        event = self._awaited.setdefault(awaited, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
 
     # Requests.
 
@@ -295,16 +292,7 @@ class RolloutManager:
         """
         job = self._jobs.find(job_id)
         if job is not None and job.members_left and seconds > 0:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(job.number, []).append(future)
-            try:
-                await asyncio.wait([future], timeout=seconds)
-            finally:
-                waiters = self._waiters.get(job.number, [])
-                if future in waiters:
-                    waiters.remove(future)
-                if not waiters:
-                    self._waiters.pop(job.number, None)
+            await self._wait(job.number, seconds)
         return self.status(job_id, results=True)
 
     async def completions(
@@ -319,7 +307,7 @@ class RolloutManager:
         job = self._find(rollout).number if rollout is not None else None
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
-            completed, results = self._completed, self._jobs.results_after(after, limit, job=job)
+            results = self._jobs.results_after(after, limit, job=job)
             remaining_s = deadline - asyncio.get_running_loop().time()
             if (
                 results
@@ -336,11 +324,7 @@ class RolloutManager:
                     )
                     for result in results
                 ]
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await completed.wait()
-            except TimeoutError:
-                continue
+            await self._wait(ANY, remaining_s)
 
     def last_completion(self) -> int:
         """Return the number of the newest completion; 0 before the first."""

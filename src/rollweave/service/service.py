@@ -36,7 +36,7 @@ class Service:
         source: TaskSource,
         store: TrajectoryStore,
     ) -> None:
-        self._world = WorldPort()
+        self._world, self._jobs = WorldPort(), jobs
         self.engines = EngineRegistry(self._world, jobs=jobs, tokens=tokens, warn=self.warned)
         self.rollouts = RolloutManager(
             config,
@@ -59,7 +59,7 @@ class Service:
         """Submit again the rollouts, and register again the engines, that the core does
         not know. Call once the world runs.
         """
-        for job_id, reason in self.rollouts.drop_unreadable():
+        for job_id, reason in self._jobs.delete_unreadable():
             self.warned(
                 Warn(
                     component=f"rollout {job_id}",

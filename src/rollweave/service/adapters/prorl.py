@@ -36,15 +36,9 @@ DEFAULT_HANDLER = "swebench"
 """Default `data_source` of an instance."""
 
 ENV_OF: Mapping[str, str] = {
-    "swebench": "swe",
-    "swe-gym": "swe",
-    "swegym": "swe",
+    **dict.fromkeys(("swebench", "swe-gym", "swegym"), "swe"),
+    **dict.fromkeys(("deepcoder", "codecontests", "apps", "codeforces", "taco"), "code"),
     "math": "math_tool",
-    "deepcoder": "code",
-    "codecontests": "code",
-    "apps": "code",
-    "codeforces": "code",
-    "taco": "code",
     "stem": "stem",
 }
 """Name that ProRL's clients send as `data_source` → our handler for such tasks."""
@@ -83,18 +77,13 @@ server; our handler has its own.
 """
 
 FAILED_STAGE: Mapping[str, str] = {
-    StopReason.ENV_ERROR: "run",
-    StopReason.ENV_HANG: "run",
-    StopReason.TEACHER_ERROR: "run",
-    StopReason.ENGINE_FAILURE: "run",
-    StopReason.REWARD_ERROR: "eval",
-    StopReason.REWARD_HANG: "eval",
+    **dict.fromkeys((StopReason.ENV_ERROR, StopReason.ENV_HANG), "run"),
+    **dict.fromkeys((StopReason.TEACHER_ERROR, StopReason.IMAGE_ERROR), "run"),
+    **dict.fromkeys((StopReason.ENGINE_FAILURE, StopReason.ENGINES_LOST), "run"),
+    **dict.fromkeys((StopReason.WORLD_LOST, StopReason.WORKER_LOST), "run"),
+    **dict.fromkeys((StopReason.REWARD_ERROR, StopReason.REWARD_HANG), "eval"),
     StopReason.REWARD_UNAVAILABLE: "eval",
     StopReason.TIME_BUDGET: "timeout",
-    StopReason.WORLD_LOST: "run",
-    StopReason.ENGINES_LOST: "run",
-    StopReason.WORKER_LOST: "run",
-    StopReason.IMAGE_ERROR: "run",
 }
 """`critical_error` by stop reason; an environment that never ran failed in "init"."""
 
