@@ -67,7 +67,10 @@ def meanwhile(config: RunConfig, step: int, action: Callable[[], None]) -> Itera
         yield
     finally:
         over.set()
-        thread.join()
+        try:
+            thread.join()
+        except KeyboardInterrupt:  # the action has interrupted a run that was over
+            thread.join()
 
 
 def test_a_run_uses_all_its_hosts(tmp_path: Path, agents: Agents) -> None:
