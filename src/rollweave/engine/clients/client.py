@@ -6,7 +6,7 @@ engine empties all tables.
 
 import asyncio
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
@@ -77,11 +77,10 @@ class EngineClient:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
         self._on_tokens: dict[str, OnTokens] = {}
-        self._suspending: deque[asyncio.Future[Suspended]] = deque()
-        self._staging: deque[asyncio.Future[Staged | StageFailed]] = deque()
-        self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
-        self._sampling: deque[asyncio.Future[EngineStats]] = deque()
-        self._beating: deque[asyncio.Future[Beating]] = deque()
+        self._waiting: defaultdict[type, deque[asyncio.Future[Any]]] = defaultdict(deque)
+        """The waiters of commands that are answered in order, by the reply for which
+        they wait.
+        """
         self._kv_waiters: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
         self._numbers = itertools.count()
         self._fatal = ""
@@ -167,27 +166,23 @@ class EngineClient:
         return f"kv{next(self._numbers)}"
 
     async def suspend(self, *, release: bool = False) -> Suspended:
-        return await self._request(Suspend(release=release), self._suspending, "suspend")
+        return await self._request(Suspend(release=release), Suspended, "suspend")
 
     def resume(self) -> None:
         self._link.send(Resume())
 
     async def stage(self, weights: WeightManifest) -> None:
-        reply = await self._request(Stage(manifest=weights), self._staging, "receive weights")
-        if isinstance(reply, StageFailed):
-            raise WeightsError(reply.error)
+        await self._request(Stage(manifest=weights), Staged, "receive weights")
 
     async def load(self, weights: WeightManifest | LoadCheckpoint) -> None:
         command = weights if isinstance(weights, LoadCheckpoint) else Load(manifest=weights)
-        reply = await self._request(command, self._loading, "load weights")
-        if isinstance(reply, LoadFailed):
-            raise WeightsError(reply.error)
+        await self._request(command, Loaded, "load weights")
 
     async def stats(self) -> EngineStats:
-        return await self._request(Stats(), self._sampling, "report its state")
+        return (await self._request(Stats(), Sampled, "report its state")).stats
 
     async def beat(self) -> Beating:
-        return await self._request(Beat(), self._beating, "answer a heartbeat")
+        return await self._request(Beat(), Beating, "answer a heartbeat")
 
     async def close(self) -> None:
         if not self._lost.done():
@@ -202,14 +197,17 @@ class EngineClient:
     async def _request(
         self,
         command: Suspend | Stage | Load | LoadCheckpoint | Stats | Beat,
-        table: deque[asyncio.Future[T]],
+        kind: type[T],
         what: str,
     ) -> T:
+        """Send a command, and return its reply, which is of this kind. Raises
+        WeightsError if the engine refuses the weights.
+        """
         self._raise_if_lost()
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # A cancelled waiter stays queued, so that its reply is not matched to the next
         # one.
-        table.append(waiter)
+        self._waiting[kind].append(waiter)
         self._link.send(command)
         return await self._within(waiter, self._reply_s, what)
 
@@ -239,16 +237,12 @@ class EngineClient:
                     )
                     if on_tokens is not None and waiter is not None and not waiter.done():
                         on_tokens(delta)
-            case Suspended():
-                _resolve(self._suspending.popleft() if self._suspending else None, reply)
-            case Staged() | StageFailed():
-                _resolve(self._staging.popleft() if self._staging else None, reply)
-            case Loaded() | LoadFailed():
-                _resolve(self._loading.popleft() if self._loading else None, reply)
-            case Sampled(stats=stats):
-                _resolve(self._sampling.popleft() if self._sampling else None, stats)
-            case Beating():
-                _resolve(self._beating.popleft() if self._beating else None, reply)
+            case Suspended() | Staged() | Loaded() | Sampled() | Beating():
+                _resolve(self._next_waiter(type(reply)), reply)
+            case StageFailed(error=error):
+                _fail(self._next_waiter(Staged), WeightsError(error))
+            case LoadFailed(error=error):
+                _fail(self._next_waiter(Loaded), WeightsError(error))
             case KvExported() | KvImported() | KvRefused():
                 self._on_kv_reply(reply)
             case Ready():
@@ -258,6 +252,10 @@ class EngineClient:
                 self._link.kill()
             case _:
                 assert_never(reply)
+
+    def _next_waiter(self, kind: type) -> asyncio.Future[Any] | None:
+        """Return the oldest waiter for a reply of this kind, if any."""
+        return self._waiting[kind].popleft() if self._waiting[kind] else None
 
     def _on_generated(self, result: GenerateResult) -> None:
         waiter = self._forget(result.id)
@@ -283,23 +281,20 @@ class EngineClient:
             self._ready,
             *self._generating.values(),
             *self._kv_waiters.values(),
+            *itertools.chain.from_iterable(self._waiting.values()),
         ]
-        queues: tuple[deque[Any], ...] = (
-            self._suspending,
-            self._staging,
-            self._loading,
-            self._sampling,
-            self._beating,
-        )
-        for waiter in [*waiters, *itertools.chain.from_iterable(queues)]:
-            if not waiter.done():
-                waiter.set_exception(error)
-                waiter.exception()  # mark it as retrieved: it may have no waiter
+        for waiter in waiters:
+            _fail(waiter, error)
         self._generating.clear()
         self._on_tokens.clear()
-        for queue in queues:
-            queue.clear()
+        self._waiting.clear()
         self._kv_waiters.clear()
+
+
+def _fail(waiter: asyncio.Future[Any] | None, error: Exception) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_exception(error)
+        waiter.exception()  # mark it as retrieved: it may have no waiter
 
 
 def _resolve(waiter: asyncio.Future[T] | None, value: T) -> None:
