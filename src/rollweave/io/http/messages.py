@@ -8,7 +8,7 @@ it is null or has a value without effect, or if the caller's `Reading` says so.
 import functools
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
@@ -60,19 +60,6 @@ ECHOED = frozenset(
 """Fields of a message, or of a part of one, that clients add or echo and that no prompt
 shows.
 """
-
-
-class FieldError(ValueError):
-    """A field breaks a rule: the message names field, rule and value."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-
-    @classmethod
-    def of(cls, field: str, rule: str, value: object) -> Self:
-        """Return the error of a value that breaks the rule."""
-        return cls(field, f"{shown(field)} {rule}, got {value!r:.80}")
 
 
 class OpenModel(BaseModel):
@@ -155,10 +142,10 @@ class Reading(Protocol):
 
 
 class StrictReading:
-    """Refuses every value that has an effect elsewhere. Raises FieldError."""
+    """Refuses every value that has an effect elsewhere. Raises ValueError."""
 
     def refusal(self, field: str, message: str) -> Exception:
-        return FieldError(field, message)
+        return ValueError(message)
 
     def others(
         self, path: str, model: OpenModel, *, neutral: Mapping[str, tuple[object, ...]] = {}
@@ -166,16 +153,16 @@ class StrictReading:
         others = model.model_extra or {}
         refusal = refused_field(others, neutral=neutral, without_effect=ECHOED)
         if refusal is not None:
-            raise FieldError.of(path + refusal[0], refusal[1], others[refusal[0]])
+            raise _broken(self, path + refusal[0], refusal[1], others[refusal[0]])
 
     def leave(self, field: str, value: Any, rule: str) -> None:
-        raise FieldError.of(field, rule, value)
+        raise _broken(self, field, rule, value)
 
     def thoughts(self, field: str, text: str) -> str:
         return text
 
     def placeholder(self, field: str, what: str, rule: str, *, value: Any = None) -> str:
-        raise FieldError.of(field, rule, what if value is None else value)
+        raise _broken(self, field, rule, what if value is None else value)
 
 
 def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
@@ -217,13 +204,13 @@ def read_message(message: ChatMessage, path: str, reading: Reading) -> Message:
 
 
 def read_messages(value: object, path: str) -> tuple[Message, ...]:
-    """Return the messages of a JSON list, which is at `path`. Raises FieldError."""
+    """Return the messages of a JSON list, which is at `path`. Raises ValueError."""
     try:
         messages = _LIST.validate_python(value)
     except ValidationError as error:
         place, rule, got = first_problem(error, ChatMessage)
         field = ".".join((path, *place))
-        raise FieldError(field, f"{shown(field)}: {rule}, got {got!r:.80}") from error
+        raise ValueError(f"{shown(field)}: {rule}, got {got!r:.80}") from error
     strict = StrictReading()
     return tuple(
         read_message(message, f"{path}.{place}", strict) for place, message in enumerate(messages)
