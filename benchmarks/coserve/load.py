@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.soak.run_under_test import die_with_us, source_path
-from rollweave.engine.clients.protocol import GENERATE_PATH
+from rollweave.engine.clients.dialects import GENERATE_PATH
 from rollweave.schema.base import Struct
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling

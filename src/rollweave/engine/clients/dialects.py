@@ -11,11 +11,10 @@ ignore them.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from rollweave.engine.clients.protocol import ABORT_PATH, GENERATE_PATH, READY_PATH, STATS_PATH
 from rollweave.engine.clients.responses import (
     CompletionResponse,
     ProrlResponse,
@@ -28,6 +27,7 @@ from rollweave.engine.clients.responses import (
     parse,
     required,
 )
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError
 from rollweave.schema.packing import as_json
 from rollweave.schema.serving import (
@@ -41,6 +41,16 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.text import whole
 from rollweave.schema.work import Routes
+
+GENERATE_PATH: Final = "/rollweave/v1/generate"
+ABORT_PATH: Final = "/rollweave/v1/abort"
+READY_PATH: Final = "/rollweave/v1/ready"
+STATS_PATH: Final = "/rollweave/v1/stats"
+PREFILL_PATH: Final = "/rollweave/v1/prefill"
+RELEASE_PATH: Final = "/rollweave/v1/kv/release"
+"""The paths of Rollweave's own engine server (`engine/clients/server`). All bodies and
+answers are JSON.
+"""
 
 SEED_BITS = (1 << 63) - 1
 """Mask of the bits of a seed that are sent: vLLM takes a signed 64-bit integer, and
@@ -56,6 +66,21 @@ ABOVE_ZERO = 1e-3
 """Maximum by which rounding may lift a log-prob above 0."""
 
 T = TypeVar("T")
+
+
+class Prefill(Struct, frozen=True, kw_only=True):
+    """Compute the prompt `tokens` and offer the KV of its whole blocks, with the `rank`
+    of the request that it belongs to. The answer is a KvManifest.
+    """
+
+    tokens: tuple[int, ...]
+    rank: float = 0.0
+
+
+class KvRelease(Struct, frozen=True, kw_only=True):
+    """Free the KV that a manifest offers. Unknown ids are ignored."""
+
+    id: str
 
 
 class Dialect(Protocol):

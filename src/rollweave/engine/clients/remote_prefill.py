@@ -22,7 +22,7 @@ import msgspec
 
 from rollweave.core.policy.disaggregation import LEAST_TOKENS
 from rollweave.engine.clients.base import MovesKv
-from rollweave.engine.clients.protocol import (
+from rollweave.engine.clients.dialects import (
     PREFILL_PATH,
     RELEASE_PATH,
     KvRelease,

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from rollweave.engine.clients.base import Generates, MovesKv, OnTokens
-from rollweave.engine.clients.protocol import (
+from rollweave.engine.clients.dialects import (
     ABORT_PATH,
     GENERATE_PATH,
     PREFILL_PATH,
@@ -66,7 +66,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _FieldError(EngineError):
+class _ParamError(EngineError):
     """The request cannot be fulfilled. `param` is the field that is wrong, or None."""
 
     def __init__(self, message: str, param: str | None) -> None:
@@ -221,7 +221,7 @@ class EngineServer:
             rule = str(error).removeprefix("ValueError: ")
             if not rule.startswith("tokens "):
                 raise
-            raise _FieldError(f"prompt_ids {rule.removeprefix('tokens ')}", "prompt_ids") from error
+            raise _ParamError(f"prompt_ids {rule.removeprefix('tokens ')}", "prompt_ids") from error
         return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
 
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -235,7 +235,7 @@ class EngineServer:
     async def _read_honored(self, request: web.Request, kind: type[Fields]) -> Fields:
         """Return the fields that `kind` has.
 
-        Raises _FieldError for any other field with a non-neutral value.
+        Raises _ParamError for any other field with a non-neutral value.
         """
         fields = await self._read(request, dict[str, Any])
         honored = set(kind.__struct_fields__)
@@ -243,7 +243,7 @@ class EngineServer:
         refused = refused_field(others)
         if refused is not None:
             name, rule = refused
-            raise _FieldError(f"{shown(name)} {rule}, got {others[name]!r:.100}", name)
+            raise _ParamError(f"{shown(name)} {rule}, got {others[name]!r:.100}", name)
         try:
             return msgspec.convert(
                 {name: value for name, value in fields.items() if name in honored}, kind
@@ -324,7 +324,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except EngineLostError as error:
         return _error(str(error), 503)
-    except _FieldError as error:
+    except _ParamError as error:
         return _error(str(error), 400, param=error.param)
     except KvError as error:
         return _error(str(error), 409)
@@ -341,9 +341,9 @@ def _release_unread(engine: MovesKv, export: asyncio.Future[KvManifest]) -> None
 
 
 def _met(result: GenerateResult) -> GenerateResult:
-    """Return the result. Raises _FieldError if the constraint cannot be met."""
+    """Return the result. Raises _ParamError if the constraint cannot be met."""
     if result.finish is FinishReason.REFUSED:
-        raise _FieldError(result.error, "sampling.constraint")
+        raise _ParamError(result.error, "sampling.constraint")
     return result
 
 
@@ -355,10 +355,10 @@ def _value_of(body: bytes) -> object:
         return None
 
 
-def _refusal(error: msgspec.DecodeError, value: object) -> _FieldError:
+def _refusal(error: msgspec.DecodeError, value: object) -> _ParamError:
     """Return the refusal of a body that is not what it must be."""
     param, message = struct_error(error, value)
-    return _FieldError(message, param)
+    return _ParamError(message, param)
 
 
 def _error(
