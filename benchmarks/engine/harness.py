@@ -11,8 +11,8 @@ from typing import Self, TypeVar
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.process import in_process
-from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.thread import EngineThread
 from rollweave.io.child import child_of
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
@@ -53,7 +53,7 @@ class Harness:
     ) -> None:
         """`watch` is called with every step, on the engine's thread."""
         self._replies: queue.Queue[EngineReply] = queue.Queue()
-        self._loop = EngineLoop(spec, self._replies.put, watch=watch)
+        self._loop = EngineThread(spec, self._replies.put, watch=watch)
         self._done: dict[str, GenerateResult] = {}
         self._thread = threading.Thread(target=self._loop.run, name="bench-engine", daemon=True)
 

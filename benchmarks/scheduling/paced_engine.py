@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.thread import EngineThread
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.events import StepTime
@@ -110,7 +110,7 @@ def serve(pace_of: Callable[[EngineSpec], StepPace] = lambda spec: StepPace()) -
     spec = decoder_of(EngineSpec)(parent.receive())
     decode = decoder_of(EngineCommand)
     pacer = Pacer(lambda reply: parent.send(encode(reply)), pace=pace_of(spec))
-    engine = EngineLoop(spec, pacer.reply, watch=pacer.watch)
+    engine = EngineThread(spec, pacer.reply, watch=pacer.watch)
     parent.listen(lambda payload: engine.post(decode(payload)))
     engine.run()
 

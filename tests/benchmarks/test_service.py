@@ -130,7 +130,7 @@ async def test_slot_engines_act_as_engines(engines: dict[str, Any]) -> None:
     both = HttpEngine(HttpSpec(url=engines["fixed"], **spec))
     try:
         assert ((await one.ready()).max_slots, (await both.ready()).max_slots) == (1, 2)
-        assert one.logprobs is Logprobs.SAMPLED, "every option of a request is supported"
+        assert one._logprobs is Logprobs.SAMPLED, "every option of a request is supported"
         before = (await both.stats()).busy_s
         began = time.monotonic()
         results = await asyncio.gather(

@@ -12,7 +12,7 @@ import torch
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.loop import EngineLoop
+from rollweave.engine.thread import EngineThread
 from rollweave.runtime.launch import train
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateResult, KvTransport
@@ -71,7 +71,7 @@ async def start(path: Path, device: str) -> AsyncIterator[Start]:
             block_tokens=BLOCK,
             **changes,
         )
-        link = in_thread(spec, EngineLoop, model_ready=model_ready)
+        link = in_thread(spec, EngineThread, model_ready=model_ready)
         clients.append(EngineClient(str(spec.id), link, start_s=120, reply_s=120))
         await clients[-1].ready()
         return clients[-1]

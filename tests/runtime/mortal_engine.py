@@ -6,7 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from rollweave.engine import loop
+from rollweave.engine import thread
+from rollweave.engine.core import EngineCore
 from rollweave.engine.detokenize import load_tokenizer
 from rollweave.runtime.entrypoints import engine
 from rollweave.schema.serving import GenerateRequest
@@ -14,15 +15,15 @@ from rollweave.schema.serving import GenerateRequest
 DEADLY = "kill this engine"
 
 
-class MortalLoop(loop.EngineLoop):
-    def _add(self, request: GenerateRequest, *, report_s: float | None) -> None:
+class MortalCore(EngineCore):
+    def submit(self, request: GenerateRequest, *, report_s: float | None = None) -> None:
         text = load_tokenizer(Path(self.spec.model)).decode(list(request.tokens))
         if DEADLY in text:
             os.kill(os.getpid(), signal.SIGKILL)
-        super()._add(request, report_s=report_s)
+        super().submit(request, report_s=report_s)
 
 
 if __name__ == "__main__":
-    loop.EngineLoop = MortalLoop  # type: ignore[misc]
+    thread.EngineCore = MortalCore  # type: ignore[misc]
     engine.main()
     os._exit(0)

@@ -106,9 +106,9 @@ def engine_in_thread(
 
 
 def real_loop() -> MakeLoop:
-    from rollweave.engine.loop import EngineLoop
+    from rollweave.engine.thread import EngineThread
 
-    return EngineLoop
+    return EngineThread
 
 
 def environment() -> dict[str, str]:

@@ -57,7 +57,7 @@ FIRST_SPARE_FD = 500
 COMMAND_LINE = ("rollweave.cli.entry", "rollweave.cli.main")
 """Modules of the command line, which import the module of a command when it runs."""
 
-ENGINE = ("rollweave.engine.coserving.executor", "rollweave.engine.loop")
+ENGINE = ("rollweave.engine.coserving.executor", "rollweave.engine.thread")
 TRAINER = ("rollweave.runtime.entrypoints.trainer", "torch._dynamo")
 
 IMPORTED_LATER = {

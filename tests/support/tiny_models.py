@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollweave.engine.loop import EngineLoop
+from rollweave.engine.thread import EngineThread
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
     Add,
@@ -214,7 +214,8 @@ def drive(
             case Sampled(stats=stats):
                 outcome.stats.append(stats)
                 if check and ticks:
-                    loop.check()
+                    loop.core.planner.check()
+                    assert loop.core.live.keys() == loop.core.planner.live.keys()
                 if len(outcome.answers) == expected and not later and not replies:
                     loop.post(Shutdown())
                     return
@@ -227,9 +228,9 @@ def drive(
                 pass
 
     loop = (
-        EngineLoop(of, reply)
+        EngineThread(of, reply)
         if clock is None
-        else EngineLoop(of, reply, watch=clock.step, clock=clock)
+        else EngineThread(of, reply, watch=clock.step, clock=clock)
     )
     for each in requests:
         loop.post(Add(request=each))

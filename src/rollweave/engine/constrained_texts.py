@@ -30,8 +30,8 @@ class Finish(Protocol):
 
 
 class ConstrainedTexts:
-    """All methods belong to the thread of the engine's loop. `wake` is the condition
-    for which it waits; `between_steps` queues a call of a function, from any thread.
+    """All methods belong to the engine's thread. `between_steps` queues a call of a
+    function on it, from any thread.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class ConstrainedTexts:
         make: Callable[[Callable[[str, MaskReply], None]], Matchers],
         *,
         vocab: int,
-        wake: threading.Condition,
         between_steps: Callable[[Callable[[], None]], None],
         finish: Finish,
     ) -> None:
         self._make, self._vocab = make, vocab
-        self._wake, self._between_steps, self._finish = wake, between_steps, finish
+        self._between_steps, self._finish = between_steps, finish
         self._matchers: Matchers | None = None
         self._texts: dict[str, RequestState] = {}
         self._ids = map(str, itertools.count())
         self._held: set[str] = set()
+        self._changed = threading.Condition()
         self._awaited: set[str] = set()
         """The held texts for which the next step waits."""
 
@@ -83,8 +83,8 @@ class ConstrainedTexts:
     def wait(self) -> None:
         """Wait for the masks that the next step needs."""
         if self._awaited:
-            with self._wake:
-                self._wake.wait_for(lambda: not self._awaited, MASKS_S)
+            with self._changed:
+                self._changed.wait_for(lambda: not self._awaited, MASKS_S)
                 self._awaited.clear()
 
     def forbidden(self, states: Sequence[RequestState]) -> dict[int, npt.NDArray[np.bool_]]:
@@ -104,20 +104,21 @@ class ConstrainedTexts:
     def _hold(self, state: RequestState) -> None:
         state.entry.held = True
         self._held.add(state.text_id)
-        with self._wake:
+        with self._changed:
             self._awaited.add(state.text_id)
 
     def _release(self, state: RequestState) -> None:
         state.entry.held = False
         self._held.discard(state.text_id)
-        with self._wake:
+        with self._changed:
             self._awaited.discard(state.text_id)
 
     def _computed(self, text_id: str, reply: MaskReply) -> None:
         """Pass on a reply; called on another thread."""
-        with self._wake:
+        self._between_steps(lambda: self._take(text_id, reply))
+        with self._changed:
             self._awaited.discard(text_id)
-            self._between_steps(lambda: self._take(text_id, reply))
+            self._changed.notify()
 
     def _take(self, text_id: str, reply: MaskReply) -> None:
         """Let a request continue, or end it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
-from rollweave.engine.loop import EngineLoop
+from rollweave.engine.thread import EngineThread
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec
 
@@ -34,7 +34,7 @@ def start_engine(
     spec = EngineSpec(id=EngineId("e0"), model=str(checkpoint), device=device, kv_tokens=kv_tokens)
     return EngineClient(
         "engine",
-        in_thread(spec, EngineLoop, model_ready=model_ready),
+        in_thread(spec, EngineThread, model_ready=model_ready),
         start_s=START_S,
         reply_s=REPLY_S,
     )

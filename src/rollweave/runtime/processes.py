@@ -130,9 +130,9 @@ class Processes:
         )
         if self._inproc and kind is None:
             # torch stays out of a controller that does not need it
-            from rollweave.engine.loop import EngineLoop
+            from rollweave.engine.thread import EngineThread
 
-            link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
+            link = in_thread(spec, EngineThread, model_ready=self._model_ready)
         else:
             program, threads = Program.ENGINE, slot.degree
             if kind is not None:

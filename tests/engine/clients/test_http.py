@@ -439,7 +439,7 @@ async def test_logprobs_of_another_distribution_are_refused(
 ) -> None:
     model = prorl(cold=cold, hot=hot)
     async with serving(model, probed=model) as wire, connected(wire) as engine:
-        assert engine.logprobs is kind
+        assert engine._logprobs is kind
         assert (await engine.generate(request())).tokens == (6, 7, 8)
         odd = engine.generate(
             request(**(sampling or {"temperature": 0.3, "top_p": 0.5, "top_k": 2}))

@@ -128,7 +128,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_served_tokens_equal_the_engine_s(served: Served, dialect: DialectName) -> None:
     async with served.remote(dialect) as remote:
-        assert remote.logprobs is Logprobs.SAMPLED
+        assert remote._logprobs is Logprobs.SAMPLED
         requests = [
             GenerateRequest(id=f"r{number}-{at}", tokens=(5, 6, 7 + at), sampling=sampling)
             for number, sampling in enumerate(SAMPLINGS)

@@ -81,7 +81,7 @@ async def agrees(engine: HttpEngine, embedded: EngineClient, *, partial: bool) -
     """Assert the same greedy tokens and log-probs, valid sampled ones, and an end on
     request.
     """
-    assert engine.logprobs is Logprobs.RAW
+    assert engine._logprobs is Logprobs.RAW
     for stops in ((), tuple(range(0, 128, 5))):
         sampling = Sampling(temperature=0.0, max_tokens=12, stop_token_ids=stops)
         request = GenerateRequest(id="r0", tokens=(5, 6, 7), sampling=sampling)

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.coserve.load import with_burst
 from rollweave.core.policy.admission import Admission, Curve, Profile, Slo
+from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.serving_load import ServingLoad
-from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
 from rollweave.sim.traffic import Arrival
 
@@ -85,10 +85,10 @@ class VirtualEngine:
         over = [one for one in self.running if len(one.times) >= one.arrival.output_tokens]
         self.done += over
         self.running = [one for one in self.running if one not in over]
-        self.load.stepped(self.as_loop(), self.now)
+        self.load.stepped(self.as_core(), self.now)
 
     def roll(self) -> bool:
-        slack = self.load.slack(self.as_loop(), self.admission, self.now)
+        slack = self.load.slack(self.as_core(), self.admission, self.now)
         decode = self.admission.decoding(slack, most=ROLLOUT_SLOTS)
         if not decode:
             return False
@@ -97,7 +97,7 @@ class VirtualEngine:
         self.rollout_s += seconds
         return True
 
-    def as_loop(self) -> EngineLoop:
+    def as_core(self) -> EngineCore:
         def entry(request: Request) -> Any:
             prompt = request.arrival.prompt_tokens
             tokens = prompt + len(request.times)
@@ -112,7 +112,7 @@ class VirtualEngine:
             waiting=list(map(entry, self.waiting)),
             chunk_tokens=CHUNK,
         )
-        return cast(EngineLoop, SimpleNamespace(planner=planner, live=live))
+        return cast(EngineCore, SimpleNamespace(planner=planner, live=live))
 
 
 @pytest.mark.parametrize("seed", [1, 2, 10, 18])
@@ -141,11 +141,11 @@ def test_each_step_of_a_long_prompt_tells_the_seconds_of_the_whole(tokens: int) 
 def test_a_request_with_the_id_of_a_former_one_waits_for_its_first_token() -> None:
     admission = Admission(slo=SLO, profile=SERVING, rollout=SERVING)
 
-    def seen(*, tokens: int, sampled: int) -> EngineLoop:
+    def seen(*, tokens: int, sampled: int) -> EngineCore:
         entry = SimpleNamespace(id="again", missing=1 if sampled else tokens)
         live = {"again": SimpleNamespace(logprobs=[0.0] * sampled)}
         planner = SimpleNamespace(running=[entry], waiting=[], chunk_tokens=CHUNK)
-        return cast(EngineLoop, SimpleNamespace(planner=planner, live=live))
+        return cast(EngineCore, SimpleNamespace(planner=planner, live=live))
 
     load, fresh = ServingLoad(), ServingLoad()
     load.arrive("again", 1.0)

@@ -169,7 +169,7 @@ def test_a_borrower_that_leaves_while_its_model_is_measured_leaves_nothing(
         borrower = Borrower(lender.socket, borrowed(models["llama"][0]))
         assert began.wait(WAIT_S)
         ended, end = threading.Event(), lender.executor.end
-        monkeypatch.setattr(lender.executor.borrowing, "end", lambda: (end(), ended.set()))
+        monkeypatch.setattr(lender.executor, "end", lambda: (end(), ended.set()))
         borrower.close()
         assert ended.wait(WAIT_S)  # while a step computes
         goes_on.set()
@@ -212,8 +212,8 @@ def test_a_run_that_connects_again_waits_for_the_end_of_its_former_loan(
         lender.replies.wait_for(Ready)
         former = Borrower(lender.socket, borrowed(models["llama"][0]))
         former.replies.wait_for(Ready)
-        begins, lender_end = threading.Event(), lender.executor.borrowing.end
-        lender_begin = lender.executor.borrowing.begin
+        begins, lender_end = threading.Event(), lender.executor.end
+        lender_begin = lender.executor.begin
 
         def begin(spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
             begins.set()
@@ -223,8 +223,8 @@ def test_a_run_that_connects_again_waits_for_the_end_of_its_former_loan(
             assert begins.wait(WAIT_S)
             lender_end()
 
-        monkeypatch.setattr(lender.executor.borrowing, "begin", begin)
-        monkeypatch.setattr(lender.executor.borrowing, "end", end)
+        monkeypatch.setattr(lender.executor, "begin", begin)
+        monkeypatch.setattr(lender.executor, "end", end)
         former.close()
         again = Borrower(lender.socket, borrowed(models["llama"][0]))
         again.replies.wait_for(Ready)
@@ -264,7 +264,7 @@ def test_weights_are_read_while_serving_computes(
 
     rollout, model = models["llama"]
     tensors = dict(model.state_dict())
-    monkeypatch.setattr("rollweave.engine.loop.read_tensors", read)
+    monkeypatch.setattr("rollweave.engine.core.read_tensors", read)
     with lending(models["qwen3"][0], tmp_path) as lender:
         lender.replies.wait_for(Ready)
         borrower = Borrower(lender.socket, borrowed(rollout))
@@ -323,7 +323,7 @@ def test_a_failure_of_the_borrowers_model_ends_the_loan_and_not_the_engine(
         borrower.replies.wait_for(Ready)
         tenant = lender.executor._borrowed
         assert tenant is not None
-        monkeypatch.setattr(tenant.loop, "step", fail)
+        monkeypatch.setattr(tenant.core, "step", fail)
         borrower.send(asks("r", tokens=400))
         (error,) = borrower.replies.wait_for(EngineFatal)
         assert isinstance(error, EngineFatal)

@@ -12,7 +12,7 @@ except `generate`, `export_kv` and `import_kv`, whose owners cancel them.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from rollweave.schema.serving import (
     STREAM_S,
@@ -29,6 +29,8 @@ from rollweave.schema.serving import (
     TokenDelta,
 )
 from rollweave.schema.weights import WeightManifest
+
+T = TypeVar("T")
 
 OnTokens = Callable[[TokenDelta], None]
 """Called with the tokens of a turn while it is sampled. It must not raise.
@@ -177,3 +179,16 @@ class EngineLink(Protocol):
 
     async def wait_closed(self) -> None:
         """Return once nothing of the engine is left."""
+
+
+def resolve(waiter: asyncio.Future[T] | None, value: T) -> None:
+    """Give a waiter its value, unless there is none or it is done."""
+    if waiter is not None and not waiter.done():
+        waiter.set_result(value)
+
+
+def fail(waiter: asyncio.Future[T] | None, error: Exception) -> None:
+    """Give a waiter an error, unless there is none or it is done."""
+    if waiter is not None and not waiter.done():
+        waiter.set_exception(error)
+        waiter.exception()  # mark it as retrieved: nobody need wait for it

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
-from rollweave.engine.clients.base import EngineLink, OnTokens
+from rollweave.engine.clients.base import EngineLink, OnTokens, fail, resolve
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
@@ -238,15 +238,15 @@ class EngineClient:
                     if on_tokens is not None and waiter is not None and not waiter.done():
                         on_tokens(delta)
             case Suspended() | Staged() | Loaded() | Sampled() | Beating():
-                _resolve(self._next_waiter(type(reply)), reply)
+                resolve(self._next_waiter(type(reply)), reply)
             case StageFailed(error=error):
-                _fail(self._next_waiter(Staged), WeightsError(error))
+                fail(self._next_waiter(Staged), WeightsError(error))
             case LoadFailed(error=error):
-                _fail(self._next_waiter(Loaded), WeightsError(error))
+                fail(self._next_waiter(Loaded), WeightsError(error))
             case KvExported() | KvImported() | KvRefused():
                 self._on_kv_reply(reply)
             case Ready():
-                _resolve(self._ready, reply)
+                resolve(self._ready, reply)
             case EngineFatal(error=error):
                 self._fatal = error
                 self._link.kill()
@@ -268,7 +268,7 @@ class EngineClient:
 
     def _on_kv_reply(self, reply: KvExported | KvImported | KvRefused) -> None:
         waiter = self._kv_waiters.get(reply.id)
-        _resolve(waiter, reply)
+        resolve(waiter, reply)
         if waiter is None and isinstance(reply, KvExported):
             self.release_kv(reply.manifest.id)  # the requester has given up
 
@@ -284,19 +284,8 @@ class EngineClient:
             *itertools.chain.from_iterable(self._waiting.values()),
         ]
         for waiter in waiters:
-            _fail(waiter, error)
+            fail(waiter, error)
         self._generating.clear()
         self._on_tokens.clear()
         self._waiting.clear()
         self._kv_waiters.clear()
-
-
-def _fail(waiter: asyncio.Future[Any] | None, error: Exception) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_exception(error)
-        waiter.exception()  # mark it as retrieved: it may have no waiter
-
-
-def _resolve(waiter: asyncio.Future[T] | None, value: T) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(value)

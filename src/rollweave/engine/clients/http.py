@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from rollweave.engine.clients.base import OnTokens
+from rollweave.engine.clients.base import OnTokens, fail, resolve
 from rollweave.engine.clients.dialects import Dialect, check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
@@ -164,13 +164,6 @@ class HttpEngine:
     def lost(self) -> asyncio.Future[str]:
         return self._wire.lost
 
-    @property
-    def logprobs(self) -> Logprobs:
-        """The distribution that the server's log-probs are of, as measured by the
-        probe.
-        """
-        return self._logprobs
-
     async def ready(self) -> Ready:
         """Wait until the server is healthy and has answered a probe. A server that
         cannot serve training is lost at once.
@@ -215,7 +208,7 @@ class HttpEngine:
     def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)
         if call is not None:
-            _resolve(call.stop, FinishReason.ABORTED)
+            resolve(call.stop, FinishReason.ABORTED)
 
     async def stats(self) -> EngineStats:
         """Return the server's sample if it provides one, else the requests and tokens
@@ -267,13 +260,13 @@ class HttpEngine:
                     result = msgspec.structs.replace(result, finish=call.stop.result())
             else:
                 result = self._reported(call, request, call.stop.result())
-            _resolve(call.answer, result)
+            resolve(call.answer, result)
         except EngineError as error:
-            _fail(call.answer, error)
+            fail(call.answer, error)
         except (
             Exception
         ) as error:  # a bug of ours must fail this request, not leave it waiting forever
-            _fail(call.answer, EngineError(f"{self._name}: {type(error).__name__}: {error}"))
+            fail(call.answer, EngineError(f"{self._name}: {type(error).__name__}: {error}"))
         finally:
             work.cancel()  # disconnects
             await asyncio.wait({work})
@@ -322,9 +315,7 @@ class HttpEngine:
             self._running += 1
             budget = None
             if rest.budget_s and not self._dialect.keeps_time:
-                budget = self._loop.call_later(
-                    rest.budget_s, _resolve, call.stop, FinishReason.TIME
-                )
+                budget = self._loop.call_later(rest.budget_s, resolve, call.stop, FinishReason.TIME)
             try:
                 call.sent = True
                 if call.on_tokens is None or self._streaming is None or starts_over:
@@ -437,7 +428,7 @@ class HttpEngine:
         except EngineError as error:
             self._wire.mark_lost(f"cannot be used in the dialect {self._spec.dialect}: {error}")
             return
-        _resolve(self._ready, ready)
+        resolve(self._ready, ready)
         while not self.lost.done():
             await asyncio.sleep(self._check_s)
             await self._wire.confirm_health()
@@ -471,27 +462,13 @@ class HttpEngine:
 
     def _fail_all(self) -> None:
         """Fail all waiters, because the engine is lost."""
-        waiters: list[asyncio.Future[Any]] = [
-            self._ready,
-            *(call.answer for call in self._calls.values()),
-        ]
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(EngineLostError(self.lost.result()))
-                waiter.exception()  # mark it as retrieved: it may have no waiter
+        error = EngineLostError(self.lost.result())
+        fail(self._ready, error)
+        for call in self._calls.values():
+            fail(call.answer, error)
 
     def _forget(self, request_id: str, call: _Call) -> None:
         """End the work for a call that was answered or cancelled."""
         del self._calls[request_id]
         if call.task is not None:
             call.task.cancel()
-
-
-def _resolve(waiter: asyncio.Future[T], value: T) -> None:
-    if not waiter.done():
-        waiter.set_result(value)
-
-
-def _fail(waiter: asyncio.Future[T], error: EngineError) -> None:
-    if not waiter.done():
-        waiter.set_exception(error)

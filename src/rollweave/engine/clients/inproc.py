@@ -19,7 +19,7 @@ JOIN_S = 5.0
 
 
 class LoopLike(Protocol):
-    """The interface of the engine's loop (`engine/loop.py`)."""
+    """An engine on a thread (`engine/thread`)."""
 
     def post(self, command: EngineCommand) -> None:
         """Queue a command, from any thread."""

@@ -32,22 +32,24 @@ from rollweave.core.policy.admission import (
 )
 from rollweave.core.policy.kv_budget import KvBudget
 from rollweave.engine.activity import Activity
+from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.lending import LendingSocket
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
 from rollweave.engine.coserving.profiles import measure_profile
 from rollweave.engine.coserving.serving_load import FIRST_PROMPT, ServingLoad
 from rollweave.engine.coserving.sharing import LEASES_S, SharedPages
 from rollweave.engine.coserving.tenant import Measuring, Tenant
-from rollweave.engine.loop import EngineLoop
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.thread import Mailbox
 from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
 from rollweave.io.threads import yield_to_others
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (
     Add,
+    Beat,
     Beating,
     EngineCommand,
     EngineFatal,
@@ -75,8 +77,8 @@ END_S = 5.0
 
 
 class CoServing:
-    """The loop of an engine process that lends. `post` queues a command for the serving
-    model, from any thread; `run` blocks until `Shutdown`.
+    """An engine that lends. `post` queues a command for the serving model, from any
+    thread; `run` blocks until `Shutdown`.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class CoServing:
         self._wake = threading.Condition()
         self._activity = Activity(clock)
         self._events: deque[Callable[[], None]] = deque()
+        """Calls that the loan needs on the executor's thread."""
         self._load = ServingLoad()
         self._borrowed: Tenant | None = None
         self._loan, self._loan_over = False, threading.Condition()
         self._end_s = end_s
-        self._ready = False
         self._admission: Admission | None = None
         self._measuring: Measuring | None = None
         self._progress = Progress()
@@ -109,27 +111,31 @@ class CoServing:
         self._rollout_tokens = 0
         self._rollout_busy_s = self._delay_s = self._activation_s = 0.0
         self._rollout_at = clock()
-        self._serving_loop = EngineLoop(
+        self._mailbox = Mailbox(self._wake)
+        self._core = EngineCore(
             self.spec,
-            self._serving_reply,
+            self._telling(reply),
+            between_steps=self._mailbox.post,
             clock=clock,
-            wake=self._wake,
             watch=self._watch_serving,
             make_pool=self._serving_pool,
             activity=self._activity,
         )
-        self._serving: Tenant | None = None
-        self.borrowing = _Borrowing(self)
-        """The executor as the listener calls it."""
+        """The engine of the serving model."""
 
     # Calls of other threads
 
     def post(self, command: EngineCommand) -> None:
-        """Queue a command of the serving model's clients."""
+        """Queue a command of the serving model's clients. A heartbeat is answered at
+        once.
+        """
+        if isinstance(command, Beat):
+            self._reply(self.beating())
+            return
         with self._wake:
             if isinstance(command, Add):
                 self._load.arrive(command.request.id, self._clock())
-            self._serving_loop.post(command)
+            self._mailbox.post(command)
 
     def beating(self) -> Beating:
         """Return what the executor is doing."""
@@ -143,10 +149,10 @@ class CoServing:
             if not self._loan_over.wait_for(lambda: not self._loan, self._end_s):
                 return f"engine {self.spec.model} is lent to another run"
             self._loan = True
-        self._call(lambda: self._begin(spec, self._to_borrower(reply)))
+        self._call(lambda: self._begin(spec, self._telling(reply)))
         return ""
 
-    def borrow_post(self, command: EngineCommand) -> None:
+    def post_borrowed(self, command: EngineCommand) -> None:
         """Queue a command of the borrower."""
         self._call(lambda: self._forward(command))
 
@@ -164,22 +170,21 @@ class CoServing:
     def run(self) -> None:
         """Build the serving model, lend at the socket, and serve."""
         try:
-            self._build()
+            ready = self._build()
             # the end of a loan collects the garbage of its model, not all objects
             gc.freeze()
-            listener = LendingSocket(self.lend.socket, self.borrowing)
+            listener = LendingSocket(self.lend.socket, self)
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
             return
-        self._ready = True
-        self._reply(self._first_reply)
+        self._reply(ready)
         try:
             with torch.inference_mode():
-                while self._serving_loop.take_commands():
+                while self._mailbox.execute(self._core):
                     self._take_events()
                     computed = self._serve()
                     # requests that have arrived meanwhile come before a rollout
-                    if not self._serving_loop.take_commands():
+                    if not self._mailbox.execute(self._core):
                         break
                     if not self._compute_for_borrower() and not computed:
                         self._wait()
@@ -188,29 +193,27 @@ class CoServing:
         finally:
             listener.close()
             self._end()
-            self._serving_loop.close()
+            self._core.close()
 
-    def _build(self) -> None:
+    def _build(self) -> Ready:
         if device_named(self.spec.device).type == "cpu":
             torch.set_num_threads(self.spec.threads)
-        self._serving_loop.build()
-        assert isinstance(self._serving_loop.runner.pool, MappedPool)
-        self._serving = serving = Tenant(self._serving_loop, self._serving_loop.runner.pool)
-        planner = self._serving_loop.planner
+        ready, pool, planner = self._core.build(), self._core.runner.pool, self._core.planner
+        assert isinstance(pool, MappedPool)
         with torch.inference_mode():
-            serving.profile = measure_profile(
-                self._serving_loop.runner,
-                blocks=serving.pool.group_blocks,
+            self._profile = profile = measure_profile(
+                self._core.runner,
+                blocks=pool.group_blocks,
                 slots=self.spec.max_slots,
             )
-        serving.memory = ModelMemory(serving.pool, planner.ledger, planner)
+        memory = ModelMemory(pool, planner.ledger, planner)
         for name, limit, alone in (
             (
                 "--ttft-ms",
                 self._slo.ttft_s,
-                serving.profile.chunked.seconds(FIRST_PROMPT),
+                profile.chunked.seconds(FIRST_PROMPT),
             ),
-            ("--tpot-ms", self._slo.tpot_s, serving.profile.decode.seconds(1)),
+            ("--tpot-ms", self._slo.tpot_s, profile.decode.seconds(1)),
         ):
             if limit <= alone:
                 raise ConfigError(
@@ -220,17 +223,11 @@ class CoServing:
         self._shared = SharedPages(
             self._pages,
             self._make_budget(self._pages.total),
-            serving.memory,
+            memory,
             abort=self._abort,
             now=self._clock(),
         )
-
-    def _serving_reply(self, reply: EngineReply) -> None:
-        """Pass a reply on. The first one, `Ready`, waits for the profile."""
-        if not self._ready:
-            self._first_reply = reply
-            return
-        self._reply(self._with_loan(reply) if isinstance(reply, Sampled) else reply)
+        return ready
 
     def _serving_pool(self, shape: ModelShape, **options: Any) -> MappedPool:
         blocks, dtype = options["blocks"], options["dtype"]
@@ -256,7 +253,7 @@ class CoServing:
         while self._events:
             self._for_borrower(self._events.popleft())
         if self._borrowed is not None and self._admission is not None:
-            self._for_borrower(self._borrowed.loop.take_commands)
+            self._for_borrower(self._borrowed.execute)
 
     def _for_borrower(self, work: Callable[[], object]) -> bool:
         """Do what the loan needs, and return whether that is true. A failure ends the
@@ -270,15 +267,15 @@ class CoServing:
 
     def _wait(self) -> None:
         with self._wake:
-            if self._events or self._serving_loop.has_commands:
+            if self._events or self._mailbox:
                 return
             borrowed = self._borrowed
-            waits = self._serving_loop.has_work or self._measuring is not None
+            waits = self._core.has_work or self._measuring is not None
             timeout = RETRY_S if waits else None
             if borrowed is not None and self._admission is not None:
-                if borrowed.loop.has_commands:
+                if borrowed.mailbox:
                     return
-                timeout = RETRY_S if borrowed.loop.has_work else LEASES_S
+                timeout = RETRY_S if borrowed.core.has_work else LEASES_S
             self._activity.end()
             self._wake.wait(timeout)
 
@@ -286,11 +283,11 @@ class CoServing:
         """Compute a serving step, if there is one. Return whether there was."""
         if self._borrowed is not None and self._admission is not None:
             self._for_borrower(lambda: self._shared.keep(self._clock()))
-        if not self._serving_loop.has_work:
+        if not self._core.has_work:
             return False
         self._make_room()
-        computed = self._serving_loop.step()
-        self._load.stepped(self._serving_loop, self._clock())
+        computed = self._core.step()
+        self._load.stepped(self._core, self._clock())
         return computed
 
     def _compute_for_borrower(self) -> bool:
@@ -303,9 +300,9 @@ class CoServing:
             work = self._roll
         else:
             return False
-        began, loop = self._clock(), self._serving_loop
+        began = self._clock()
         with self._wake:
-            waits = loop.has_work or loop.has_commands
+            waits = self._core.has_work or bool(self._mailbox)
             self._load.await_arrival()
         computed = self._for_borrower(work)
         if computed:
@@ -327,21 +324,16 @@ class CoServing:
 
     # The borrower
 
-    def _to_borrower(self, reply: Callable[[EngineReply], None]) -> Callable[[EngineReply], None]:
-        """Return what passes replies on to the borrower, with what it cannot know."""
+    def _telling(self, reply: Callable[[EngineReply], None]) -> Callable[[EngineReply], None]:
+        """Return what passes replies on, with the loan in samples."""
 
-        def send(one: EngineReply) -> None:
-            if isinstance(one, Ready):
-                one = msgspec.structs.replace(one, lent=True)
-            elif isinstance(one, Sampled):
-                one = self._with_loan(one)
-            reply(one)
+        def send(told: EngineReply) -> None:
+            if isinstance(told, Sampled):
+                stats = msgspec.structs.replace(told.stats, lending=self.stats())
+                told = msgspec.structs.replace(told, stats=stats)
+            reply(told)
 
         return send
-
-    def _with_loan(self, sampled: Sampled) -> Sampled:
-        stats = msgspec.structs.replace(sampled.stats, lending=self.stats())
-        return msgspec.structs.replace(sampled, stats=stats)
 
     def _begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
         """Take memory for the borrower's model, and read it beside the steps."""
@@ -398,21 +390,22 @@ class CoServing:
             device=device_named(spec.device),
             dtype=dtype,
         )
-        loop = EngineLoop(
+        mailbox = Mailbox(self._wake)
+        core = EngineCore(
             spec,
             reply,
+            between_steps=mailbox.post,
             clock=self._clock,
-            wake=self._wake,
             watch=self._watch_rollouts,
             loads_beside=True,
             make_pool=lambda _, **__: pool,
             activity=self._activity,
         )
-        return Tenant(loop, pool)
+        return Tenant(core, mailbox, pool)
 
     def _built(self, tenant: Tenant, started: float, reply: Callable[[EngineReply], None]) -> None:
         if tenant is not self._borrowed:  # the loan ended in the meantime
-            tenant.loop.close()
+            tenant.core.close()
             tenant.pool.close()
             return
         if tenant.error:
@@ -427,12 +420,9 @@ class CoServing:
         """
         measuring, now = self._measuring, self._clock()
         assert measuring is not None
-        assert self._serving is not None
-        assert self._serving.profile is not None
-        serving = self._serving.profile
-        admission = Admission(slo=self._slo, profile=serving, rollout=serving)
-        slack = self._load.slack(self._serving_loop, admission, now)
-        idle = not self._serving_loop.has_work
+        admission = Admission(slo=self._slo, profile=self._profile, rollout=self._profile)
+        slack = self._load.slack(self._core, admission, now)
+        idle = not self._core.has_work
         fits = FIRST_MARGIN * measuring.expected_s <= slack if measuring.expected_s else idle
         if not fits and not stalled(measuring.since, now):
             return False
@@ -445,10 +435,7 @@ class CoServing:
     def _activate(self, measuring: Measuring, profile: Profile) -> None:
         """Begin to compute rollouts."""
         self._measuring = None
-        assert self._serving is not None
-        assert self._serving.profile is not None
-        serving = self._serving.profile
-        self._admission = Admission(slo=self._slo, profile=serving, rollout=profile)
+        self._admission = Admission(slo=self._slo, profile=self._profile, rollout=profile)
         now = self._clock()
         self._progress.restart(now)
         self._activation_s = now - measuring.started
@@ -464,14 +451,14 @@ class CoServing:
         if self._admission is not None:
             if isinstance(command, Load):
                 self._shared.begin_step()
-            if isinstance(command, Add) and not self._borrowed.loop.has_work:
+            if isinstance(command, Add) and not self._borrowed.core.has_work:
                 self._progress.restart(self._clock())
-        self._borrowed.loop.post(command)
+        self._borrowed.mailbox.post(command)
 
     def _recall(self, reason: str) -> None:
         """Take all pages back. The borrower's process ends, and with it the loan."""
         if self._borrowed is not None:
-            self._borrowed.loop.reply(EngineFatal(error=reason))
+            self._borrowed.core.reply(EngineFatal(error=reason))
             self._drop()
 
     def _end(self) -> None:
@@ -489,8 +476,8 @@ class CoServing:
         self._admission = self._measuring = None
         if tenant is not None:
             self._shared.rollouts = None
-            self._rollout_tokens += tenant.loop.output_tokens
-            tenant.loop.close()
+            self._rollout_tokens += tenant.core.output_tokens
+            tenant.core.close()
             if not building or tenant.error:
                 tenant.pool.close()
             del tenant
@@ -503,13 +490,13 @@ class CoServing:
         tenant, admission, now = self._borrowed, self._admission, self._clock()
         assert tenant is not None
         assert admission is not None
-        loop = tenant.loop
-        if not loop.has_work:
+        core = tenant.core
+        if not core.has_work:
             self._progress.restart(now)
             return False
-        slack = self._load.slack(self._serving_loop, admission, now)
+        slack = self._load.slack(self._core, admission, now)
         computed = admission.admits(slack) and self._step(tenant, admission, slack)
-        late = self._progress.stalled(loop.live, self._clock())
+        late = self._progress.stalled(core.live, self._clock())
         if late:
             self._stalls += 1
         for id in late:
@@ -520,19 +507,19 @@ class CoServing:
         """Compute a rollout step that fits in the slack. Return False if no rollout
         could have a slot and blocks.
         """
-        loop, memory, now = tenant.loop, tenant.memory, self._clock()
+        core, memory, now = tenant.core, tenant.memory, self._clock()
         assert memory is not None
-        planner = loop.planner
+        planner = core.planner
         for _ in range(memory.missing_groups()):
             if not self._shared.grow_rollouts(now):
                 break
         planner.slots = admission.slots(
-            longest_s=self._load.longest_s(admission), most=loop.spec.max_slots
+            longest_s=self._load.longest_s(admission), most=core.spec.max_slots
         )
         sampling = sum(entry.missing == 1 for entry in planner.running)
         planner.decoding = admission.decoding(slack, most=sampling)
         planner.chunk_tokens = admission.chunk(slack, decode=planner.decoding)
-        computed = bool(planner.decoding or planner.chunk_tokens) and loop.step()
+        computed = bool(planner.decoding or planner.chunk_tokens) and core.step()
         if computed:
             self._rollout_steps += 1
             tokens = {entry.id: entry.computed for entry in planner.running}
@@ -552,7 +539,7 @@ class CoServing:
         """Return a rollout with its tokens."""
         assert self._borrowed is not None
         self._aborted += 1
-        self._borrowed.loop.abort(id, FinishReason.RETURNED)
+        self._borrowed.core.abort(id, FinishReason.RETURNED)
 
     def stats(self) -> LendingStats:
         """Return what the loan has brought and cost so far."""
@@ -570,21 +557,9 @@ class CoServing:
             stalls=self._stalls,
             rollout_steps=self._rollout_steps,
             rollout_tokens=self._rollout_tokens
-            + (borrowed.loop.output_tokens if borrowed is not None else 0),
+            + (borrowed.core.output_tokens if borrowed is not None else 0),
             rollout_busy_s=self._rollout_busy_s,
             rollout_age_s=self._clock() - self._rollout_at,
             delay_s=self._delay_s,
             activation_s=self._activation_s,
-        )
-
-
-class _Borrowing:
-    """The executor as the listener calls it (`Lender`)."""
-
-    def __init__(self, executor: CoServing) -> None:
-        self.begin, self.post, self.end, self.beating = (
-            executor.begin,
-            executor.borrow_post,
-            executor.end,
-            executor.beating,
         )

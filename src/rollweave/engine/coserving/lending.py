@@ -36,7 +36,7 @@ class Lender(Protocol):
     def begin(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> str:
         """Begin a loan. Return why there is none, or ""."""
 
-    def post(self, command: EngineCommand) -> None:
+    def post_borrowed(self, command: EngineCommand) -> None:
         """Queue a command of the borrower."""
 
     def beating(self) -> Beating:
@@ -92,7 +92,7 @@ class LendingSocket:
                         if isinstance(command, Beat):
                             outbox.send(encode(self._lender.beating()))
                         else:
-                            self._lender.post(command)
+                            self._lender.post_borrowed(command)
                         continue
                     refusal = self._lender.begin(
                         _spec_of(payload), lambda reply: outbox.send(encode(reply))

@@ -13,7 +13,7 @@ from rollweave.core.policy.admission import (
     QueuedPrefill,
     StepKind,
 )
-from rollweave.engine.loop import EngineLoop
+from rollweave.engine.core import EngineCore
 from rollweave.engine.planner.batching import StepWork
 
 ARRIVAL_S = 60.0
@@ -73,9 +73,9 @@ class ServingLoad:
             return FIRST_MARGIN * admission.profile.prefill_s(FIRST_PROMPT, admission.mode)
         return self._longest_s
 
-    def stepped(self, loop: EngineLoop, now: float) -> None:
+    def stepped(self, core: EngineCore, now: float) -> None:
         """Note the tokens of a step that ended now."""
-        live, known = loop.live, self._decoding
+        live, known = core.live, self._decoding
         for id, state in live.items():
             count, before = len(state.logprobs), self._decoding_of(id)
             if count and before is None:
@@ -99,9 +99,9 @@ class ServingLoad:
         known = self._decoding.get(id)
         return known if known is not None and known.first >= self._arrived.get(id, 0.0) else None
 
-    def slack(self, loop: EngineLoop, admission: Admission, now: float) -> float:
+    def slack(self, core: EngineCore, admission: Admission, now: float) -> float:
         """Return the smallest slack of all requests and of one that arrives now."""
-        planner, prefills, decodes, ahead = loop.planner, [], [], 0
+        planner, prefills, decodes, ahead = core.planner, [], [], 0
         for entry in [*planner.running, *planner.waiting]:
             decoding = self._decoding_of(entry.id)
             if decoding is not None:

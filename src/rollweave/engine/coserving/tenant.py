@@ -1,34 +1,36 @@
-"""One of the two models of a co-serving engine, and its measurement."""
+"""The borrower's model of a co-serving engine, and its measurement."""
+
+import msgspec
 
 from rollweave.core.policy.admission import Profile
+from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory
-from rollweave.engine.coserving.profiles import ProfileSteps, profile_steps
-from rollweave.engine.loop import EngineLoop
+from rollweave.engine.coserving.profiles import profile_steps
+from rollweave.engine.thread import Mailbox
 
 
 class Tenant:
-    """One of the models: its loop, its memory, and its profile."""
+    """The borrower's model: its engine, the commands for it, and its memory."""
 
-    def __init__(self, loop: EngineLoop, pool: MappedPool) -> None:
-        self.loop, self.pool = loop, pool
+    def __init__(self, core: EngineCore, mailbox: Mailbox, pool: MappedPool) -> None:
+        self.core, self.mailbox, self.pool = core, mailbox, pool
         self.memory: ModelMemory | None = None
-        self.profile: Profile | None = None
         self.error = ""
 
     def build(self) -> None:
-        """Build the model, on any thread. `error` says why that failed."""
+        """Build the model, on any thread, and reply `Ready`. `error` says
+        why that failed.
+        """
         try:
-            self.loop.build()
-            planner = self.loop.planner
+            self.core.reply(msgspec.structs.replace(self.core.build(), lent=True))
+            planner = self.core.planner
             self.memory = ModelMemory(self.pool, planner.ledger, planner)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
-    def profile_steps(self) -> ProfileSteps:
-        """Measure the model step by step."""
-        return profile_steps(
-            self.loop.runner, blocks=self.pool.group_blocks, slots=self.loop.spec.max_slots
-        )
+    def execute(self) -> bool:
+        """Execute the commands for the model."""
+        return self.mailbox.execute(self.core)
 
 
 class Measuring:
@@ -38,7 +40,8 @@ class Measuring:
 
     def __init__(self, tenant: Tenant, *, started: float, now: float) -> None:
         self.tenant, self.started, self.since = tenant, started, now
-        self._steps = tenant.profile_steps()
+        core, blocks = tenant.core, tenant.pool.group_blocks
+        self._steps = profile_steps(core.runner, blocks=blocks, slots=core.spec.max_slots)
         self.expected_s = next(self._steps)
 
     def step(self, *, fits: bool) -> Profile | None:

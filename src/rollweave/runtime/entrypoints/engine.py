@@ -26,11 +26,11 @@ def main() -> None:
 
     # torch takes seconds to import
     from rollweave.engine.coserving.executor import CoServing
-    from rollweave.engine.loop import EngineLoop
+    from rollweave.engine.thread import EngineThread
 
-    engine: EngineLoop | CoServing
+    engine: EngineThread | CoServing
     if spec.lend is None:
-        engine = EngineLoop(spec, send)
+        engine = EngineThread(spec, send)
     else:
         sys.setswitchinterval(SWITCH_S)
         engine = CoServing(spec, send)

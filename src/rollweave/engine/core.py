@@ -1,34 +1,28 @@
-"""The engine's loop: it takes commands between two steps, computes steps while there is
-work, and sleeps otherwise.
+"""The core of an engine: its requests, its weights and its steps, as plain calls of one
+thread, which `engine/thread` or the co-serving executor has.
 
-Commands are posted from any thread and never wait for a computation; replies are called
-on the loop's thread, except for those to heartbeats (`engine/activity`). Every request
-is answered exactly once, including one that is refused or aborted, or whose handling
-raises. New weights are verified before anything changes, beside the steps if there is
-room for a second copy (`engine/staging`); after the swap the KV of all live requests is
-recomputed under them, and tokens sampled from then on carry the new version. An engine
-that has given back its memory computes nothing until it has loaded weights. A failure
-of the loop itself is reported as `EngineFatal`, after which nothing more is answered.
+Every request is answered exactly once, including one that is refused or aborted, or
+whose handling raises. New weights are verified before anything changes, beside the
+steps if there is room for a second copy (`engine/staging`); after the swap the KV of
+all live requests is recomputed under them, and tokens sampled from then on carry the
+new version. An engine that has given back its memory computes nothing until it has
+loaded weights.
 
 The masks of constrained turns are computed by another process (`engine/matchers`). A
 turn whose next mask is late is held, and the other turns continue without it.
 """
 
+import functools
 import math
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, assert_never
 
 import msgspec
 import torch
 from tokenizers import Tokenizer
 
 from rollweave.engine.activity import Activity
-from rollweave.engine.admission import validate
 from rollweave.engine.constrained_texts import ConstrainedTexts
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
@@ -37,7 +31,7 @@ from rollweave.engine.matchers import Matchers
 from rollweave.engine.measure import step_times
 from rollweave.engine.planner.batching import Batcher, Entry, StepPlan, StepWork
 from rollweave.engine.planner.blocks import BlockLedger
-from rollweave.engine.request_state import RequestState
+from rollweave.engine.request_state import RequestState, validate
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging, read_beside
@@ -45,34 +39,18 @@ from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
-    Abort,
-    Add,
-    Beat,
-    EngineCommand,
-    EngineFatal,
     EngineReply,
     EngineSpec,
     EngineStats,
-    ExportKv,
     FinishReason,
     Generated,
     GenerateRequest,
     GenerateResult,
-    ImportKv,
-    Load,
     LoadCheckpoint,
     Loaded,
     LoadFailed,
     Progress,
     Ready,
-    ReleaseKv,
-    Rerank,
-    Resume,
-    Sampled,
-    Shutdown,
-    Stage,
-    Stats,
-    Suspend,
     Suspended,
 )
 from rollweave.schema.weights import WeightManifest
@@ -83,23 +61,14 @@ NO_WEIGHTS = -2
 """Weights id of an engine that has given back its memory: no KV has it."""
 
 
-class CallBetweenSteps(NamedTuple):
-    """An internal command: call the function between two steps. It must not raise."""
+class EngineCore:
+    """One engine, from `build` to `close`.
 
-    function: Callable[[], None]
-
-
-class EngineLoop:
-    """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called
-    before, during and after it.
-
-    `watch` is called on the loop's thread with the work of every step and its seconds.
-    `clock` returns seconds. `make_pool` returns the pool of its blocks.
-
-    Instead of `run`, a caller with several loops (`engine/coserving`) calls `build`,
-    then `take_commands` and `step` in turn, and `close` at the end. They share a `wake`
-    condition, which is notified of each new command. With `loads_beside`, this loop
-    reads all weights on another thread, so that the other loops do not wait.
+    `reply` is called with results, and with what is answered later. Helper threads pass
+    on what they have done by `between_steps`, which queues a call of a function on the
+    thread of the engine. `watch` is called with the work of every step and its seconds.
+    `clock` returns seconds. `make_pool` returns the pool of its blocks. With
+    `loads_beside`, all weights are read on another thread, so that nothing waits.
     """
 
     def __init__(
@@ -107,19 +76,20 @@ class EngineLoop:
         spec: EngineSpec,
         reply: Callable[[EngineReply], None],
         *,
+        between_steps: Callable[[Callable[[], None]], None],
         watch: Callable[[StepWork, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_pool: Callable[..., PagedPool] = PagedPool,
-        wake: threading.Condition | None = None,
         loads_beside: bool = False,
         activity: Activity | None = None,
     ) -> None:
         self.spec, self._make_pool, self._loads_beside = spec, make_pool, loads_beside
-        self._reply, self._watch, self._clock = reply, watch, clock
-        self._activity = activity or Activity(clock)
-        self._inbox: deque[EngineCommand | CallBetweenSteps] = deque()
-        self._wake = wake or threading.Condition()
-        self._live: dict[str, RequestState] = {}
+        self.reply, self._watch, self._clock = reply, watch, clock
+        self._between_steps = between_steps
+        self.activity = activity or Activity(clock)
+        """The current work of the engine's thread."""
+        self.live: dict[str, RequestState] = {}
+        """The live requests by their ids."""
         self._streams: dict[str, RequestState] = {}
         """The live requests whose tokens are reported as they are sampled."""
         self._progress_at = math.inf
@@ -135,235 +105,86 @@ class EngineLoop:
         self._packed: tuple[list[Entry], RowParams] | None = None
         self._started_s = 0.0
         self._busy_s = self._suspended_s = 0.0
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = (
-            self._recomputed_tokens
-        ) = self._steps = 0
-
-    def post(self, command: EngineCommand) -> None:
-        """Queue a command.
-
-        Commands run in the order in which they were posted, all pending ones before
-        each step. A heartbeat is answered at once.
-        """
-        if isinstance(command, Beat):
-            self._reply(self._activity.beating())
-            return
-        self._put(command)
-
-    def _put(self, item: EngineCommand | CallBetweenSteps) -> None:
-        with self._wake:
-            self._inbox.append(item)
-            self._wake.notify()
-
-    def run(self) -> None:
-        """Build the engine, reply `Ready`, and serve.
-
-        Replies `EngineFatal` if building or serving fails.
-        """
-        try:
-            if device_named(self.spec.device).type == "cpu":
-                torch.set_num_threads(self.spec.threads)
-            self.build()
-            with torch.inference_mode(), closing(self):
-                while self._handle_commands():
-                    if self.has_work and not self._step():
-                        self._await_command()
-        except Exception as error:
-            self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
-
-    # The parts of `run`, for a caller with several loops.
-
-    @property
-    def runner(self) -> Runner:
-        """The torch half of the engine, once it is built."""
-        return self._runner
-
-    @property
-    def planner(self) -> Batcher:
-        """The planner of the steps, once the engine is built."""
-        return self._batcher
-
-    @property
-    def live(self) -> Mapping[str, RequestState]:
-        """The live requests by their ids."""
-        return self._live
-
-    @property
-    def output_tokens(self) -> int:
+        self._prompt_tokens = self._cached_tokens = self._recomputed_tokens = self._steps = 0
+        self.output_tokens = 0
         """Number of tokens sampled since the engine was built."""
-        return self._output_tokens
 
-    def reply(self, reply: EngineReply) -> None:
-        """Send a reply to the engine's client."""
-        self._reply(reply)
-
-    @property
-    def has_commands(self) -> bool:
-        """True if `take_commands` has something to do."""
-        return bool(self._inbox)
-
-    @property
-    def has_work(self) -> bool:
-        """True if there is a step to compute."""
-        return not self._stands_still and len(self._batcher.live) > self._texts.held
-
-    def take_commands(self) -> bool:
-        """Handle all pending commands, among them the masks for the next step. Return
-        False after `Shutdown`.
-        """
-        self._texts.wait()
-        with self._wake:
-            items = list(self._inbox)
-            self._inbox.clear()
-        return all(self._handle(item) for item in items)
-
-    def step(self) -> bool:
-        """Compute one step. Return False if no request could have a slot and blocks."""
-        return self._step()
-
-    def abort(self, id: str, finish: FinishReason = FinishReason.ABORTED) -> None:
-        """End a request with the tokens that it has, as `Abort` does."""
-        if id in self._live:
-            self._finish(self._live[id], finish)
-
-    def close(self) -> None:
-        """End the threads of the engine, and the process of its masks."""
-        for part in ("_exchange", "_staging", "_texts"):
-            if hasattr(self, part):
-                getattr(self, part).close()
-
-    def build(self) -> None:
-        """Build the engine, and reply `Ready`."""
-        with torch.inference_mode():
-            self._build()
-
-    def _build(self) -> None:
+    @torch.inference_mode()
+    def build(self) -> Ready:
+        """Build the engine: all other calls come after this."""
         dtype = computed_dtype(self.spec.dtype, device_named(self.spec.device).type)
         self.spec = spec = msgspec.structs.replace(self.spec, dtype=dtype)
-        self._runner = Runner(spec, self._make_pool)
-        pool = self._runner.pool
+        self.runner = Runner(spec, self._make_pool)
+        pool = self.runner.pool
         self._ledger = BlockLedger(
             blocks=pool.blocks,
             block_tokens=pool.block_tokens,
             caching=spec.prefix_cache,
             publication_id=NO_WEIGHTS if spec.released else -1,
         )
-        self._batcher = Batcher(
+        self.planner = Batcher(
             self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens
         )
-        self._exchange = KvExchange(
+        self.exchange = KvExchange(
             spec,
-            self._runner.shape,
+            self.runner.shape,
             pool=pool,
             ledger=self._ledger,
-            call_between_steps=lambda function: self._put(CallBetweenSteps(function)),
-            reply=self._reply,
+            call_between_steps=self._between_steps,
+            reply=self.reply,
             is_finite=lambda: not self._tainted,
         )
-        self._staging = WeightStaging(
-            self._runner.model,
-            call_between_steps=lambda function: self._put(CallBetweenSteps(function)),
-            reply=self._reply,
+        self.staging = WeightStaging(
+            self.runner.model,
+            call_between_steps=self._between_steps,
+            reply=self.reply,
         )
-        vocab = self._runner.shape.vocab
-        self._texts = ConstrainedTexts(
+        vocab = self.runner.shape.vocab
+        self.texts = ConstrainedTexts(
             lambda reply: Matchers(Path(spec.model), vocab=vocab, reply=reply),
             vocab=vocab,
-            wake=self._wake,
-            between_steps=lambda function: self._put(CallBetweenSteps(function)),
+            between_steps=self._between_steps,
             finish=self._finish,
         )
         capacity = pool.blocks * pool.block_tokens
-        self._max_context = min(self._runner.shape.context, capacity)
-        self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
+        self._max_context = min(self.runner.shape.context, capacity)
+        self._stop_ids = frozenset(spec.eos_token_ids or self.runner.shape.eos_token_ids)
         ready = Ready(
             version=spec.version,
             kv_total_tokens=capacity,
             max_slots=spec.max_slots,
             max_context=self._max_context,
-            profile=step_times(spec, self._runner) if spec.profile and not spec.released else (),
-            stages=not spec.released and self._staging.has_room(),
+            profile=step_times(spec, self.runner) if spec.profile and not spec.released else (),
+            stages=not spec.released and self.staging.has_room(),
         )
         self._started_s = self._clock()
-        self._reply(ready)
+        return ready
+
+    def close(self) -> None:
+        """End the threads of the engine, and the process of its masks."""
+        for part in ("exchange", "staging", "texts"):
+            if hasattr(self, part):
+                getattr(self, part).close()
 
     @property
-    def _stands_still(self) -> bool:
-        return self._suspended_at is not None or self._runner.released
+    def has_work(self) -> bool:
+        """True if there is a step to compute."""
+        stands_still = self._suspended_at is not None or self.runner.released
+        return not stands_still and len(self.planner.live) > self.texts.held
 
-    # Commands
+    # Requests
 
-    def _handle_commands(self) -> bool:
-        """Handle all pending commands, after waiting for one if there is nothing to
-        compute. Return False once the loop must end.
+    def submit(self, request: GenerateRequest, *, report_s: float | None = None) -> None:
+        """Run a request. With `report_s`, its tokens are reported as they are sampled,
+        at most this many seconds after the step that sampled them.
         """
-        if not self.has_work:
-            self._await_command()
-        return self.take_commands()
-
-    def _await_command(self) -> None:
-        self._activity.end()
-        with self._wake:
-            self._wake.wait_for(lambda: self._inbox)
-
-    def _handle(self, item: EngineCommand | CallBetweenSteps) -> bool:
-        self._activity.begin(f"command {type(item).__name__}")
-        match item:
-            case CallBetweenSteps(function=function):
-                function()
-            case Add(request=request, report_s=report_s):
-                self._add(request, report_s=report_s)
-            case Abort(id=id):
-                self.abort(id)
-            case Rerank(id=id, rank=rank):
-                if math.isfinite(rank):
-                    self._batcher.rerank(id, rank)
-            case Suspend(release=release):
-                if self._suspended_at is None:
-                    self._suspended_at = self._clock()
-                    self._report_progress(self._suspended_at)
-                if release and not self._runner.released:
-                    self._release()
-                self._reply(Suspended(in_flight=len(self._live)))
-            case Resume():
-                if self._suspended_at is not None:
-                    self._suspended_s += self._clock() - self._suspended_at
-                    self._suspended_at = None
-            case Stage(manifest=manifest):
-                self._staging.start(manifest)
-            case Load(manifest=manifest):
-                self._load_published(manifest)
-            case LoadCheckpoint(directory=directory, dtype=dtype):
-                step, published = item.version, getattr(torch, dtype)
-                self._load(
-                    step,
-                    item.publication_id,
-                    lambda: read_trainer_checkpoint(Path(directory), step=step, dtype=published),
-                )
-            case Stats():
-                self._reply(Sampled(stats=self._stats()))
-            case ExportKv():
-                self._exchange.start_export(item)
-            case ImportKv():
-                self._exchange.start_import(item)
-            case ReleaseKv(id=id):
-                self._exchange.release(id)
-            case Shutdown():
-                return False
-            case Beat():
-                raise AssertionError("it was answered when it was posted")
-            case _:
-                assert_never(item)
-        return True
-
-    def _add(self, request: GenerateRequest, *, report_s: float | None) -> None:
         now = self._clock()
         try:
             state = self._admit(request, now)
             finished = state.resume()
-            self._batcher.add(state.entry)
+            self.planner.add(state.entry)
             if finished is None and request.sampling.constraint is not None:
-                self._texts.begin(state, request.sampling.constraint)
+                self.texts.begin(state, request.sampling.constraint)
         except Exception as error:  # the tokenizer may fail to decode the resumed tokens
             error_text = (
                 str(error)
@@ -371,9 +192,9 @@ class EngineLoop:
                 else f"{type(error).__name__}: {error}"
             )
             result = GenerateResult.empty(request.id, FinishReason.ERROR, error_text)
-            self._reply(Generated(result=result))
+            self.reply(Generated(result=result))
             return
-        self._live[request.id] = state
+        self.live[request.id] = state
         if finished is not None:
             self._finish(state, finished)
         elif report_s is not None:
@@ -387,7 +208,7 @@ class EngineLoop:
         """Validate a request and build its state. Raises ValueError or EngineError if
         it is invalid.
         """
-        validate(request, vocab=self._runner.shape.vocab, max_context=self._max_context)
+        validate(request, vocab=self.runner.shape.vocab, max_context=self._max_context)
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
         entry = Entry(
@@ -413,32 +234,68 @@ class EngineLoop:
             state.stop_strings = StopStrings(self._tokenizer, sampling.stop)
         return state
 
-    def _load_published(self, manifest: WeightManifest) -> None:
+    def abort(self, id: str, finish: FinishReason = FinishReason.ABORTED) -> None:
+        """End a live request with the tokens that it has. Unknown ids are ignored."""
+        if id in self.live:
+            self._finish(self.live[id], finish)
+
+    def rerank(self, id: str, rank: float) -> None:
+        """Change the rank of a live request. Other ids and ranks are ignored."""
+        if math.isfinite(rank):
+            self.planner.rerank(id, rank)
+
+    # Suspension and weights
+
+    def suspend(self, *, release: bool) -> Suspended:
+        """Have no work until `resume`. With `release`, give back the memory of weights
+        and KV until weights are loaded.
+        """
+        if self._suspended_at is None:
+            self._suspended_at = self._clock()
+            self._report_progress(self._suspended_at)
+        if release and not self.runner.released:
+            self._release()
+        return Suspended(in_flight=len(self.live))
+
+    def resume(self) -> None:
+        """Have work again."""
+        if self._suspended_at is not None:
+            self._suspended_s += self._clock() - self._suspended_at
+            self._suspended_at = None
+
+    def load(self, manifest: WeightManifest) -> None:
         """Swap in the weights if they are staged, wait if they are being received, else
-        load them now.
+        load them now. Replies `Loaded` or `LoadFailed`, now or later.
         """
         started = self._clock()
-        if self._staging.is_receiving(manifest):
-            self._staging.when_received(lambda: self._load_published(manifest))
+        if self.staging.is_receiving(manifest):
+            self.staging.when_received(lambda: self.load(manifest))
             return
-        staged = self._staging.take(manifest)
+        staged = self.staging.take(manifest)
         if staged is None:
             self._load(manifest.version, manifest.publication_id, lambda: read_tensors(manifest))
             return
-        self._runner.update(staged)
+        self.runner.update(staged)
         self._loaded(manifest.version, manifest.publication_id, started)
         del staged
-        if self._runner.model.device.type == "cuda":
+        if self.runner.model.device.type == "cuda":
             torch.cuda.empty_cache()  # give the memory of the former copy back
+
+    def load_checkpoint(self, command: LoadCheckpoint) -> None:
+        """Load the weights of a trainer's checkpoint, with the same replies."""
+        step, directory = command.version, Path(command.directory)
+        dtype: torch.dtype = getattr(torch, command.dtype)
+        read = functools.partial(read_trainer_checkpoint, directory, step=step, dtype=dtype)
+        self._load(step, command.publication_id, read)
 
     def _release(self) -> None:
         """Give back the memory of weights and KV; the KV of live requests is recomputed
         under the weights that are loaded next.
         """
-        self._staging.cancel()
+        self.staging.cancel()
         self._packed = None
-        self._batcher.retag(NO_WEIGHTS)
-        self._runner.release()
+        self.planner.retag(NO_WEIGHTS)
+        self.runner.release()
         self._tainted = False
 
     def _load(
@@ -449,12 +306,12 @@ class EngineLoop:
         A failure before the copy changes nothing; the copy itself is between checked
         shapes.
         """
-        started, model, released = (self._clock(), self._runner.model, self._runner.released)
+        started, model, released = (self._clock(), self.runner.model, self.runner.released)
         if self._loads_beside and not released:
 
             def finish(swap: Callable[[], None] | None, error: str) -> None:
                 if swap is None:
-                    self._reply(LoadFailed(version=version, error=error))
+                    self.reply(LoadFailed(version=version, error=error))
                     return
                 swap()
                 self._loaded(version, publication_id, started)
@@ -462,20 +319,20 @@ class EngineLoop:
             read_beside(
                 model,
                 read,
-                update=self._runner.update,
-                done=lambda swap, error: self._put(CallBetweenSteps(lambda: finish(swap, error))),
+                update=self.runner.update,
+                done=lambda swap, error: self._between_steps(lambda: finish(swap, error)),
             )
             return
         try:
             tensors = read()
             model.check(tensors)
             if released:
-                self._runner.reclaim()
+                self.runner.reclaim()
             staged = model.incoming(tensors)
         except (WeightsError, OSError, ValueError, torch.OutOfMemoryError) as error:
             if released:
-                self._runner.release()
-            self._reply(LoadFailed(version=version, error=str(error)))
+                self.runner.release()
+            self.reply(LoadFailed(version=version, error=str(error)))
             return
         model.weights.load(staged)
         self._loaded(version, publication_id, started)
@@ -483,22 +340,23 @@ class EngineLoop:
     def _loaded(self, version: int, publication_id: int, started: float) -> None:
         """Continue to serve, with the weights that have just been swapped in."""
         self._version = version
-        self._staging.loaded(publication_id)
-        recompute = self._batcher.retag(publication_id)
-        self._runner.forget(wipe=self._tainted)
+        self.staging.loaded(publication_id)
+        recompute = self.planner.retag(publication_id)
+        self.runner.forget(wipe=self._tainted)
         self._tainted = False
         load_s = self._clock() - started
-        self._reply(Loaded(version=version, load_s=load_s, recompute_tokens=recompute))
+        self.reply(Loaded(version=version, load_s=load_s, recompute_tokens=recompute))
 
     # Steps
 
-    def _step(self) -> bool:
+    def step(self) -> bool:
+        """Compute one step. Return False if no request could have a slot and blocks."""
         started = self._clock()
-        plan = self._batcher.plan()
+        plan = self.planner.plan()
         work = plan.work if self._watch is not None else None
         self._track_slots(plan, started)
         prompts = sum(count for _, count in plan.prefill)
-        self._activity.begin(f"a step of {len(plan.decode)} sequences and {prompts} prompt tokens")
+        self.activity.begin(f"a step of {len(plan.decode)} sequences and {prompts} prompt tokens")
         if not plan.decode and not plan.prefill:
             return False  # blocks are absent, or prompts have no share of this step
         self._compute(plan)
@@ -516,22 +374,22 @@ class EngineLoop:
         """Run the model over the plan, and sample the next token of each sequence that
         is complete.
         """
-        entries, logits, scores = self._runner.compute(plan)
+        entries, logits, scores = self.runner.compute(plan)
         for entry, start, logprobs, tops in scores:
-            self._live[entry.id].add_scores(start, logprobs, tops)
+            self.live[entry.id].add_scores(start, logprobs, tops)
         for entry in plan.decode:
-            self._recomputed_tokens += self._batcher.advance(entry, 1)
+            self._recomputed_tokens += self.planner.advance(entry, 1)
         for entry, count in plan.prefill:
-            self._recomputed_tokens += self._batcher.advance(entry, count)
+            self._recomputed_tokens += self.planner.advance(entry, count)
         if entries:
             positions = [len(entry.tokens) for entry in entries]
-            forbidden = self._texts.forbidden([self._live[entry.id] for entry in entries])
+            forbidden = self.texts.forbidden([self.live[entry.id] for entry in entries])
             tokens, logprobs, reports = sample(logits, positions, self._params(entries), forbidden)
-            self._output_tokens += len(tokens)
+            self.output_tokens += len(tokens)
             for row, report in reports.items():
-                self._live[entries[row].id].top_logprobs.append(report)
+                self.live[entries[row].id].top_logprobs.append(report)
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
-                self._accept(self._live[entry.id], token, logprob)
+                self._accept(self.live[entry.id], token, logprob)
 
     def _report_progress(self, now: float) -> None:
         """Send the tokens sampled since the last `Progress`."""
@@ -543,7 +401,7 @@ class EngineLoop:
             if (delta := state.take_delta(now - self._suspended_s)) is not None
         ]
         if deltas:
-            self._reply(Progress(pieces=tuple(deltas)))
+            self.reply(Progress(pieces=tuple(deltas)))
 
     def _schedule_progress(self) -> None:
         shortest_s = min((state.report_s for state in self._streams.values()), default=math.inf)
@@ -557,19 +415,19 @@ class EngineLoop:
             return
         step_clock = now - self._suspended_s
         for entry in plan.left:
-            self._runner.drop(entry)
-            state = self._live.get(entry.id)
+            self.runner.drop(entry)
+            state = self.live.get(entry.id)
             # Otherwise the request has ended, and its id may have been used again.
             if state is not None and state.entry is entry:
                 state.release_slot(now, step_clock)
         for entry in plan.entered:
-            state = self._live[entry.id]
+            state = self.live[entry.id]
             if not state.served:
                 self._prompt_tokens += len(entry.tokens)
                 self._cached_tokens += entry.cached or 0
             state.take_slot(now, step_clock)
         self._deadline = min(
-            (self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf
+            (self.live[entry.id].deadline for entry in self.planner.running), default=math.inf
         )
 
     def _enforce_budgets(self, step_clock: float) -> None:
@@ -579,8 +437,8 @@ class EngineLoop:
         """
         if step_clock < self._deadline:
             return
-        for entry in list(self._batcher.running):
-            state = self._live[entry.id]
+        for entry in list(self.planner.running):
+            state = self.live[entry.id]
             if state.deadline <= step_clock:
                 self._finish(state, FinishReason.TIME)
 
@@ -589,11 +447,11 @@ class EngineLoop:
         sample the rows of the step before.
         """
         if self._packed is None or self._packed[0] != entries:
-            states = [self._live[entry.id] for entry in entries]
+            states = [self.live[entry.id] for entry in entries]
             params = pack(
                 [state.request.sampling for state in states],
-                vocab=self._runner.shape.vocab,
-                device=self._runner.model.device,
+                vocab=self.runner.shape.vocab,
+                device=self.runner.model.device,
                 states=states,
             )
             self._packed = (list(entries), params)
@@ -632,44 +490,38 @@ class EngineLoop:
         elif len(state.logprobs) >= state.limit:
             self._finish(state, FinishReason.LENGTH)
         elif state.text_id:
-            self._texts.extend(state, token)
+            self.texts.extend(state, token)
 
     def _finish(self, state: RequestState, finish: FinishReason, error: str = "") -> None:
         now = self._clock()
         step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
-        del self._live[state.request.id]
+        del self.live[state.request.id]
         if state.text_id:
-            self._texts.end(state)
+            self.texts.end(state)
         if self._streams.pop(state.request.id, None) is not None:
             self._schedule_progress()
-        self._batcher.remove(state.request.id)
-        self._reply(
+        self.planner.remove(state.request.id)
+        self.reply(
             Generated(result=state.result(finish, now=now, step_clock=step_clock, error=error))
         )
 
-    def _stats(self) -> EngineStats:
+    def stats(self) -> EngineStats:
+        """Return a sample of the engine's state."""
         now = self._clock()
         suspended = 0.0 if self._suspended_at is None else now - self._suspended_at
         return EngineStats(
             version=self._version,
-            running=len(self._batcher.running),
-            waiting=len(self._batcher.waiting),
+            running=len(self.planner.running),
+            waiting=len(self.planner.waiting),
             kv_used_tokens=self._ledger.used * self._ledger.block_tokens,
             kv_total_tokens=self._ledger.total * self._ledger.block_tokens,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            output_tokens=self._output_tokens,
+            output_tokens=self.output_tokens,
             recomputed_tokens=self._recomputed_tokens,
-            preemptions=self._batcher.preemptions,
+            preemptions=self.planner.preemptions,
             busy_s=self._busy_s,
             suspended_s=self._suspended_s + suspended,
             uptime_s=now - self._started_s,
             steps=self._steps,
         )
-
-    def check(self) -> None:
-        """Assert the invariants of planner and ledger, and that both know the same live
-        requests. For tests.
-        """
-        self._batcher.check()
-        assert self._live.keys() == self._batcher.live.keys(), "a request is lost"

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from rollweave.engine.loop import EngineLoop
 from rollweave.engine.planner.batching import StepWork
+from rollweave.engine.thread import EngineThread
 from rollweave.schema.serving import (
     Abort,
     Add,
@@ -627,7 +627,7 @@ def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
 
 def test_failure_of_the_loop_is_reported(tmp_path: Path) -> None:
     replies: list[EngineReply] = []
-    EngineLoop(spec(str(tmp_path / "nothing")), replies.append).run()
+    EngineThread(spec(str(tmp_path / "nothing")), replies.append).run()
     assert len(replies) == 1
     assert isinstance(replies[0], EngineFatal)
     assert "config.json" in replies[0].error
@@ -635,7 +635,7 @@ def test_failure_of_the_loop_is_reported(tmp_path: Path) -> None:
 
 def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
     replies: Queue[EngineReply] = Queue()
-    loop = EngineLoop(spec(path), replies.put)
+    loop = EngineThread(spec(path), replies.put)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     assert isinstance(replies.get(timeout=60), Ready)
@@ -658,7 +658,7 @@ def test_a_heartbeat_is_answered_during_a_step(path: str) -> None:
         in_step.set()
         go_on.wait(60)
 
-    engine = EngineLoop(spec(path), replies.put, watch=watch, clock=clock)
+    engine = EngineThread(spec(path), replies.put, watch=watch, clock=clock)
     thread = threading.Thread(target=engine.run)
     thread.start()
     assert isinstance(replies.get(timeout=60), Ready)
