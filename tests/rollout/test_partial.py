@@ -20,10 +20,10 @@ from rollweave.engine.clients.process import in_process
 from rollweave.io.child import child_of
 from rollweave.record.turn_log import TurnAnswer, TurnTokens, context_digest
 from rollweave.rollout.driver import TurnResult
-from rollweave.rollout.partial import PartialTurn
-from rollweave.rollout.progress import ProgressReporter
-from rollweave.rollout.recorded import RecordedTurns
 from rollweave.rollout.turns import Turns
+from rollweave.rollout.turns.aspects import ProgressReporter
+from rollweave.rollout.turns.recorded import RecordedTurns
+from rollweave.rollout.turns.resuming import PartialTurn
 from rollweave.rollout.worker import RemoteTurns
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
@@ -517,9 +517,9 @@ async def test_nothing_reaches_a_program_after_its_answer_or_its_end() -> None:
     assert len(stage.received) == 2
 
 
-async def test_an_abort_without_an_answer_times_out() -> None:
+async def test_an_abort_without_an_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave.rollout.turns.resuming.ABORT_S", 0.01)
     stage, first, second = await streaming_turn()
-    stage.turns.abort_s = 0.01
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
     await asyncio.wait({first.calls[0][1]})
@@ -845,8 +845,8 @@ async def test_a_turn_resumed_after_losses_equals_the_uninterrupted_one(
             stage.abort("e0", number)
         await settle()
         assert stage.turns._open is not None
-        assert kept_tokens < len(stage.turns._open.partial_turn) < LONG
-        kept_tokens = len(stage.turns._open.partial_turn)
+        assert kept_tokens < len(stage.turns._open.known) < LONG
+        kept_tokens = len(stage.turns._open.known)
     stage.engines["e1"] = Watched(last, 1000)
     stage.start("e1", 2, resume=True)
     assert stage.task is not None

@@ -19,9 +19,9 @@ from rollweave.engine.clients.base import Generates
 from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.record.turn_log import TurnLog
 from rollweave.rollout.driver import record_of
-from rollweave.rollout.progress import ProgressReporter
-from rollweave.rollout.recorded import RecordedTurns
 from rollweave.rollout.turns import Spans, Turns
+from rollweave.rollout.turns.aspects import ProgressReporter
+from rollweave.rollout.turns.recorded import RecordedTurns
 from rollweave.rollout.worker import NOT_WAITING, Key
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
@@ -126,17 +126,12 @@ class Pipeline:
 
     # Commands.
 
-    def _with_attempt(
-        self,
-        command: StartTurn | AbortTurn | RerankTurn,
-        act: Callable[[Turns], None],
-    ) -> None:
-        """Apply `act` to the turns of the attempt that the command addresses, unless it
-        has ended.
+    def _turns(self, command: StartTurn | AbortTurn | RerankTurn) -> Turns | None:
+        """Return the turns of the attempt that the command addresses, unless it has
+        ended.
         """
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        if attempt is not None:
-            act(attempt.turns)
+        return attempt.turns if attempt is not None else None
 
     def start_init(self, command: StartInit) -> None:
         worker = self._worker(command.worker)
@@ -190,13 +185,16 @@ class Pipeline:
             attempt.worker.send(command)
 
     def start_turn(self, command: StartTurn) -> None:
-        self._with_attempt(command, lambda turns: turns.start(command))
+        if (turns := self._turns(command)) is not None:
+            turns.start(command)
 
     def abort_turn(self, command: AbortTurn) -> None:
-        self._with_attempt(command, lambda turns: turns.abort(command))
+        if (turns := self._turns(command)) is not None:
+            turns.abort(command)
 
     def rerank(self, command: RerankTurn) -> None:
-        self._with_attempt(command, lambda turns: turns.rerank(command))
+        if (turns := self._turns(command)) is not None:
+            turns.rerank(command)
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)

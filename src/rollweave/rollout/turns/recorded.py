@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from rollweave.record.turn_log import TurnAnswer, TurnRecord, TurnTokens, context_digest
-from rollweave.rollout.partial import PartialTurn
+from rollweave.rollout.turns.resuming import PartialTurn
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.serving import (
     FinishReason,
@@ -29,7 +29,7 @@ from rollweave.schema.serving import (
 class RecordedTurn:
     """A turn as far as it is recorded: its answer, or the first tokens of it."""
 
-    context: bytes
+    context: bytes = b""
     answer: GenerateResult | None = None
     partial: PartialOutput | None = None
 

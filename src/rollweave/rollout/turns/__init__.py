@@ -5,15 +5,12 @@ Invariants: one turn is open at a time, and each requested turn ends in `TurnDon
 `TurnWithdrawn`, or with its attempt; a command for another turn or dispatch changes
 nothing; an abandoned turn generates nothing.
 
-Where partial turns are kept (`progress`), a turn that is aborted, or whose engine is
+This is the kernel of all turns. What a turn has beside it depends on the turn:
+`Streaming` if an agent program reads the tokens while they are sampled, `Recording`
+where turns are recorded, `Reporting` where partial turns are kept, and `Resuming` in
+the first and the last case. A turn with `Resuming` that is aborted, or whose engine is
 lost, continues where it stood if the core permits. A turn that an engine refuses
 restarts, since the partial output may be the reason for the refusal.
-
-Where turns are recorded (`log`), engines report their tokens, too, and the turns of an
-attempt that continues one of a lost controller begin with what is recorded.
-
-A turn whose tokens an agent program reads while they are sampled (`streamed`) is kept
-in every run, and its tokens are sent to the attempt's worker.
 """
 
 import asyncio
@@ -24,20 +21,21 @@ from typing import Protocol
 
 import msgspec
 
-from rollweave.engine.clients.base import Generates, Reranks
-from rollweave.record.turn_log import (
-    TurnAnswer,
-    TurnLog,
-    TurnTokens,
-    context_digest,
-)
+from rollweave.engine.clients.base import Generates, OnTokens, Reranks
+from rollweave.record.turn_log import TurnLog, context_digest
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.partial import PartialTurn
-from rollweave.rollout.progress import ProgressReporter
-from rollweave.rollout.recorded import RecordedTurns, as_delta, replayed
+from rollweave.rollout.turns.aspects import (
+    Aspect,
+    ProgressReporter,
+    Recording,
+    Reporting,
+    Streaming,
+)
+from rollweave.rollout.turns.recorded import RecordedTurn, RecordedTurns, replayed
+from rollweave.rollout.turns.resuming import PartialTurn, Resuming
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
-from rollweave.schema.errors import DiskError, EngineError, EngineLostError
+from rollweave.schema.errors import DiskError, EngineLostError
 from rollweave.schema.events import (
     Event,
     PrefillDone,
@@ -54,10 +52,8 @@ from rollweave.schema.serving import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    PartialOutput,
     Sampling,
     TokenDelta,
-    spans_cover,
 )
 from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, StopReason
@@ -65,12 +61,6 @@ from rollweave.schema.work import Purpose, StopReason
 LEAST_BUDGET_S = 1e-3
 """Smallest generation budget in seconds, used when an attempt has no time left: an
 engine takes 0 as unbounded.
-"""
-
-
-ABORT_S = 2.0
-"""Seconds that an engine has to answer an aborted turn with its partial output, which
-it does between two steps. After that, the tokens that it has streamed are used.
 """
 
 
@@ -84,48 +74,43 @@ class Spans(Protocol):
         """Record that the attempt is over."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _OpenTurn:
-    """The turn that has been requested and not answered.
-
-    An engine samples it (`generating`), or is aborting it (`aborting`), or neither.
-    `next` is dispatched once the abort has completed. With `prefilling`, the engine
-    computes only the KV of its context.
+    """The turn that has been requested and not answered. An engine computes it
+    (`generating`), or none does.
     """
 
     number: int
     tokens: tuple[int, ...]
     sampling: Sampling
     budget_s: float
-    routes_from: int = 0
-    streamed: bool = False
-    sent: int = 0
-    """Number of tokens of `partial_turn` that the worker has."""
+    routes_from: int
+    streamed: bool
+    recorded: RecordedTurn
+    """The recorded part of this turn, with which the turn begins."""
+    known: PartialTurn
+    """The tokens that are sampled, as far as engines report them."""
+    resuming: Resuming | None
+    aspects: tuple[Aspect, ...]
+    """In the order in which their hooks are called."""
     dispatch: int = -1
     request_id: str = ""
-    partial_turn: PartialTurn = dataclasses.field(default_factory=PartialTurn)
     generating: asyncio.Future[GenerateResult] | None = None
-    aborting: asyncio.Future[GenerateResult] | None = None
-    next: StartTurn | None = None
-    context: bytes = b""
-    """The digest of `tokens`, if turns are recorded."""
-    answer: GenerateResult | None = None
-    """The recorded answer of this turn."""
-    recorded: PartialOutput | None = None
-    """The recorded tokens with which this turn begins."""
     prefilling: bool = False
+    """True if the engine computes only the KV of the context."""
+
+    def stop(self) -> None:
+        """Tell the aspects that no engine samples the turn any longer."""
+        for aspect in self.aspects:
+            aspect.on_stop()
 
     def forget(self) -> None:
         """Stop the generation, if any, and discard its answer."""
-        futures, self.generating, self.aborting, self.next = (
-            (self.generating, self.aborting),
-            None,
-            None,
-            None,
-        )
-        for future in futures:
-            if future is not None:
-                future.cancel()
+        generating, self.generating = self.generating, None
+        if generating is not None:
+            generating.cancel()
+        if self.resuming is not None:
+            self.resuming.forget()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -148,7 +133,6 @@ class Turns:
     progress: ProgressReporter | None = None
     log: TurnLog | None = None
     recorded: RecordedTurns = dataclasses.field(default_factory=RecordedTurns)
-    abort_s: float = ABORT_S
     reward: float = 0.0
     """The reward before the last turn that was requested."""
     plan: tuple[int, ...] = ()
@@ -176,7 +160,7 @@ class Turns:
         """
         turn = self._open
         if turn is not None and turn.request_id:
-            partial = turn.partial_turn.partial
+            partial = turn.known.partial
             return turn.tokens + (partial.tokens if partial is not None else ())
         return self._contexts[max(self._contexts)] if self._contexts else None
 
@@ -189,23 +173,33 @@ class Turns:
         for number in [number for number in self._contexts if number < asked.base]:
             del self._contexts[number]
         context = self._contexts[asked.base][: asked.kept] if asked.kept else ()
+        tokens = context + asked.tokens
+        recorded = self.recorded.take(asked.turn, tokens, asked.sampling) or RecordedTurn()
         turn = self._open = _OpenTurn(
             number=asked.turn,
-            tokens=context + asked.tokens,
+            tokens=tokens,
             sampling=asked.sampling,
             budget_s=asked.budget_s,
             # no engine has processed the last token of the former answer
             routes_from=max(0, len(context) - 1),
             streamed=asked.streamed,
+            recorded=recorded,
+            known=PartialTurn(recorded.partial),
+            resuming=Resuming() if asked.streamed or self.progress is not None else None,
+            aspects=self._aspects(asked, tokens),
         )
         self.reward = asked.reward
-        if self.log is not None:
-            turn.context = context_digest(turn.tokens, turn.sampling)
-        recorded = self.recorded.take(turn.number, turn.tokens, turn.sampling)
-        if recorded is not None:
-            turn.answer, turn.recorded = recorded.answer, recorded.partial
-            turn.partial_turn = PartialTurn(turn.recorded)
         self._request(turn)
+
+    def _aspects(self, asked: TurnAsked, tokens: tuple[int, ...]) -> tuple[Aspect, ...]:
+        """Return the aspects that a turn needs, in the order of their hooks."""
+        log, progress = self.log, self.progress
+        aspects = (
+            Streaming(self.answer) if asked.streamed else None,
+            Recording(log, context_digest(tokens, asked.sampling)) if log is not None else None,
+            Reporting(progress) if progress is not None else None,
+        )
+        return tuple(aspect for aspect in aspects if aspect is not None)
 
     def withdraw(self, number: int) -> None:
         """Close the open turn: an agent program has given up this call, or its prompt
@@ -232,7 +226,7 @@ class Turns:
     def _leave(self, turn: _OpenTurn) -> None:
         self._open = None
         turn.forget()
-        self._stop_reporting()
+        turn.stop()
 
     # Called for the core's commands.
 
@@ -248,19 +242,19 @@ class Turns:
             if not _was_lost(turn.generating):
                 return
             turn.generating = None  # the core has learned of the loss before this process
-            self._stop_reporting()
+            turn.stop()
         turn.dispatch = command.dispatch
-        if turn.answer is not None:
-            result = replayed(turn.answer, id=self.lane, context_tokens=len(turn.tokens))
+        if turn.recorded.answer is not None:
+            result = replayed(turn.recorded.answer, id=self.lane, context_tokens=len(turn.tokens))
             self._finish(turn, command, result, replay=True)
             return
         if not command.resume:
             turn.forget()
-            turn.partial_turn, turn.sent = PartialTurn(turn.recorded), 0
-        if turn.aborting is None:
-            self._dispatch(turn, command)
+            turn.known = PartialTurn(turn.recorded.partial)
+        if turn.resuming is not None and turn.resuming.aborting is not None:
+            turn.resuming.next = command
         else:
-            turn.next = command
+            self._dispatch(turn, command)
 
     def _repeat_answer(self, command: StartTurn) -> None:
         """Post the answer again: the turn was answered while the core was giving it up.
@@ -289,16 +283,20 @@ class Turns:
         if backend is None:
             self._failed(command, "the engine is gone")
             return
-        resumed = turn.partial_turn.partial
         self._requests += 1
         turn.request_id = f"{self.lane}/{turn.number}/{self._requests}"
-        turn.prefilling = command.prefill
+        turn.prefilling, resumed = command.prefill, turn.known.partial
         if command.prefill:
-            self._prefill(turn, command, backend, resumed)
+            # An engine that computes a prompt also samples a token, which is discarded:
+            # the engine that then has the turn samples all of them.
+            request = GenerateRequest(
+                id=turn.request_id,
+                tokens=turn.tokens + (resumed.tokens if resumed is not None else ()),
+                sampling=Sampling(max_tokens=1),
+                rank=command.rank,
+            )
+            self._send(turn, command, backend, request, None)
             return
-        known = turn.partial_turn = PartialTurn(resumed)
-        if resumed is None:
-            turn.sent = 0
         request = GenerateRequest(
             id=turn.request_id,
             tokens=turn.tokens,
@@ -308,87 +306,51 @@ class Turns:
             resumed=resumed,
             routes_from=turn.routes_from,
         )
-        started, progress = self.clock(), self.progress
-        if resumed is not None:
-            self._record_tokens(turn, as_delta(resumed, turn.request_id))
+        known = turn.known = PartialTurn(resumed)
+        for aspect in turn.aspects:
+            aspect.before_dispatch(command, request)
 
-        def on_tokens(piece: TokenDelta) -> None:
-            known.append(piece)
-            if turn.partial_turn is not known:
-                return
-            if turn.streamed and self._open is turn:
-                self._send_tokens(turn)
-            if turn.generating is not None:
-                self._record_tokens(turn, piece)
-                if progress is not None:
-                    progress.on_tokens(command, len(known))
+        def on_tokens(delta: TokenDelta) -> None:
+            known.append(delta)
+            if turn.known is known and turn.generating is not None:
+                for aspect in turn.aspects:
+                    aspect.on_tokens(command, delta, known)
 
-        def done(future: asyncio.Future[GenerateResult]) -> None:
-            if turn.generating is future:  # otherwise the turn was aborted or reset
-                turn.generating = None
-                self._stop_reporting()
-                self._generated(turn, command, started, future, resumed)
+        self._send(turn, command, backend, request, on_tokens if turn.aspects else None)
 
-        try:
-            turn.generating = backend.generate(
-                request,
-                on_tokens if self._keeps(turn) or self.log is not None else None,
-                report_s=STREAM_S if turn.streamed else PROGRESS_S,
-            )
-        except Exception as error:  # a request that cannot be sent fails only its turn
-            self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
-            return
-        turn.generating.add_done_callback(done)
-
-    def _prefill(
+    def _send(
         self,
         turn: _OpenTurn,
         command: StartTurn,
         backend: Generates,
-        resumed: PartialOutput | None,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None,
     ) -> None:
-        """Let the engine compute the KV of the context and of the tokens that the turn
-        resumes. It also samples a token, which is discarded: the engine that then has
-        the turn samples all of them.
+        """Send a request to the engine, and handle its answer, its refusal, or its
+        loss.
         """
-        request = GenerateRequest(
-            id=turn.request_id,
-            tokens=turn.tokens + (resumed.tokens if resumed is not None else ()),
-            sampling=Sampling(max_tokens=1),
-            rank=command.rank,
-        )
         started = self.clock()
 
         def done(future: asyncio.Future[GenerateResult]) -> None:
-            if turn.generating is not future or future.cancelled() or self._open is not turn:
-                return
+            if turn.generating is not future:
+                return  # the turn was aborted or reset
             turn.generating = None
-            raised = future.exception()
-            if isinstance(raised, EngineLostError):
-                return  # `EngineLost` gives up all prompts of the engine at once
-            if raised is not None:
-                self._failed(command, str(raised))
+            turn.stop()
+            if future.cancelled() or isinstance(future.exception(), EngineLostError):
+                return  # `EngineLost` fails all turns of the engine at once
+            refusal = future.exception()
+            if refusal is None:
+                handle = self._prefilled if command.prefill else self._sampled
+                handle(turn, command, future.result(), started)
                 return
-            result = future.result()
-            if not result.tokens:
-                self._failed(command, result.error or f"the engine returned {result.finish}")
-                return
-            self.post(
-                PrefillDone(
-                    trajectory_id=command.trajectory_id,
-                    attempt=command.attempt,
-                    turn=command.turn,
-                    dispatch=command.dispatch,
-                    cached_tokens=result.cached_tokens,
-                )
-            )
-            with contextlib.suppress(DiskError):  # the next writer reports it
-                name = f"prompt {turn.number} {command.engine_id}"
-                self.spans.episode_span(self.lane, name, started, self.clock())
+            if not command.prefill:
+                turn.known, turn.recorded = PartialTurn(), RecordedTurn()
+            self._failed(command, str(refusal))
 
+        report_s = STREAM_S if turn.streamed else PROGRESS_S
         try:
-            turn.generating = backend.generate(request, None)
-        except Exception as error:
+            turn.generating = backend.generate(request, on_tokens, report_s=report_s)
+        except Exception as error:  # a request that cannot be sent fails only its turn
             self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
             return
         turn.generating.add_done_callback(done)
@@ -401,33 +363,19 @@ class Turns:
         turn = self._addressed(command)
         if turn is None:
             return
-        turn.next = None
-        backend, generating = self.engine(command.engine_id), turn.generating
+        generating, resuming = turn.generating, turn.resuming
+        if resuming is not None:
+            resuming.next = None
         if generating is None:
             return
-        self._stop_reporting()
-        if backend is None or turn.prefilling or not self._keeps(turn):
+        turn.stop()
+        backend = self.engine(command.engine_id)
+        if backend is None or turn.prefilling or resuming is None:
             turn.forget()
             return
-        turn.generating, turn.aborting = None, generating
+        turn.generating = None
         backend.abort(turn.request_id)
-        deadline = asyncio.get_running_loop().call_later(self.abort_s, generating.cancel)
-
-        def aborted(future: asyncio.Future[GenerateResult]) -> None:
-            deadline.cancel()
-            raised = None if future.cancelled() else future.exception()
-            if turn.aborting is not future:
-                return  # the turn has been reset
-            turn.aborting = None
-            if raised is not None and not isinstance(raised, EngineLostError):
-                turn.partial_turn = PartialTurn()
-            elif raised is None and not future.cancelled():
-                turn.partial_turn.finish(future.result())
-            following, turn.next = turn.next, None
-            if following is not None:
-                self._dispatch(turn, following)
-
-        generating.add_done_callback(aborted)
+        resuming.abort(generating, turn.known, lambda following: self._dispatch(turn, following))
 
     def rerank(self, command: RerankTurn) -> None:
         """Pass the new rank to the engine, if ranks can change there."""
@@ -437,55 +385,8 @@ class Turns:
         if turn.generating is not None:
             if isinstance(backend, Reranks):
                 backend.rerank(turn.request_id, command.rank)
-        elif turn.next is not None:
-            turn.next = msgspec.structs.replace(turn.next, rank=command.rank)
-
-    def _record_tokens(self, turn: _OpenTurn, delta: TokenDelta) -> None:
-        if self.log is not None:
-            self.log.append(
-                TurnTokens(
-                    trajectory_id=self.command.trajectory_id,
-                    attempt=self.command.attempt,
-                    turn=turn.number,
-                    context=turn.context,
-                    delta=delta,
-                )
-            )
-
-    def _record_answer(self, turn: _OpenTurn, result: GenerateResult) -> None:
-        if self.log is not None:
-            self.log.append(
-                TurnAnswer(
-                    trajectory_id=self.command.trajectory_id,
-                    attempt=self.command.attempt,
-                    turn=turn.number,
-                    context=turn.context,
-                    result=result,
-                )
-            )
-
-    def _keeps(self, turn: _OpenTurn) -> bool:
-        """Return whether the turn can continue after the tokens so far."""
-        return turn.streamed or self.progress is not None
-
-    def _send_tokens(self, turn: _OpenTurn) -> None:
-        """Send the worker the tokens that it lacks."""
-        delta = turn.partial_turn.since(turn.sent)
-        if delta is None:
-            return
-        turn.sent = delta.start + len(delta.tokens)
-        self.answer(
-            StreamTurn(
-                trajectory_id=self.command.trajectory_id,
-                attempt=self.command.attempt,
-                turn=turn.number,
-                delta=delta,
-            )
-        )
-
-    def _stop_reporting(self) -> None:
-        if self.progress is not None:
-            self.progress.remove(self.command.trajectory_id)
+        elif turn.resuming is not None and turn.resuming.next is not None:
+            turn.resuming.next = msgspec.structs.replace(turn.resuming.next, rank=command.rank)
 
     def _addressed(self, command: AbortTurn | RerankTurn) -> _OpenTurn | None:
         """Return the open turn if the command addresses it and its latest dispatch."""
@@ -496,25 +397,28 @@ class Turns:
         )
         return turn if named else None
 
-    def _generated(
-        self,
-        turn: _OpenTurn,
-        command: StartTurn,
-        started: float,
-        future: asyncio.Future[GenerateResult],
-        resumed: PartialOutput | None,
+    def _prefilled(
+        self, turn: _OpenTurn, command: StartTurn, result: GenerateResult, started: float
     ) -> None:
-        """Handle the engine's answer, its refusal, or its loss."""
-        if future.cancelled() or self._open is not turn:
+        """Handle the answer of an engine that has computed the prompt."""
+        if not result.tokens:
+            self._failed(command, result.error or f"the engine returned {result.finish}")
             return
-        raised = future.exception()
-        if isinstance(raised, EngineLostError):
-            return  # `EngineLost` fails all turns of the engine at once
-        if isinstance(raised, EngineError):
-            turn.partial_turn, turn.recorded = PartialTurn(), None
-            self._failed(command, str(raised))
-            return
-        result = future.result()
+        self.post(
+            PrefillDone(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                turn=command.turn,
+                dispatch=command.dispatch,
+                cached_tokens=result.cached_tokens,
+            )
+        )
+        self._record_span(f"prompt {turn.number} {command.engine_id}", started)
+
+    def _sampled(
+        self, turn: _OpenTurn, command: StartTurn, result: GenerateResult, started: float
+    ) -> None:
+        """Handle the answer of an engine that has sampled the turn, or a part of it."""
         if result.finish is FinishReason.TIME:
             text = f"the active time ran out in turn {turn.number}"
             self._leave(turn)
@@ -525,7 +429,7 @@ class Turns:
             self._answer(command, result=result)
             return
         if result.finish is FinishReason.RETURNED:
-            turn.partial_turn.finish(result)
+            turn.known.finish(result)
             self.post(
                 TurnReturned(
                     trajectory_id=command.trajectory_id,
@@ -535,22 +439,24 @@ class Turns:
                 )
             )
             return
-        flaw = _result_error(result, resumed)
+        flaw = turn.known.flaw_of(result)
         if flaw:
             if result.finish is FinishReason.ABORTED:
-                turn.partial_turn.finish(result)
+                turn.known.finish(result)
             else:
-                turn.partial_turn, turn.recorded = PartialTurn(), None
+                turn.known, turn.recorded = PartialTurn(), RecordedTurn()
             self._failed(command, flaw)
             return
-        self._record_answer(turn, result)
+        for aspect in turn.aspects:
+            aspect.on_result(command, result)
         self._finish(turn, command, result)
+        self._record_span(f"turn {turn.number} {command.engine_id}", started)
+
+    def _record_span(self, name: str, started: float) -> None:
         # No caller here can handle a trace that cannot be written: the next writer
         # reports the failure.
         with contextlib.suppress(DiskError):
-            self.spans.episode_span(
-                self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock()
-            )
+            self.spans.episode_span(self.lane, name, started, self.clock())
 
     def _finish(
         self, turn: _OpenTurn, command: StartTurn, result: GenerateResult, *, replay: bool = False
@@ -616,22 +522,3 @@ def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
     return (
         future.done() and not future.cancelled() and isinstance(future.exception(), EngineLostError)
     )
-
-
-def _result_error(result: GenerateResult, resumed: PartialOutput | None) -> str:
-    """Return what is wrong with an engine's answer, "" if nothing is."""
-    if result.finish is FinishReason.ABORTED:
-        return "the engine aborted the turn"
-    if not result.tokens or len(result.tokens) != len(result.logprobs):
-        return (
-            f"the engine returned {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
-        )
-    prefix = resumed.tokens if resumed is not None and result.resumed_tokens else ()
-    if result.resumed_tokens != len(prefix) or result.tokens[: len(prefix)] != prefix:
-        return f"the engine continued other tokens than the {len(prefix)} that it was given"
-    count = len(result.tokens)
-    if not spans_cover(result.versions, count):
-        return f"version spans must cover the engine's {count} tokens, got {result.versions}"
-    if any(span.version < 0 for span in result.versions):
-        return f"versions must be 0 or more in the engine's spans, got {result.versions}"
-    return ""
