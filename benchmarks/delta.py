@@ -11,7 +11,7 @@ same payload, which alternate with them.
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,29 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contract import Figure, Result
-from benchmarks.runs import example, recorded
-from rollweave.runtime.checkpoints import Checkpoints
+from benchmarks.delta_payloads import (
+    BETA1,
+    BETA2,
+    LR,
+    OWN,
+    STD,
+    Versions,
+    adam_update,
+    masked,
+    own_update,
+)
+from benchmarks.harness import Progress
 from rollweave.schema.weights import TensorMeta
-from rollweave.train import checkpoint
 from rollweave.weights.delta import apply, encode, plan
-from rollweave.weights.delta_body import FORMS, Array, differences_of
+from rollweave.weights.delta_body import FORMS, differences_of
 
 COO_POSITION_BYTES = 4
 """Bytes of a position in the usual format of sparse updates: an int32 for each change,
 beside the new element.
 """
 
-LR, STD, BETA1, BETA2, EPS = 1e-6, 0.02, 0.9, 0.999, 1e-8
-
-LAYER = ((2, 1), (1, 1), (1, 1), (1, 2), (3, 1), (3, 1), (1, 3))
-"""Matrices of a layer in hidden widths, as Qwen3-0.6B has them: q, k, v, o, gate, up,
-down; and two norms.
-"""
-
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5)
 
-OWN = "frozenlake_fixed.toml"
 OWN_RATES = {"_own_1e6": 1e-6, "_own_2e3": 2e-3}
 
 
@@ -79,19 +80,6 @@ QUICK = DeltaPlan(
     masked=1 << 21,
     own=("run.steps=2", "warmup.steps=4", "rollout.groups_per_step=2", "rollout.group_size=4"),
 )
-OWN_ALWAYS = (
-    "run.checkpoint_every=1",
-    "eval={final_episodes=0}",
-    "trainer.final_lr=1",
-)
-
-
-@dataclass(frozen=True)
-class Versions:
-    """Two versions of a payload, [elements], as unsigned integers."""
-
-    base: Array
-    new: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +94,7 @@ class DeltaMeasurement:
     apply_s: float
 
 
-def bench_delta(*, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_delta(*, quick: bool, progress: Progress) -> Result:
     """Return figures. Those without a suffix are of the Adam update in bfloat16,
     `_smaller` of the codec for slow links, `_fp32` of the same update in float32,
     `_own_…` of a training of ours at that learning rate; `curve_…` are lists by
@@ -115,7 +103,7 @@ def bench_delta(*, quick: bool, progress: Callable[[str], None]) -> Result:
     plan = QUICK if quick else FULL
     rng = np.random.default_rng(0)
     progress(f"{plan.steps} steps of Adam on {plan.layers} layers of width {plan.hidden}")
-    update, whole = adam_update(rng, plan)
+    update, whole = adam_update(rng, hidden=plan.hidden, layers=plan.layers, steps=plan.steps)
     cases = {"": update, "_fp32": whole}
     for suffix, rate in OWN_RATES.items():
         progress(f"our own training at learning rate {rate:g}")
@@ -220,81 +208,6 @@ def entropy(versions: Versions) -> float:
     density, shares = len(where) / len(versions.new), counts / len(where)
     positions = -np.log2(density) - (1 - density) / density * np.log2(1 - density)
     return float((positions - (shares * np.log2(shares)).sum()) / 8)
-
-
-# What is measured.
-
-
-def adam_update(rng: np.random.Generator, plan: DeltaPlan) -> tuple[Versions, Versions]:
-    """Return the last step of Adam on float32 weights, both as published in bfloat16
-    and in float32.
-
-    Gradients have mean 0, scales that differ by decades between rows and between
-    columns, and heavier tails than a normal distribution.
-    """
-    before, after = [], []
-    for _ in range(plan.layers):
-        for rows, columns in (
-            *((a * plan.hidden, b * plan.hidden) for a, b in LAYER),
-            (1, plan.hidden),
-            (1, plan.hidden),
-        ):
-            weight = rng.normal(0, STD, (rows, columns)) if rows > 1 else np.ones((rows, columns))
-            last = list(adam(rng, weight.astype(np.float32), plan.steps))[-2:]
-            before.append(last[0].ravel())
-            after.append(last[1].ravel())
-    base, new = np.concatenate(before), np.concatenate(after)
-    return Versions(bfloat16(base), bfloat16(new)), Versions(base.view("<u4"), new.view("<u4"))
-
-
-def adam(rng: np.random.Generator, weight: Array, steps: int) -> Iterator[Array]:
-    """Return `weight` after each step (Kingma & Ba 2015, Algorithm 1)."""
-    rows, columns = weight.shape
-    scale = np.exp(rng.normal(0, 1, (rows, 1)) + rng.normal(0, 1, (1, columns))).astype(np.float32)
-    mean, square = np.zeros_like(weight), np.zeros_like(weight)
-    for step in range(1, steps + 1):
-        gradient = rng.standard_normal(weight.shape, np.float32)
-        gradient *= np.abs(gradient) * scale
-        mean += (1 - BETA1) * (gradient - mean)
-        square += (1 - BETA2) * (gradient * gradient - square)
-        rate = LR / (1 - BETA1**step)
-        weight = weight - rate * mean / (np.sqrt(square / (1 - BETA2**step)) + EPS)
-        yield weight
-
-
-def own_update(rate: float, settings: tuple[str, ...]) -> Versions:
-    """Return the last two checkpoints of a run, a step apart, as published in
-    bfloat16.
-    """
-    with recorded(
-        example(OWN), [*settings, *OWN_ALWAYS, f"trainer.lr={rate}", "run.name=delta"]
-    ) as (_, run, _):
-        kept = Checkpoints(run.checkpoints)
-        base, new = (checkpoint.load(kept.path(step)).model for step in kept.steps()[-2:])
-    return Versions(
-        *(
-            bfloat16(np.concatenate([tensor.numpy().ravel() for tensor in model.values()]))
-            for model in (base, new)
-        )
-    )
-
-
-def masked(rng: np.random.Generator, count: int, density: float) -> Versions:
-    """Return bfloat16 in which random elements are one float higher or lower."""
-    base = bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD))
-    new = base.copy()
-    where = np.flatnonzero(rng.random(count, np.float32) < density)
-    new[where] += rng.choice(np.array([1, -1], np.int16), len(where)).view(np.uint16)
-    return Versions(base, new)
-
-
-def bfloat16(values: Array) -> Array:
-    """Convert float32 to the bits of bfloat16, rounded to nearest even. NaN is not
-    supported.
-    """
-    bits = values.view(np.uint32)
-    rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return rounded
 
 
 def conditions(plan: DeltaPlan, cases: dict[str, Versions]) -> dict[str, Any]:

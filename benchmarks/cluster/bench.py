@@ -13,116 +13,39 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.hosts import MEGABITS, measure_on
+from benchmarks.cluster.plan import (
+    ENGINES,
+    FIGURES,
+    FIXED,
+    FULL,
+    HOSTS,
+    LONGTAIL,
+    QUICK,
+    RESOURCES,
+    UNBOUNDED,
+    ClusterPlan,
+    config_of,
+)
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import PATIENCE_S, ClusterRun, lost_trajectories
 from benchmarks.contract import Figure, Result
-from benchmarks.runs import conditions_of, example
-from rollweave.schema.config.loading import load
+from benchmarks.harness import Progress
+from benchmarks.runs import conditions_of
 from rollweave.schema.config.root import RunConfig
 
-RESOURCES = ({"training": 1}, {"generation": 1}, {"generation": 1})
-"""Resources that each host offers beside a CPU."""
 
-HOSTS = len(RESOURCES)
-
-ENGINES = 2
-"""Number of engines: one per host for engines."""
-
-POOLS = (
-    'pools.training={resource="training", fallback=["generation"]}',
-    'pools.generation={resource="generation", fallback=["training"]}',
-    "trainer.pool=training",
-    "engines.pool=generation",
-)
-
-FIXED, LONGTAIL = "frozenlake_fixed.toml", "longtail.toml"
-
-UNBOUNDED = 1_000_000
-"""Steps of a run whose end is set later."""
-
-FIGURES = (
-    "success",
-    "success_longtail",
-    "wall_over_one_host",
-    "wall_over_one_host_longtail",
-    "host_loss_detected_s",
-    "host_loss_recovered_s",
-    "lost_trajectories",
-    "unaccounted",
-    "leftovers",
-    "exposed_over_transfer",
-    "controller_ms_per_turn",
-    "trajectories_at_once",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterPlan:
-    """Length of the bench: `pairs` runs of the fixed lake on one host and on all, each
-    of `steps` steps; as many of the long-tailed one as `tails`, of `tail_steps` steps;
-    `losses` losses of a host in a run that has no other end.
-
-    With `steps_after`, the runs of the fixed lake on all hosts lose the trainer's host
-    after their steps, and train so many further ones.
-    """
-
-    settings: tuple[str, ...]
-    pairs: int
-    steps: int
-    tails: int
-    tail_steps: int
-    losses: int
-    trained_first: int
-    """Steps that are trained before the first loss, and between two of them."""
-    steps_after: int = 0
-
-
-FULL = ClusterPlan(
-    settings=("run.checkpoint_every=5",),
-    pairs=5,
-    steps=30,
-    tails=1,
-    tail_steps=80,
-    losses=4,
-    trained_first=6,
-)
-QUICK_SETTINGS = (
-    "run.checkpoint_every=2",
-    "model.scratch.hidden=32",
-    "model.scratch.layers=1",
-    "warmup.steps=5",
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "rollout.max_running=32",
-    "eval={final_episodes=16}",
-)
-"""Settings of a run whose steps take about a second."""
-
-QUICK = ClusterPlan(
-    settings=QUICK_SETTINGS,
-    pairs=1,
-    steps=4,
-    tails=0,
-    tail_steps=0,
-    losses=0,
-    trained_first=0,
-    steps_after=3,
-)
-
-
-def bench_cluster(*, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_cluster(*, quick: bool, progress: Progress) -> Result:
     """Return the figures of `FIGURES`."""
     return measure_cluster(QUICK if quick else FULL, progress=progress)
 
 
-def measure_cluster(plan: ClusterPlan, *, progress: Callable[[str], None]) -> Result:
+def measure_cluster(plan: ClusterPlan, *, progress: Progress) -> Result:
     """Run the bench.
 
     Raises RollweaveError where a run fails or makes no progress.
@@ -160,7 +83,7 @@ class _Measuring:
         plan: ClusterPlan,
         hosts: RayHosts,
         directory: Path,
-        progress: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         self._plan, self._hosts, self._directory, self._progress = plan, hosts, directory, progress
         self._runs = 0
@@ -308,45 +231,18 @@ def _started(config: RunConfig, hosts: RayHosts | None) -> Iterator[ClusterRun]:
         yield run
 
 
-def config_of(name: str, settings: tuple[str, ...], hosts: RayHosts | None) -> RunConfig:
-    """Return the configuration of an example with two engines, on the hosts or, if
-    there are none, on this machine alone, that does not end on success. Raises
-    ConfigError.
-    """
-    engines, cluster = f"engines={{count={ENGINES}, max_slots=16}}", []
-    if hosts is not None:
-        address = f'cluster={{launcher="ray", ray="{hosts.cluster}", hosts={HOSTS}, join_s=120}}'
-        cluster = [address, *POOLS]
-    config = load(example(name), [engines, *cluster, *settings])
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
-
-
 def _conditions(plan: ClusterPlan) -> dict[str, Any]:
     return {
         **conditions_of(Path(FIXED), plan.settings),
         "hosts": f"{HOSTS} network namespaces of this machine, whose cores they share, each with "
-        f"a link of {MEGABITS:g} Mbit/s in both directions; the controller and the environments "
-        "are on none of them",
-        "ray": f"{version('ray')}, a node on each host, which offers one CPU and the resources "
-        f"{json.dumps(RESOURCES)}; Ray starts the agents",
-        "wall_over_one_host": f"seconds from the first to the last of {plan.steps} steps of "
-        f"{FIXED} on {HOSTS} hosts over those of the same run on one machine without a cluster, "
-        f"both with {ENGINES} engines, alternating: median of {plan.pairs}",
-        "success": "greedy, held-out, of the best checkpoint, on the hosts; median",
-        "host_loss_detected_s": "from the loss of power of a host (its link is cut, then every "
-        "process on it is killed) to the warning that it is lost; in turn the trainer's host and "
-        "another one; median",
-        "host_loss_recovered_s": "from the loss of power to the end of the first training step "
-        "beyond those that were trained before it was noticed; the trainer goes back to its last "
-        "checkpoint; median",
+        f"a link of {MEGABITS:g} Mbit/s; each is a node of Ray {version('ray')} with one CPU and "
+        f"the resources {json.dumps(RESOURCES)}; the controller is on none of them",
+        "wall_over_one_host": f"seconds from the first to the last of {plan.steps} steps over "
+        f"those of the same run without a cluster, both with {ENGINES} engines; median of "
+        f"{plan.pairs}",
+        "host_loss_detected_s": "from the loss of power of a host to the warning that it is lost; "
+        "host_loss_recovered_s: to the end of the first training step beyond those before",
         "lost_trajectories": "ended because of a host or controller, over all runs: must be 0",
-        "unaccounted": "started - (trained + dropped + cancelled + buffered), plus the difference "
-        "to the journals, plus trajectories that were trained twice, over all runs",
-        "leftovers": "processes on hosts and files of their agents after all runs",
         "exposed_over_transfer": "seconds for which engines stopped for new weights over those in "
-        "which they received and verified them, over all runs on the hosts",
-        "controller_ms_per_turn": "CPU of the controller's process, with the environments, from "
-        "its first step to its last one; median of the runs on all hosts",
-        "trajectories_at_once": "greatest number of attempts under way, bounded by "
-        "rollout.max_running",
+        "which they received and verified them",
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.hosts import CONTROLLERS, Hosts
-from benchmarks.soak.bench import unaccounted
+from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import RunUnderTest
 from rollweave.cli.console import FAILED
 from rollweave.core.mechanisms.relays.state import part_of
@@ -178,8 +178,8 @@ class ClusterRun(RunUnderTest):
         return 1000 * (seconds - first_s) / max(1, turns - first_turns)
 
     def unaccounted(self, account: dict[str, Any]) -> int:
-        """See `benchmarks.soak.bench.unaccounted`; trajectories that were trained twice
-        count, too.
+        """See `benchmarks.soak.lineage.unaccounted`; trajectories that were trained
+        twice count, too.
         """
         ids = self.lineage().ids
         return unaccounted(account, trained=len(ids)) + len(ids) - len(set(ids))

@@ -17,7 +17,6 @@ from typing import Any, Self
 import transformers
 
 from benchmarks.coserve.cores import Cores
-from benchmarks.coserve.engine_program import PARTITIONED
 from benchmarks.engine.models import ModelCase, random_model
 from benchmarks.soak.run_under_test import children_of, die_with_us, source_path
 from rollweave.schema.errors import RollweaveError
@@ -67,11 +66,8 @@ def save_model(directory: Path) -> Path:
 class ServingEngine:
     """A serving engine. As a context it is started, and ended."""
 
-    def __init__(
-        self, model: Path, log: Path, cores: Cores, *options: str, partitioned: bool = False
-    ) -> None:
+    def __init__(self, model: Path, log: Path, cores: Cores, *options: str) -> None:
         self._log, self._cores = log, cores
-        self._partitioned = partitioned
         self.token_file = log.with_suffix(".token")
         self._command = [
             *(sys.executable, "-m", PROGRAM, "engine", str(model)),
@@ -89,12 +85,7 @@ class ServingEngine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 preexec_fn=die_with_us,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": paths,
-                    "OMP_NUM_THREADS": "1",
-                    PARTITIONED: str(int(self._partitioned)),
-                },
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             )
         assert self.process.stdout is not None
         # before it measures its steps
@@ -158,20 +149,3 @@ class ServingEngine:
         with urllib.request.urlopen(request, timeout=END_S) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
-
-    def memory_mb(self) -> float:
-        """Return the memory of the engine's processes without mapped files, such as
-        libraries, of which the processes of a run take their share.
-        """
-        pids = [self.process.pid, *children_of(self.process.pid, PROGRAM)]
-        return sum(map(_memory_kb, pids)) / 2**10
-
-
-def _memory_kb(pid: int) -> int:
-    """Return a process's memory; 0 for one that has ended."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return sum(
-            int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
-        )
-    return 0

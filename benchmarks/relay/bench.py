@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.contract import Figure, Result
 from benchmarks.delta import QUICK as DELTA
-from benchmarks.delta import Versions, adam, bfloat16
+from benchmarks.delta_payloads import Versions, adam, bfloat16
 from benchmarks.harness import Progress, rounded
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast

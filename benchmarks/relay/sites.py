@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.contract import Figure
-from benchmarks.delta import Versions
+from benchmarks.delta_payloads import Versions
 from benchmarks.harness import Progress
 from benchmarks.network import Network
 from benchmarks.relay.tier import Tier, chain, checked

@@ -11,14 +11,14 @@ then every variant again with the next seed.
 
 import os
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import trained
 from benchmarks.scheduling.paced_engine import GPU, MODEL, TOKENS, StepPace
 from benchmarks.scheduling.rollouts import (
@@ -32,93 +32,23 @@ from benchmarks.scheduling.rollouts import (
 )
 from benchmarks.scheduling.router import CONDITION as ROUTER_CONDITION
 from benchmarks.scheduling.router import router_figures
+from benchmarks.scheduling.variants import (
+    FULL,
+    MEMBERS,
+    MIGRATING,
+    OURS,
+    PRIORITIES,
+    PROGRESSIVE,
+    QUICK,
+    QUICK_VARIANTS,
+    UNMOVED,
+    VARIANTS,
+    SchedulingPlan,
+    config,
+)
 from rollweave.engine.planner.batching import StepWork
 from rollweave.schema.base import Struct, TrajectoryId
-from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Programs
-
-OURS = "trajectory"
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "fcfs": {"ablation": {"policies": ["fcfs", "affinity"]}},
-    "round_robin": {"ablation": {"policies": ["round_robin", "affinity"]}},
-    "shortest_first": {"ablation": {"policies": ["shortest_first", "affinity"]}},
-    "longest_first": {"ablation": {"policies": ["longest_first", "affinity"]}},
-    "least_load": {"ablation": {"policies": ["longest_first", "least_load"]}},
-    "pinned": {"ablation": {"policies": ["longest_first", "pinned"]}},
-    "paper": {"ablation": {"policies": ["longest_first", "presorted", "rank"]}},
-    "rank": {"scheduling": "trajectory", "ablation": {"policies": ["rank"]}},
-    OURS: {"scheduling": "trajectory"},
-}
-"""Scheduling variants: four priorities on one placement; then, all by longest_first:
-two placements that ignore lengths, Heddle's partition and migration, our partition with
-Heddle's migration, and ours.
-"""
-
-PRIORITIES = ("fcfs", "round_robin", "shortest_first")
-MIGRATING = ("paper", "rank", OURS)
-PROGRESSIVE = "longest_first"
-UNMOVED = "fcfs"
-"""Variant that never migrates, whose tokens are compared with those of migrated
-trajectories.
-"""
-
-QUICK_VARIANTS = (UNMOVED, OURS)
-
-
-class SchedulingPlan(Struct, frozen=True, kw_only=True):
-    """Length of a bench: `learned` steps that only teach, then `measured` ones, of
-    `groups` groups.
-    """
-
-    groups: int
-    learned: int
-    measured: int
-    seeds: int
-
-
-FULL = SchedulingPlan(groups=4, learned=4, measured=3, seeds=2)
-QUICK = SchedulingPlan(groups=2, learned=1, measured=1, seeds=1)
-"""Short form of the bench. In the full one, predictions of this workload are good from
-the fourth step on; a step of all variants takes about a minute.
-"""
-
-MEMBERS = 16
-"""Trajectories of a group (Heddle §7: 16 samples a prompt)."""
-
-
-def config(variant: str, plan: SchedulingPlan, *, seed: int, directory: str) -> RunConfig:
-    """Return two engines with four slots each for all trajectories of a step, whose
-    contexts exceed the KV caches.
-    """
-    count = plan.groups * MEMBERS
-    return RunConfig.model_validate(
-        {
-            "run": {
-                "name": variant,
-                "dir": directory,
-                "seed": seed,
-                "steps": plan.learned + plan.measured,
-            },
-            "model": {"scratch": {}},
-            "tasks": [
-                {"env": "benchmarks.scheduling.long_tasks:LongTask", "tag": "longtail"}
-                | {"max_turns": 48, "max_tokens": 1536, "max_turn_tokens": 12}
-            ],
-            "rollout": {
-                "mode": "sync",
-                "groups_per_step": plan.groups,
-                "group_size": MEMBERS,
-                "max_running": count,
-                "scheduling": VARIANTS[variant].get("scheduling", "turn"),
-            },
-            "ablation": VARIANTS[variant].get("ablation", {}),
-            "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096, "deterministic": True},
-            "trainer": {"lr": 1e-12},
-            "algorithm": {"advantage": "grpo_no_std"},
-            "eval": {"final_episodes": 0},
-            "faults": {"latency_s": 0.05, "latency_sigma": 1.0},
-        }
-    )
 
 
 class VariantRun(Struct, frozen=True, kw_only=True):
@@ -137,7 +67,7 @@ class VariantRun(Struct, frozen=True, kw_only=True):
         return statistics.fmean(line["scheduling"][name] for line in self.lines)
 
 
-def bench_scheduling(*, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_scheduling(*, quick: bool, progress: Progress) -> Result:
     """Return figures by variant (`…_VARIANT`), and its makespan and tail over ours; and
     the core's own cost.
     """
@@ -164,8 +94,8 @@ def bench_scheduling(*, quick: bool, progress: Callable[[str], None]) -> Result:
 
 
 def _run(variant: str, plan: SchedulingPlan, *, seed: int) -> VariantRun:
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-        made = config(variant, plan, seed=seed, directory=scratch)
+    with scratch_folder() as scratch:
+        made = config(variant, plan, seed=seed, directory=str(scratch))
         run, measured = trained(
             made, programs=Programs(engine="benchmarks.scheduling.paced_engine")
         )
@@ -307,35 +237,19 @@ def _least_pace_ms() -> float:
 
 def conditions_of(runs: Mapping[str, Sequence[VariantRun]], plan: SchedulingPlan) -> dict[str, Any]:
     rollouts = [rollout for run in runs[OURS] for rollout in run.rollouts]
-    extent = (
-        f"{plan.seeds} seeds, {plan.learned} steps that only teach and {plan.measured} measured "
-        "ones each"
-    )
     lengths = ", ".join(f"{one.tail_turns} of {one.turns} turns" for one in rollouts)
     return {
         "variants": {variant: dict(VARIANTS[variant]) for variant in runs},
-        "steps": f"{extent}; ratios are medians over pairs of equal step and seed, over {OURS}",
-        "workload": f"{plan.groups} prompts x {MEMBERS}, 12 tokens a turn at most; the longest "
-        f"had {lengths}",
-        "tools": "log-normal latency, median 50 ms, sigma 1 (mean 82 ms)",
-        "engines": "2 processes, 4 slots and 4,096 tokens of KV each; the contexts of a step's "
-        "trajectories exceed that",
-        "paced": f"real tokens of a tiny model; steps are padded to those of {MODEL} on an {GPU}, "
-        f"{TOKENS} tokens as one and {TOKENS} times as fast "
-        "(benchmarks/scheduling/paced_engine.py)",
-        "real_step_ms": "mean of a step without padding, in the variant with the maximum; a padded "
-        f"step takes {_least_pace_ms():.1f} ms or more",
-        "makespan_s": "from the first turn on an engine to the end of the last trajectory of the "
-        "step",
-        "tail_queue_s": "how long all turns of the step's longest trajectory waited for a slot, in "
-        "the core and on engines",
+        "steps": f"{plan.seeds} seeds, {plan.learned} steps that only teach and {plan.measured} "
+        f"measured ones each; ratios are medians over pairs of equal step and seed, over {OURS}",
+        "workload": f"{plan.groups} prompts x {MEMBERS}, 12 tokens a turn at most; tools of 50 ms, "
+        f"log-normal; the longest trajectories had {lengths}",
+        "engines": "2 processes, 4 slots and 4,096 tokens of KV each: real tokens of a tiny model, "
+        f"steps padded to those of {MODEL} on an {GPU}, {TOKENS} tokens as one and {TOKENS} times "
+        f"as fast; real_step_ms is without padding, a padded step takes {_least_pace_ms():.1f} ms",
+        "tail_queue_s": "how long all turns of the step's longest trajectory waited for a slot",
         "migration_token_mismatches": f"trajectories of {', '.join(MIGRATING)} whose tokens, or "
-        f"log-probs by more than {LOGPROB_TOLERANCE:g}, differ from those of {UNMOVED}, which "
-        "never migrates",
+        f"log-probs by more than {LOGPROB_TOLERANCE:g}, differ from those of {UNMOVED}",
         "prediction_exposed_ms": "0 by construction: no turn waits for a prediction; "
-        "predictions_late is the share of those that arrived after the request of the next turn, "
-        "or never",
-        "preemptions": "turns given to an engine whose slots were all taken; mean of a step, like "
-        "migrations",
-        "migration_exposed_ms": "how long turns waited for running transfers, summed over a step",
+        "predictions_late is the share of those that arrived after the next turn's request",
     }

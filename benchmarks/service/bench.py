@@ -11,30 +11,22 @@ engine, so that they differ in HTTP alone.
 import asyncio
 import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import trained
 from benchmarks.service.ablations import ablations, figures_of
-from rollweave.engine.clients.transport import OnRetry
-from rollweave.io.http.access import Access
+from benchmarks.service.running import Running
 from rollweave.schema.base import Struct
-from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.hosts import Programs
-from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
-from rollweave.service import launch
+from rollweave.schema.service import RolloutRequest, RolloutStatus
 from rollweave.service.client import RolloutClient
-from rollweave.service.service import Service
-
-T = TypeVar("T")
 
 Submit = Callable[[RolloutRequest], Coroutine[Any, Any, RolloutStatus]]
 
@@ -110,10 +102,10 @@ def bench_service(*, quick: bool, progress: Progress) -> Result:
 def _http_figures(
     model: Path, scratch: Path, plan: ServicePlan, progress: Progress
 ) -> dict[str, Figure]:
-    with _Running(_config(scratch / "rounds", model)) as running:
+    with Running(_config(scratch / "rounds", model)) as running:
         results = _rounds(running, plan, progress)
     held = _config(scratch / "held", model, held=plan.held, step_s=plan.held_step_s)
-    with _Running(held) as running:
+    with Running(held) as running:
         maximum = running.call(lambda: _run_concurrently(running, plan.held))
     progress(f"{maximum} concurrent rollouts")
     inside, outside = results[INSIDE], results[HTTP]
@@ -170,71 +162,6 @@ def _model(directory: Path) -> Path:
     return run.model
 
 
-class _Running:
-    """A service in a thread; `call` runs a coroutine on its event loop."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._up = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="service")
-        self._error: BaseException | None = None
-
-    def _serve(self) -> None:
-        try:
-            launch.serve(
-                self._config,
-                observer=self,
-                make_backend=_no_backend,
-                programs=Programs(),
-                on_service=self._on_service,
-                access=Access(port=0, no_token=True),
-            )
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._up.set()
-
-    def _on_service(self, service: Service) -> None:
-        self.service, self.loop = service, asyncio.get_running_loop()
-
-    def on_ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        self.address, self._stop = address, stop
-        self._up.set()
-
-    def on_warning(self, command: Warn) -> None:
-        raise AssertionError(f"no warning is expected: {command}")
-
-    def on_stopping(self, drain: bool) -> None:
-        """Do nothing: no caller needs it."""
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._up.wait()
-        if self._error is not None:
-            raise self._error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop(False)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
-
-    async def submit(self, request: RolloutRequest) -> RolloutStatus:
-        """Run a rollout in process."""
-        (status,) = await self.service.rollouts.submit([request])
-        while status.state != "done":
-            status = await self.service.rollouts.wait(status.id, 60.0)
-        return status
-
-
-def _no_backend(request: EngineRequest, name: str, failed: OnRetry) -> NoReturn:
-    raise AssertionError(f"no engine registers in this bench: {name} at {request.address}")
-
-
 @dataclass
 class VariantResult:
     """Measurements of one variant: rollouts a second of each round, and the seconds of
@@ -246,7 +173,7 @@ class VariantResult:
     alone_s: list[float] = field(default_factory=list)
 
 
-def _rounds(running: _Running, plan: ServicePlan, progress: Progress) -> dict[str, VariantResult]:
+def _rounds(running: Running, plan: ServicePlan, progress: Progress) -> dict[str, VariantResult]:
     results = {INSIDE: VariantResult(), HTTP: VariantResult()}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as outside:
         variants: dict[str, Callable[[str, int, int], list[float]]] = {
@@ -295,7 +222,7 @@ async def _round(submit: Submit, name: str, jobs: int, at_once: int) -> list[flo
     return durations
 
 
-async def _run_concurrently(running: _Running, count: int) -> int:
+async def _run_concurrently(running: Running, count: int) -> int:
     """Run so many rollouts, and return how many were concurrent at most."""
     maximum = 0
     async with RolloutClient(running.address) as client:

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example
+from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
 from rollweave.record.report.data import read_run
 from rollweave.schema.config.loading import load
@@ -259,19 +260,6 @@ def _measured(
         "stop_reasons": summary["stop_reasons"],
     }
     return figures, conditions
-
-
-def unaccounted(account: dict[str, Any], *, trained: int) -> int:
-    """Return the number of started trajectories without a recorded end, plus those
-    recorded as trained that were not.
-    """
-    ends = (
-        account["trained"]
-        + sum(account["dropped"].values())
-        + account["cancelled"]
-        + account["buffered"]
-    )
-    return int(abs(account["started"] - ends) + abs(account["trained"] - trained))
 
 
 def _success(summary: dict[str, Any]) -> float:

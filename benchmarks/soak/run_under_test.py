@@ -14,23 +14,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.soak.lineage import Lineage, versions_of
 from rollweave.envs.rules import rules_of
 from rollweave.io.boot import PR_SET_PDEATHSIG
 from rollweave.io.process_setup import INTERRUPTED
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
-from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import Command, TrainStep
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.events import Event, StepTrained
-from rollweave.schema.work import SegmentKind, TokenSequence
 
 ENGINE, RELAY, TRAINER = (
     f"rollweave.runtime.entrypoints.{name}" for name in ("engine", "relay", "trainer")
@@ -228,7 +225,7 @@ class RunUnderTest:
         """Return the number of the run's current step."""
         return self._steps.last + 1
 
-    def lineage(self) -> "Lineage":
+    def lineage(self) -> Lineage:
         """Return the training recorded in the journals of all controllers."""
         lineage = Lineage()
         for path, config in self._journals:
@@ -239,39 +236,6 @@ class RunUnderTest:
         """Return the attempts that contain tokens of more than one version."""
         reader = TrajectoryReader(self.run.trajectories)
         return sum(len(versions_of(reader.load(entry).sequences)) > 1 for entry in reader.entries)
-
-
-class Lineage:
-    """The trajectories of each step of the surviving lineage: a step that was trained
-    again counts as trained the last time.
-    """
-
-    def __init__(self) -> None:
-        self._requested: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
-        self._trained: dict[tuple[int, int], tuple[TrajectoryId, ...]] = {}
-        self.differing = 0
-        """Events that a replay decides differently."""
-
-    def read(self, replay: Replay) -> None:
-        """Read one journal, which continues the one before."""
-        for _, event, commands in replay:
-            self.record(event, commands)
-        self.differing += replay.differing
-        replay.core.check()
-
-    def record(self, event: Event, commands: Sequence[Command]) -> None:
-        """Record one event and its commands."""
-        if isinstance(event, StepTrained):
-            self._trained[event.step, event.part] = self._requested[event.step, event.part]
-        for command in commands:
-            if isinstance(command, TrainStep):
-                ids = tuple(member for group in command.groups for member in group.trajectory_ids)
-                self._requested[command.step, command.part] = ids
-
-    @property
-    def ids(self) -> list[TrajectoryId]:
-        """Return the trajectories of all steps, in their order."""
-        return [member for place in sorted(self._trained) for member in self._trained[place]]
 
 
 class StepCounter:
@@ -292,12 +256,6 @@ class StepCounter:
                 entry = json.loads(line)
                 if entry["kind"] == "step":
                     self.count, self.last = self.count + 1, entry["step"]
-
-
-def versions_of(sequences: Sequence[TokenSequence]) -> set[int]:
-    """Return the weight versions of these tokens."""
-    segments = [segment for sequence in sequences for segment in sequence.segments]
-    return {segment.version for segment in segments if segment.kind is SegmentKind.OUTPUT}
 
 
 def source_path() -> str:

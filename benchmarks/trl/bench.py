@@ -1,6 +1,6 @@
 """Bench `trl`: the fixed lake, learned by our runs in each mode and by TRL's
 GRPOTrainer from the same warmed-up checkpoint, with the same tasks, groups, loss and
-learning rate. With `--write`, it writes the page of its learning curves (`page.py`).
+learning rate.
 
 TRL plays the same multi-turn episodes through its `rollout_func`, and samples with its
 own generation by transformers. Runs are interleaved: every variant once, then every
@@ -12,16 +12,14 @@ while it trains, at the expense of its own time.
 import contextlib
 import shutil
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import ratio
-from benchmarks.runs import conditions_of, example, measure, trained
+from benchmarks.harness import Progress, ratio, scratch_folder
+from benchmarks.runs import conditions_of, example, measure, missed, trained
 from benchmarks.trl.curve import Evaluation, LearningCurve
-from benchmarks.trl.page import write_page
 from benchmarks.trl.process import MISSING, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlSpec
 from rollweave.cli.evaluate import evaluation_config, step_of_run
@@ -95,12 +93,9 @@ DIFFERENCES = (
 )
 
 
-def bench_trl(
-    *, seeds: int | None, quick: bool, progress: Callable[[str], None], write: Path | None
-) -> Result:
+def bench_trl(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     """Return figures by variant (`step_s_…`, `steps_…` and `wall_s_…` to the target),
-    and the ratios of TRL to ours: to mode bounded, and with `_sync` to mode sync. Write
-    the page of the learning curves to `write`.
+    and the ratios of TRL to ours: to mode bounded, and with `_sync` to mode sync.
     """
     if (python := interpreter()) is None:
         return Result.not_measured("trl", FIGURES, MISSING)
@@ -109,18 +104,18 @@ def bench_trl(
     overrides = (*COMMON, *QUICK) if quick else COMMON
     count = seeds if seeds is not None else SEEDS
     learned: dict[str, list[LearningCurve]] = {name: [] for name in (*OURS, TRL)}
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+    with scratch_folder() as scratch:
         for seed in range(count):
             first = build_initial(
                 load(path, [*(QUICK_WARMUP if quick else ()), f"run.seed={seed}"]),
-                Path(scratch, f"seed-{seed}"),
+                scratch / f"seed-{seed}",
             )
             common = [*overrides, f'model={{path="{first}"}}', "warmup={}", f"run.seed={seed}"]
             for name, settings in OURS.items():
                 run = measure(path, [*common, *settings]).with_engines_ready(1)
                 learned[name].append(LearningCurve.of(run, TARGET))
                 progress(f"seed {seed}, {name}: {described(learned[name][-1])}")
-            learned[TRL].append(train_trl(python, load(path, common), Path(scratch, f"trl-{seed}")))
+            learned[TRL].append(train_trl(python, load(path, common), scratch / f"trl-{seed}"))
             progress(f"seed {seed}, {TRL}: {described(learned[TRL][-1])}")
     conditions: dict[str, Any] = conditions_of(path, overrides) | {
         "trl": version,
@@ -136,8 +131,6 @@ def bench_trl(
         "differences": list(DIFFERENCES),
     }
     figures = figures_of(learned, conditions, quick=quick)
-    if write is not None:
-        write_page(write, learned, target=TARGET, conditions=conditions)
     return Result(bench="trl", figures=figures, conditions=conditions)
 
 
@@ -245,12 +238,8 @@ def figures_of(
             statistics.median(one.steps or 0 for one in reached) if complete else None
         )
         if not complete:
-            why = (
-                "--quick trains too few steps"
-                if quick
-                else f"{len(runs) - len(reached)} of {len(runs)} seeds did not reach the target"
-            )
-            conditions |= {f"{what}_{name}": f"not measured: {why}" for what in ("wall_s", "steps")}
+            why = missed(len(runs) - len(reached), len(runs), quick=quick)
+            conditions |= {f"{what}_{name}": why for what in ("wall_s", "steps")}
     for suffix, ours in COMPARED.items():
         for what, of in (("step", "step_s"), ("wall", "wall_s"), ("steps", "steps")):
             name = f"{what}_ratio{suffix}"

@@ -18,7 +18,7 @@ from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
 from benchmarks.harness import Progress, ratio, scratch_folder
 from benchmarks.runs import MeasuredRun, conditions_of, example, recorded, to_target
-from benchmarks.soak.run_under_test import versions_of
+from benchmarks.soak.lineage import versions_of
 from benchmarks.vllm.exactness import REQUESTS, TOKENS, Exactness, measure_updates, median_seconds
 from benchmarks.vllm.phases import read_updates
 from rollweave.engine.servers.phases import PHASES

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.bench import FIGURES, FIXED, bench_cluster, config_of
+from benchmarks.cluster.bench import bench_cluster
+from benchmarks.cluster.plan import FIGURES, FIXED, config_of
 from benchmarks.cluster.run import ClusterRun, LineFollower, lost_trajectories
 
 

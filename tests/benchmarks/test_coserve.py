@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.coserve.bench import BURST_FROM_S, remap_us
-from benchmarks.coserve.engine_program import FixedHalf
+from benchmarks.coserve.bench import BURST_FROM_S
 from benchmarks.coserve.figures import (
     delay_ms,
     largest,
@@ -78,16 +77,3 @@ def test_an_unanswered_request_counts_as_infinitely_late() -> None:
     assert served(0.1).tpot_s == pytest.approx(0.25)
     assert served(0.1, tokens=1).tpot_s is None
     assert quantile(list(range(1, 101)), 0.99) == 99
-
-
-def test_a_page_moves() -> None:
-    assert 0 < remap_us() < 1e6
-
-
-def test_a_fixed_half_never_changes() -> None:
-    budget = FixedHalf(10)
-    assert budget.begin_step(7) == 5
-    assert budget.observe(5) == 5
-    assert budget.serving_most == 5
-    assert budget.fits(serving=5, held=3, more=2)
-    assert not budget.fits(serving=0, held=3, more=3)

@@ -2,27 +2,21 @@
 a wrong result is counted.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.delta import (
+from benchmarks.delta import DeltaMeasurement, entropy, figures_of, measure
+from benchmarks.delta_payloads import (
     BETA1,
     BETA2,
     EPS,
     LR,
-    QUICK,
-    DeltaMeasurement,
     Versions,
     adam,
     adam_update,
     bfloat16,
-    entropy,
-    figures_of,
     masked,
-    measure,
 )
 from rollweave.cli.bench import bench
 from rollweave.schema.errors import ConfigError
@@ -52,8 +46,7 @@ def test_adam_is_torchs() -> None:
 
 
 def test_an_update_is_sparse_in_bfloat16_alone() -> None:
-    plan = dataclasses.replace(QUICK, hidden=64, steps=5)
-    short, whole = adam_update(np.random.default_rng(0), plan)
+    short, whole = adam_update(np.random.default_rng(0), hidden=64, layers=1, steps=5)
     assert len(short.new) == len(whole.new) == 15 * 64 * 64 + 2 * 64
     assert 0.002 < np.mean(short.base != short.new) < 0.03
     assert np.mean(whole.base != whole.new) > 0.9

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.contract import Result
-from benchmarks.engine.bench import COMPARED, CONCURRENCY, changes, compare
+from benchmarks.engine.bench import COMPARED, CONCURRENCY, compare
+from benchmarks.engine.exactness import changes
 from benchmarks.engine.models import ModelCase, model_cases
 from rollweave.schema.serving import FinishReason, GenerateResult
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from benchmarks.delta import masked
+from benchmarks.delta_payloads import masked
 from benchmarks.network import Network
 from benchmarks.relay import broadcast as relay_broadcast
 from benchmarks.relay import sites as relay_sites
@@ -184,7 +184,7 @@ def test_hosts_reach_each_other_and_the_original_namespace_is_unchanged() -> Non
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from benchmarks.delta import masked
+from benchmarks.delta_payloads import masked
 from benchmarks.network import Network
 from benchmarks.relay.tier import tier
 

@@ -11,19 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scheduling.bench import (
-    FULL,
-    MIGRATING,
-    OURS,
-    PRIORITIES,
-    QUICK,
-    QUICK_VARIANTS,
-    VARIANTS,
-    VariantRun,
-    config,
-    figures_of,
-    over,
-)
+from benchmarks.scheduling.bench import VariantRun, figures_of, over
 from benchmarks.scheduling.long_tasks import ACTION_WORDS, MOST_TURNS, LongTask
 from benchmarks.scheduling.paced_engine import TOKENS, Pacer, StepPace
 from benchmarks.scheduling.rollouts import (
@@ -35,6 +23,16 @@ from benchmarks.scheduling.rollouts import (
 )
 from benchmarks.scheduling.router import config as router_config
 from benchmarks.scheduling.router import turn_seconds
+from benchmarks.scheduling.variants import (
+    FULL,
+    MIGRATING,
+    OURS,
+    PRIORITIES,
+    QUICK,
+    QUICK_VARIANTS,
+    VARIANTS,
+    config,
+)
 from rollweave.cli.bench import bench
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.engine.planner.batching import StepWork

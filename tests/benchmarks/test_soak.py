@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contract import Result
-from benchmarks.soak.bench import QUICK, soak, unaccounted
-from benchmarks.soak.run_under_test import Lineage, StepCounter, versions_of
+from benchmarks.soak.bench import QUICK, soak
+from benchmarks.soak.lineage import Lineage, unaccounted, versions_of
+from benchmarks.soak.run_under_test import StepCounter
 from rollweave.cli.bench import bench
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import GroupRef, TrainStep

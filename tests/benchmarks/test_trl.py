@@ -4,7 +4,6 @@ every case, and figures are compared correctly.
 
 import os
 from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -26,7 +25,6 @@ from benchmarks.trl.bench import (
 )
 from benchmarks.trl.curve import Evaluation, LearningCurve
 from benchmarks.trl.episodes import play
-from benchmarks.trl.page import band, interval, write_page
 from benchmarks.trl.process import FOLDER, VARIABLE, checkpoints, interpreter, trl_version
 from benchmarks.trl.protocol import TrlCheckpoint, TrlSpec
 from rollweave.envs.frozenlake import FrozenLake
@@ -235,7 +233,7 @@ def test_an_interpreter_without_trl_is_refused_with_the_variables_name() -> None
 
 def test_without_trl_every_figure_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.trl.bench.interpreter", lambda: None)
-    result = bench_trl(seeds=None, quick=True, progress=print, write=None)
+    result = bench_trl(seeds=None, quick=True, progress=print)
     assert set(result.figures) == set(FIGURES)
     for name, figure in result.figures.items():
         assert figure is None
@@ -280,48 +278,6 @@ def test_a_missed_target_has_a_reason() -> None:
     for name in ("wall_s_trl", "steps_trl", "wall_ratio", "steps_ratio_sync"):
         assert figures[name] is None
         assert conditions[name] == "not measured: 1 of 2 seeds did not reach the target"
-
-
-def test_an_interval_is_that_of_students_t() -> None:
-    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert mean == 3.0
-    assert half == pytest.approx(2.776 * (2.5 / 5) ** 0.5, rel=1e-3)  # of four degrees of freedom
-    assert interval([7.0]) == (7.0, float("inf"))
-
-
-def test_a_band_holds_the_mean_between_its_bounds_and_keeps_the_end_of_each_seed() -> None:
-    quick, slow = learned(1.0, 10), learned(1.0, 20)
-    one = band([quick, slow], lambda at: at.step, 20)
-    assert (one.low <= one.mean).all()
-    assert (one.mean <= one.high).all()
-    assert (one.low >= 0).all()
-    assert (one.high <= 1).all()
-    middle = int(abs(one.x - 10).argmin())
-    assert one.mean[middle] == pytest.approx(TARGET * 0.75, abs=0.01)
-    assert one.mean[-1] == pytest.approx(TARGET)
-
-
-def test_the_page_has_each_variant_in_its_table_and_its_figures(tmp_path: Path) -> None:
-    conditions = {
-        "seeds": [0, 1],
-        "same": "tasks",
-        "differences": ["one", "two"],
-        "trl": "1",
-        "variants": {"sync": ["rollout.mode=sync"]},
-    }
-    write_page(
-        tmp_path / "LEARNING.md", all_learned(30, None), target=TARGET, conditions=conditions
-    )
-    text = (tmp_path / "LEARNING.md").read_text()
-    assert "| `trl` | 1 of 2 | 60 | 30 | 2.00 | - | - |" in text
-    assert "- `sync`: `rollout.mode=sync`" in text
-    assert "--seeds 2 " in text
-    assert "| `sync` | 2 of 2 | 20 ± 0 | 20 ± 0 | 1.00 | - | - |" in text
-    for name in ("seconds", "steps"):
-        assert f"figures/learning-{name}.svg" in text
-        drawing = ElementTree.parse(tmp_path / "figures" / f"learning-{name}.svg")
-        labels = {one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")}
-        assert {*OURS, "trl"} <= labels
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ first host.
 from typing import NamedTuple
 
 from benchmarks.cluster.agents import HostsByHand
-from benchmarks.cluster.bench import FIXED
+from benchmarks.cluster.plan import FIXED
 from benchmarks.cluster.run import ClusterRun
 from benchmarks.runs import example
 from rollweave.core.mechanisms.relays.state import part_of

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.cli.console import FAILED, check_writable, err, out
+from rollweave.cli.console import FAILED, err, out
 from rollweave.package import DIRECTORY
 from rollweave.runtime.preflight.machine import describe
 from rollweave.schema.errors import ConfigError
@@ -75,14 +75,12 @@ def bench(
     seeds: int | None,
     profile: Path | None = None,
     model: Path | None = None,
-    write: Path | None = None,
     real: bool = False,
     programs: Path | None = None,
     install: bool = False,
 ) -> None:
     """Run benchmark `name`; with `profile`, write an engine's measured step times to
-    that file, and with `write`, the page of the learning curves. `real`, `programs` and
-    `install` are those of bench agents.
+    that file. `real`, `programs` and `install` are those of bench agents.
 
     Raises ConfigError for an unknown name, and for options that do not apply to it.
     """
@@ -97,8 +95,6 @@ def bench(
             f"--profile must be left out for bench {name}: only engine measures "
             f"step times, got {profile}"
         )
-    if write is not None:
-        _check_page(name, write)
     if real and name != "agents":
         raise ConfigError(f"--real must be left out for bench {name}: only agents runs programs")
     if not real and (install or programs is not None):
@@ -112,7 +108,6 @@ def bench(
             name,
             quick=quick,
             seeds=seeds,
-            write=write,
             real=real,
             programs=programs,
             install=install,
@@ -152,15 +147,6 @@ def _benchmark(module: str) -> ModuleType:
 def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
     result: Result = _benchmark("engine.profile").bench_profile(path, model, quick=quick)
     return result
-
-
-def _check_page(name: str, path: Path) -> None:
-    """Raise ConfigError unless the page of bench `name` can be written to `path`."""
-    if name != "trl":
-        raise ConfigError(
-            f"--write must be left out for bench {name}: only trl writes a page, got {path}"
-        )
-    check_writable("--write", path)
 
 
 def _run(name: str, **options: Any) -> "Result":

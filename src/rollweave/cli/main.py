@@ -731,10 +731,6 @@ def bench(
         Path | None,
         typer.Option(help="With --profile: a model directory; by default the demo's model."),
     ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(help="With trl: a file for its page of learning curves."),
-    ] = None,
     real: Annotated[
         bool,
         typer.Option("--real", help="With agents: run the programs of the package indexes."),
@@ -766,7 +762,6 @@ def bench(
             seeds=seeds,
             profile=profile,
             model=model,
-            write=write,
             real=real,
             programs=programs,
             install=install,
