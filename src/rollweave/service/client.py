@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -117,6 +117,35 @@ class _Server:
         return f"{self.address} ({str(error) or type(error).__name__})"
 
 
+class _Call(NamedTuple, Generic[T]):
+    """A request: its method, path and body, and the type of its answer."""
+
+    method: str
+    path: str
+    answer: type[T]
+    body: msgspec.Struct | None = None
+
+
+def _path(id: str) -> str:
+    return f"/v1/rollouts/{urllib.parse.quote(id, safe='')}"
+
+
+def _submission(request: RolloutRequest) -> _Call[RolloutStatus]:
+    return _Call("POST", "/v1/rollouts", RolloutStatus, request)
+
+
+def _status(id: str, *, wait_s: float = 0.0) -> _Call[RolloutStatus]:
+    return _Call("GET", f"{_path(id)}?wait={wait_s:g}", RolloutStatus)
+
+
+def _cancellation(id: str) -> _Call[RolloutStatus]:
+    return _Call("DELETE", _path(id), RolloutStatus)
+
+
+def _registration(engine: EngineRequest) -> _Call[EngineStatus]:
+    return _Call("POST", "/v1/engines", EngineStatus, engine)
+
+
 class RolloutClient:
     """`async with RolloutClient(addresses) as client: await client.rollout(...)`.
 
@@ -213,10 +242,8 @@ class RolloutClient:
         refused for good, and NoServiceError if no service answers.
         """
         request = _named(request)
-        return await self._on_any(
-            request,
-            lambda server: self._retry(server, "POST", "/v1/rollouts", RolloutStatus, body=request),
-        )
+        call = _submission(request)
+        return await self._on_any(request, lambda server: self._retry(server, call))
 
     async def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
         """Return a rollout's status, with the results of members that are done, after
@@ -228,8 +255,8 @@ class RolloutClient:
         server, status = await self._find(id)
         deadline = _now() + wait_s
         while status.state != "done" and (remaining_s := deadline - _now()) > 0:
-            path = f"{_path(id)}?wait={min(remaining_s, POLL_S):g}"
-            status = await self._retry(server, "GET", path, RolloutStatus)
+            call = _status(id, wait_s=min(remaining_s, POLL_S))
+            status = await self._retry(server, call)
         return status
 
     async def cancel(self, id: str) -> RolloutStatus:
@@ -238,7 +265,7 @@ class RolloutClient:
         Returns its status; raises as `get`.
         """
         server, _ = await self._find(id)
-        return await self._retry(server, "DELETE", _path(id), RolloutStatus)
+        return await self._retry(server, _cancellation(id))
 
     async def stream(self, id: str) -> AsyncIterator[MemberStatus]:
         """Yield the members of a rollout with their results, each as soon as it is
@@ -256,12 +283,11 @@ class RolloutClient:
                 return
             is_new = False
             while not is_new:
-                page = await self._retry(
-                    server, "GET", f"/v1/completions?after={after}&{query}", Completions
-                )
+                path = f"/v1/completions?after={after}&{query}"
+                page = await self._retry(server, _Call("GET", path, Completions))
                 after = page.next
                 is_new = any(one.member not in yielded for one in page.completions)
-            status = await self._retry(server, "GET", _path(id), RolloutStatus)
+            status = await self._retry(server, _status(id))
 
     async def list_rollouts(self, *, unfinished: bool = False) -> list[RolloutStatus]:
         """Return all rollouts, or only unfinished ones, without results, for each
@@ -276,7 +302,7 @@ class RolloutClient:
             try:
                 while page is None or page.rollouts:
                     path = f"/v1/rollouts?after={after}&{query}"
-                    page = await self._retry(server, "GET", path, RolloutPage)
+                    page = await self._retry(server, _Call("GET", path, RolloutPage))
                     statuses += page.rollouts
                     after = page.next
             except NO_ANSWER as error:
@@ -288,7 +314,7 @@ class RolloutClient:
     async def register(self, request: EngineRequest) -> None:
         """Register an engine with every service."""
         for server in self._servers:
-            await self._send(server, "POST", "/v1/engines", EngineStatus, body=request)
+            await self._send(server, _registration(request))
 
     async def register_engines(self, engines: Sequence[EngineRequest]) -> None:
         """Distribute engines over the services: each gets first those of its own host,
@@ -316,7 +342,8 @@ class RolloutClient:
         health = {}
         for server in self._servers:
             with contextlib.suppress(ServiceError, *NO_ANSWER):
-                health[server.address] = await self._send(server, "GET", "/health", dict[str, Any])
+                call = _Call("GET", "/health", dict[str, Any])
+                health[server.address] = await self._send(server, call)
         return health
 
     # One service.
@@ -330,7 +357,7 @@ class RolloutClient:
         failures = []
         for server in self._servers:
             try:
-                return server, await self._retry(server, "GET", _path(id), RolloutStatus)
+                return server, await self._retry(server, _status(id))
             except ServiceError as error:
                 if error.status != 404:
                     raise
@@ -348,22 +375,19 @@ class RolloutClient:
         """Submit the rollout and wait until it is done; submit it again if the service
         was restarted without its directory.
         """
-        path = _path(request.id)
         server.outstanding += request.members
         self._polled += 1
         try:
             while True:
-                await self._retry(
-                    server, "POST", "/v1/rollouts", RolloutStatus, body=request, is_patient=True
-                )
+                await self._retry(server, _submission(request), is_patient=True)
                 try:
-                    return await self._until_done(server, path)
+                    return await self._until_done(server, request.id)
                 except ServiceError as error:
                     if error.status != 404:
                         raise
                 await asyncio.sleep(BACKOFF_S)
         except asyncio.CancelledError:
-            cancelling = self._send_in_turn(server, "DELETE", path, RolloutStatus)
+            cancelling = self._send_in_turn(server, _cancellation(request.id))
             try:
                 await asyncio.shield(asyncio.wait_for(cancelling, CANCEL_S))
             except NO_ANSWER:
@@ -375,25 +399,14 @@ class RolloutClient:
             server.outstanding -= request.members
             self._polled -= 1
 
-    async def _until_done(self, server: _Server, path: str) -> RolloutStatus:
+    async def _until_done(self, server: _Server, id: str) -> RolloutStatus:
         while True:
             seconds = max(MIN_POLL_S, POLL_S * min(1.0, self._connections / self._polled))
-            status = await self._retry(
-                server, "GET", f"{path}?wait={seconds:g}", RolloutStatus, is_patient=True
-            )
+            status = await self._retry(server, _status(id, wait_s=seconds), is_patient=True)
             if status.state == "done":
                 return status
 
-    async def _retry(
-        self,
-        server: _Server,
-        method: str,
-        path: str,
-        kind: type[T],
-        *,
-        body: msgspec.Struct | None = None,
-        is_patient: bool = False,
-    ) -> T:
+    async def _retry(self, server: _Server, call: _Call[T], *, is_patient: bool = False) -> T:
         """Call `_send_in_turn`, and retry a few times if the service does not answer or
         is busy. A caller that `is_patient` waits without end for one that is busy, and
         leaves one that shuts down as if it did not answer.
@@ -401,7 +414,7 @@ class RolloutClient:
         failures, wait_s = 0, BACKOFF_S
         while True:
             try:
-                return await self._send_in_turn(server, method, path, kind, body)
+                return await self._send_in_turn(server, call)
             except ServiceError as error:
                 failures += not is_patient or error.kind == "closed"
                 if error.status not in (429, 503) or (failures == ATTEMPTS and not is_patient):
@@ -415,48 +428,34 @@ class RolloutClient:
             await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
             wait_s = min(2 * wait_s, MAX_BACKOFF_S)
 
-    async def _send_in_turn(
-        self,
-        server: _Server,
-        method: str,
-        path: str,
-        kind: type[T],
-        body: msgspec.Struct | None = None,
-    ) -> T:
+    async def _send_in_turn(self, server: _Server, call: _Call[T]) -> T:
         """Call `_send` once a connection is free. Requests that each rollout makes go
         through here.
         """
         async with self._free:
-            return await self._send(server, method, path, kind, body=body)
+            return await self._send(server, call)
 
-    async def _send(
-        self,
-        server: _Server,
-        method: str,
-        path: str,
-        kind: type[T],
-        *,
-        body: msgspec.Struct | None = None,
-    ) -> T:
-        """Send one request, and return its answer, which is of `kind`."""
+    async def _send(self, server: _Server, call: _Call[T]) -> T:
+        """Send one request, and return its answer."""
         if self._session is None or self._session.closed:
             raise ClientClosedError
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers, data = {}, None
+        if call.body is not None:
+            headers, data = {"Content-Type": "application/json"}, msgspec.json.encode(call.body)
         if server.token is not None:
             headers["Authorization"] = f"Bearer {server.token}"
-        data = msgspec.json.encode(body) if body is not None else None
         async with self._session.request(
-            method, server.address + path, data=data, headers=headers
+            call.method, server.address + call.path, data=data, headers=headers
         ) as response:
             answer = await response.read()
         if response.status < 400:
-            return msgspec.json.decode(answer, type=kind)
+            return msgspec.json.decode(answer, type=call.answer)
         try:
             error = msgspec.json.decode(answer, type=Error).error
-            reason, message = error.type, error.message
+            kind, message = error.type, error.message
         except msgspec.DecodeError:  # it is not in the service's form
-            reason, message = "", answer[:200].decode(errors="replace")
-        raise ServiceError(response.status, reason, f"{server.address}: {message}")
+            kind, message = "", answer[:200].decode(errors="replace")
+        raise ServiceError(response.status, kind, f"{server.address}: {message}")
 
     # Engines.
 
@@ -487,12 +486,11 @@ class RolloutClient:
                 continue
             share = shares[server.address]
             for address in [address for address in share if address not in engines]:
-                engine = self._engines[address]
-                await self._send(server, "POST", "/v1/engines", EngineStatus, body=engine)
+                await self._send(server, _registration(self._engines[address]))
             for address, engine_id in engines.items():
                 if address in self._assigned and address not in share:
                     path = f"/v1/engines/{engine_id}?force=true"
-                    await self._send(server, "DELETE", path, EngineStatuses)
+                    await self._send(server, _Call("DELETE", path, EngineStatuses))
         return bool(healthy)
 
     async def _engines_of(self, server: _Server) -> dict[str, str] | None:
@@ -501,7 +499,7 @@ class RolloutClient:
         """
         try:
             async with asyncio.timeout(REBALANCE_S):
-                answer = await self._send(server, "GET", "/v1/engines", EngineStatuses)
+                answer = await self._send(server, _Call("GET", "/v1/engines", EngineStatuses))
         except (ServiceError, *NO_ANSWER):
             return None
         return {
@@ -553,7 +551,7 @@ class RolloutClient:
                 job_ids, server.to_cancel = server.to_cancel, []
                 for job_id in job_ids:
                     with contextlib.suppress(ServiceError, *NO_ANSWER):
-                        await self._send(server, "DELETE", _path(job_id), RolloutStatus)
+                        await self._send(server, _cancellation(job_id))
 
 
 class Rollouts(LoopContext):
@@ -651,7 +649,3 @@ def _locate(entry: str | Path, token: str | None) -> tuple[str, str | None]:
             f"got {str(entry)!r:.200}"
         )
     return run.address.read_text().strip(), read_token(run.token) if run.token.exists() else token
-
-
-def _path(job_id: str) -> str:
-    return f"/v1/rollouts/{urllib.parse.quote(job_id, safe='')}"
