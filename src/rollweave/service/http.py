@@ -144,10 +144,9 @@ class Api:
 
     async def list_rollouts(self, query: ListQuery) -> RolloutPage:
         """List rollouts, without results."""
-        statuses, last = await self._rollouts.page(
+        return await self._rollouts.page(
             query.after, limit=query.limit, unfinished=query.unfinished
         )
-        return RolloutPage(rollouts=tuple(statuses), next=last)
 
     async def status(self, id: str, query: StatusQuery) -> RolloutStatus:
         """Get a rollout's status and results."""
@@ -159,11 +158,9 @@ class Api:
 
     async def completions(self, query: CompletionsQuery) -> Completions:
         """List completions (long poll)."""
-        completions = await self._rollouts.completions(
+        return await self._rollouts.completions(
             query.after, limit=query.limit, seconds=query.wait, rollout=query.rollout
         )
-        last = completions[-1].number if completions else query.after
-        return Completions(completions=tuple(completions), next=last)
 
     async def events(self, request: web.Request, query: EventsQuery) -> web.StreamResponse:
         """Stream completions as server-sent events.
@@ -184,23 +181,25 @@ class Api:
         await response.prepare(request)
         while not self._rollouts.ended:
             try:
-                completions = await self._rollouts.completions(
+                page = await self._rollouts.completions(
                     after, limit=PAGE, seconds=HEARTBEAT_S, rollout=rollout
                 )
                 if (
-                    not completions
+                    not page.completions
                     and rollout is not None
                     and self._rollouts.status(rollout, results=False).state == "done"
                 ):
                     break
             except UnknownError:  # its results are no longer kept
                 break
-            lines = [b"id: %d\ndata: %s\n\n" % (one.number, as_json(one)) for one in completions]
+            lines = [
+                b"id: %d\ndata: %s\n\n" % (one.number, as_json(one)) for one in page.completions
+            ]
             try:
                 await response.write(b"".join(lines) or b": alive\n\n")
             except ConnectionResetError:
                 break
-            after = completions[-1].number if completions else after
+            after = page.next
         return response
 
     async def handlers(self) -> Handlers:

@@ -23,7 +23,14 @@ from rollweave.schema.commands import Deliver
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
-from rollweave.schema.service import Completion, MemberStatus, RolloutRequest, RolloutStatus
+from rollweave.schema.service import (
+    Completion,
+    Completions,
+    MemberStatus,
+    RolloutPage,
+    RolloutRequest,
+    RolloutStatus,
+)
 from rollweave.schema.work import Task
 from rollweave.service.errors import (
     ClosedError,
@@ -267,13 +274,9 @@ class RolloutManager:
         """
         return self._status(self._find(job_id), results=results)
 
-    async def page(
-        self, after: int, *, limit: int, unfinished: bool
-    ) -> tuple[list[RolloutStatus], int]:
+    async def page(self, after: int, *, limit: int, unfinished: bool) -> RolloutPage:
         """Return rollouts without results, after number `after`, in order of
-        acceptance; and the number of the last one.
-
-        Returns at most `limit` of them, and fewer if they have many members.
+        acceptance: at most `limit` of them, and fewer if they have many members.
         """
         statuses: list[RolloutStatus] = []
         members = 0
@@ -283,7 +286,7 @@ class RolloutManager:
                 break
             statuses.append(self._status(job, results=False))
             after = job.number
-        return statuses, after
+        return RolloutPage(rollouts=tuple(statuses), next=after)
 
     async def wait(self, job_id: str, seconds: float) -> RolloutStatus:
         """Return `status` with results, once the rollout is done or after `seconds`.
@@ -297,7 +300,7 @@ class RolloutManager:
 
     async def completions(
         self, after: int, *, limit: int, seconds: float, rollout: str | None = None
-    ) -> list[Completion]:
+    ) -> Completions:
         """Return members that were done after number `after`; if there are none, wait
         for one for at most `seconds`.
 
@@ -315,7 +318,7 @@ class RolloutManager:
                 or self.ended
                 or (rollout is not None and not self._is_under_way(rollout))
             ):
-                return [
+                completions = tuple(
                     Completion(
                         number=result.number,
                         rollout=self._jobs.id_of(result.job) or "",
@@ -323,7 +326,9 @@ class RolloutManager:
                         stop_reason=result.stop_reason,
                     )
                     for result in results
-                ]
+                )
+                last = results[-1].number if results else after
+                return Completions(completions=completions, next=last)
             await self._wait(ANY, remaining_s)
 
     def last_completion(self) -> int:
