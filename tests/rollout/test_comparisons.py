@@ -5,8 +5,7 @@ fails is kept for another try.
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -39,28 +38,16 @@ from rollweave.schema.work import (
 )
 from tests.support.judge_server import FakeServer, graded
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 TASK = Task(id=TaskId("t"), env="frozenlake", seed=1, tag="frozenlake")
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    fake.answer = lambda _: longest(fake.requests[-1])
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
-    with TrajectoryStore(tmp_path / "trajectories") as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry without long pauses."""
-    monkeypatch.setattr("rollweave.rollout.http_service.FIRST_RETRY_S", 0.01)
+def server(server: FakeServer) -> FakeServer:
+    """Let the judge prefer the longer answer."""
+    server.answer = lambda _: longest(server.requests[-1])
+    return server
 
 
 def shown(body: dict[str, Any]) -> tuple[str, str]:

@@ -7,9 +7,8 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -159,12 +158,6 @@ async def reached(condition: Callable[[], bool]) -> None:
 
 async def _value(value: Any) -> Any:
     return value
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
-    with TrajectoryStore(tmp_path / "trajectories") as opened:
-        yield opened
 
 
 @pytest.fixture

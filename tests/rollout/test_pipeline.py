@@ -4,7 +4,7 @@ cancellation.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,6 @@ from tests.support.pipelines import (
 )
 
 pytestmark = pytest.mark.usefixtures("wired")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
-    with TrajectoryStore(tmp_path / "trajectories") as opened:
-        yield opened
 
 
 async def reached(condition: Callable[[], bool]) -> None:

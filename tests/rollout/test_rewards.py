@@ -5,7 +5,7 @@ keeps what it would be computed from.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,9 @@ from tests.rollout import reward_functions
 from tests.support.judge_server import FakeServer, graded
 from tests.support.pipelines import TRAJECTORY, Harness
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 FUNCTIONS = "tests.rollout.reward_functions"
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
-    with TrajectoryStore(tmp_path / "trajectories") as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry without long pauses."""
-    monkeypatch.setattr("rollweave.rollout.http_service.FIRST_RETRY_S", 0.01)
 
 
 def finished(**changes: Any) -> Finished:

@@ -100,12 +100,6 @@ async def server() -> AsyncIterator[FakeServer]:
     await runner.cleanup()
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry without long pauses."""
-    monkeypatch.setattr("rollweave.rollout.http_service.FIRST_RETRY_S", 0.01)
-
-
 def sequence() -> TokenSequence:
     """A prompt, an answer, an observation, an answer, and a last observation."""
     parts = [("prompt", 3), ("output", 2), ("observation", 2), ("output", 3), ("observation", 1)]
