@@ -8,10 +8,12 @@ guard the core.)
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import rollweave
+from rollweave.core.run import Mechanism
 from rollweave.core.state import Engine, Trajectory
 from rollweave.schema.config.conflicts import CONFLICTS
 from rollweave.schema.config.loading import settings_of
@@ -46,6 +48,7 @@ BUDGETS = (
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),
+    Budget("fields of a mechanism", lambda: len(fields(Mechanism)), 12, 12),
     Budget("settings", lambda: len(settings_of(RunConfig)), 180, 130),
     Budget("rows of settings that exclude each other", lambda: len(CONFLICTS), 60, 30),
     Budget("rules between values of settings", _broken_rules, 30, 30),

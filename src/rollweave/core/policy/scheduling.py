@@ -3,58 +3,61 @@ user may also combine them (Heddle §4, §5). And what several mechanisms ask of
 configuration.
 """
 
-from rollweave.schema.base import Struct
+from dataclasses import dataclass
+from functools import cached_property
+
 from rollweave.schema.config.ablation import PARTITIONS, POLICIES, AblationConfig
 from rollweave.schema.config.rollout import ModeName, RolloutConfig
 from rollweave.schema.config.root import RunConfig
 
 
-class Scheduling(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Scheduling:
     """The three choices, and what follows from them."""
 
     priority: str
     placement: str
     migration: str
 
-    @property
+    @cached_property
     def predicts(self) -> bool:
         """True if a policy needs predicted lengths."""
         return self.priority == "longest_first" or self.by_rank
 
-    @property
+    @cached_property
     def preempts(self) -> bool:
         """True if a pending turn takes the slot of an active one of lower rank (Heddle
         Alg. 1; Autellix).
         """
         return self.priority in ("longest_first", "shortest_first")
 
-    @property
+    @cached_property
     def by_rank(self) -> bool:
         """True if engines own shares of the trajectories sorted by length, planned by
         their work, or by eq. 2 (presorted).
         """
         return self.placement in PARTITIONS
 
-    @property
+    @cached_property
     def assigns(self) -> bool:
         """True if a trajectory is bound to an engine, for which its turns wait even if
         another one is free.
         """
         return self.placement == "pinned" or self.by_rank or self.by_finish
 
-    @property
+    @cached_property
     def by_finish(self) -> bool:
         """True if each turn waits for the engine on which it should finish first
         (`mechanisms/placement/policy/elastic`).
         """
         return self.placement == "earliest"
 
-    @property
+    @cached_property
     def steals(self) -> bool:
         """True if an engine with a free slot takes turns that wait for others."""
         return self.migration == "gain" or self.by_finish
 
-    @property
+    @cached_property
     def reserves_kv(self) -> bool:
         """True if an engine reserves its KV cache for its own trajectories in the order
         of their ranks, which must not change often.
