@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import msgspec
 
 from rollweave.engine.clients.base import OnTokens
-from rollweave.envs.base import Score
 from rollweave.envs.foreign import describe_error
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.driver import DELAY_S, Driver, MakeEpisode, TurnResult, record_of
 from rollweave.rollout.reward_sources import finished_attempt
-from rollweave.rollout.rewards import DomainRewards
+from rollweave.rollout.rewards import DomainRewards, Outcome
 from rollweave.rollout.teacher import Teach, TeacherError
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import CancelTrajectory, DrawTask, StartEval, StartInit, StartRun
@@ -175,8 +174,7 @@ class _Evaluation:
     task: asyncio.Task[None] | None = None
     started: bool = False
     cancelled: StopReason | None = None
-    components: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The components of the reward that are known, if there are several."""
+    success: bool | None = None
     unscored: Unscored | None = None
     waited_s: float = 0.0
     """Seconds that the rewards beside the environment's took."""
@@ -376,25 +374,25 @@ class RolloutWorker:
     async def _evaluate(self, key: Key, evaluation: _Evaluation) -> None:
         evaluation.started = True
         attempt, started = evaluation.attempt, self._clock()
-        score: Score | None = None
-        reason, error = StopReason.FINISHED, ""
+        outcome = Outcome(components={})
         try:
             if evaluation.cancelled is None:
-                score = await self._score(evaluation)
+                outcome = await self._score(evaluation)
         except EpisodeStopError as stop:
-            reason, error = stop.reason, str(stop)
+            outcome = Outcome(components={}, reason=stop.reason, error=str(stop))
         except asyncio.CancelledError:
             if evaluation.cancelled is None:
                 evaluation.cancelled = StopReason.CANCELLED
-                self._scored(key, evaluation, None, StopReason.CANCELLED, "the run ended")
+                self._scored(key, evaluation, Outcome(components={}, error="the run ended"))
                 raise
         except Exception as bug:  # a bug of Rollweave fails only this attempt
             reason, error = StopReason.REWARD_ERROR, _bug_text(bug)
+            outcome = Outcome(components={}, reason=reason, error=error)
         attempt.turns.record_span("eval", started, self._clock())
-        self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
+        self._scored(key, evaluation, outcome)
 
-    async def _score(self, evaluation: _Evaluation) -> Score:
-        """Return the environment's score with the attempt's other rewards. The time
+    async def _score(self, evaluation: _Evaluation) -> Outcome:
+        """Return the environment's reward with the attempt's other rewards. The time
         that these take is not the environment's.
 
         Raises `EpisodeStopError`.
@@ -403,8 +401,9 @@ class RolloutWorker:
         command, episode = attempt.command, attempt.episode
         score = await episode.score()
         rewards, started = self._rewards_of(command.task.tag), self._clock()
+        evaluation.success = score.success
         if rewards is None:
-            return score
+            return Outcome(components={}, reward=score.reward)
         unscored = Unscored(
             missing=(),
             conversation=tuple(episode.conversation),
@@ -421,34 +420,28 @@ class RolloutWorker:
         finally:
             delays.cancel()
             evaluation.waited_s = self._clock() - started
-        evaluation.components = outcome.components
         if outcome.reward is None or judges:
             missing = (*outcome.missing, *judges)
             evaluation.unscored = msgspec.structs.replace(unscored, missing=missing)
-        if outcome.reward is None:
-            raise EpisodeStopError(outcome.reason, outcome.error)
-        return Score(reward=outcome.reward, success=score.success)
+        return outcome
 
-    def _scored(
-        self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
-    ) -> None:
+    def _scored(self, key: Key, evaluation: _Evaluation, outcome: Outcome) -> None:
         """Report the score, or why there is none."""
-        episode = evaluation.attempt.episode
-        if evaluation.cancelled is not None:
-            score = None
+        episode, cancelled = evaluation.attempt.episode, evaluation.cancelled
+        is_scored = outcome.reward is not None and cancelled is None
         del self._evaluations[key]
         self._report(
             AttemptScored(
                 trajectory_id=key[0],
                 attempt=key[1],
-                reward=score.reward if score is not None else None,
-                success=score.success if score is not None else None,
-                stop_reason=episode.stop_reason if score is not None else reason,
+                reward=outcome.reward if is_scored else None,
+                success=evaluation.success if is_scored else None,
+                stop_reason=episode.stop_reason if is_scored else cancelled or outcome.reason,
                 eval_s=episode.eval_s + evaluation.waited_s,
-                error=error,
+                error=outcome.error,
                 result=episode.result,
-                rewards=evaluation.components,
-                unscored=evaluation.unscored if evaluation.cancelled is None else None,
+                rewards=outcome.components,
+                unscored=evaluation.unscored if cancelled is None else None,
             )
         )
 
