@@ -16,9 +16,6 @@ from rollweave.service.registry import EngineRegistry
 from rollweave.service.rollouts import RolloutManager
 from rollweave.service.world_port import WorldPort
 
-KEPT_WARNINGS = 64
-"""Number of newest warnings that are kept."""
-
 
 class Service:
     """The object that the APIs of a service call: `rollouts`, `engines`, and its own
@@ -46,7 +43,6 @@ class Service:
             store=store,
             waits_for=self.engines.waits_for,
         )
-        self.warnings: list[Warn] = []
         self.on_warning: Callable[[Warn], None] = lambda _: None
 
     def attach(self, world: ServiceWorld) -> None:
@@ -76,9 +72,8 @@ class Service:
         self.rollouts.record(command)
 
     def warned(self, command: Warn) -> None:
-        """Keep a warning, and pass it on."""
+        """Note a warning about an engine, and pass it on."""
         self.engines.note_warning(command)
-        self.warnings = [*self.warnings[-KEPT_WARNINGS + 1 :], command]
         self.on_warning(command)
 
     # Status.
