@@ -77,9 +77,9 @@ def simulate(config: RunConfig, path: Path) -> World:
 
 def test_timings_of_a_run_are_read_from_its_journal(tmp_path: Path) -> None:
     config = simulated()
-    world = simulate(config, tmp_path / "journal.bin")
+    simulate(config, tmp_path / "journal.bin")
     timings = read_timings(tmp_path / "journal.bin", config)
-    assert (timings.steps, timings.events, len(timings.trained)) == (5, world.events, 5)
+    assert len(timings.trained) == 5
     assert [seconds for _, seconds in timings.trained] == pytest.approx(
         [2.0 + 0.001 * tokens for tokens, _ in timings.trained]
     )
@@ -89,12 +89,6 @@ def test_timings_of_a_run_are_read_from_its_journal(tmp_path: Path) -> None:
     assert timings.saved == pytest.approx([4.0] * len(timings.saved))
     assert timings.published
     assert timings.loaded
-    assert timings.prepared
-    assert timings.ready_at == pytest.approx(0.5 + 0.125)
-    assert timings.ended_at is not None
-    assert timings.wall_s == pytest.approx(timings.ended_at - 0.625)
-    assert 0 < timings.tokens <= world.core.state.counters.output_tokens
-    assert timings.tokens_per_s == timings.tokens / timings.wall_s
 
 
 def test_a_trainer_is_measured_from_a_run(tmp_path: Path) -> None:
@@ -108,8 +102,6 @@ def test_a_trainer_is_measured_from_a_run(tmp_path: Path) -> None:
 def test_a_run_that_trained_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="must have trained a step"):
         MeasuredTrainer(Timings())
-    with pytest.raises(ConfigError, match="must have trained a step"):
-        _ = Timings(ready_at=1.0).wall_s
     assert MeasuredTrainer(Timings(trained=[(10, 1.0)])).checkpoint_s() == 0.0
 
 

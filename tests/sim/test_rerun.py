@@ -9,7 +9,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.sim.candidates import Candidate, Prediction
 from rollweave.sim.measured import MeasuredEngine, read_timings
 from rollweave.sim.rerun import LENGTH, Reruns
-from rollweave.sim.trial import Crowd, run_trial, try_out
+from rollweave.sim.trial import run_trial, try_out
 from tests.support.recorded_runs import COSTS, recorded_run, recorded_settings
 from tests.support.simulation import Linear
 
@@ -45,45 +45,23 @@ def predict(table: Reruns, one: Candidate) -> Prediction:
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize(("mode", "count"), [("sync", 1), ("bounded", 2), ("sync", 4)])
+@pytest.mark.parametrize(("mode", "count"), [("sync", 1), ("one_step", 1)])
 def test_predictions_hold_against_the_costs_that_the_run_had(
     path: Path, mode: str, count: int
 ) -> None:
     """The reference: the candidate with the costs of the recorded run themselves."""
-    table = Reruns(path, cores=4)
+    table = Reruns(path)
     chosen = choice(table, mode, count)
-    truth, _ = try_out(table.rearranged(chosen), LENGTH, work=table.work, costs=COSTS)
-    table.cores = None  # each process has its own
+    truth = try_out(table.rearranged(chosen), LENGTH, work=table.work, costs=COSTS)
     assert predict(table, chosen).step_s == pytest.approx(truth.step_s, rel=0.25)
 
 
 @pytest.mark.extended
 def test_the_recorded_configuration_is_predicted_as_it_was(path: Path) -> None:
-    table = Reruns(path, cores=2)
+    table = Reruns(path)
     assert table.itself in table.everything
     assert table.step_s is not None
     assert predict(table, table.itself).step_s == pytest.approx(table.step_s, rel=0.25)
-
-
-@pytest.mark.slow
-def test_engines_on_one_core_gain_nothing_from_another_one(path: Path) -> None:
-    def gain(cores: int) -> float:
-        table = Reruns(path, cores=16)
-        one, two = (choice(table, "bounded", count) for count in (1, 2))
-        table.cores = cores
-        return predict(table, one).step_s / predict(table, two).step_s
-
-    assert gain(16) > gain(1)
-    assert gain(1) < 1.1
-
-
-def test_a_change_of_the_fleet_changes_what_processes_lose() -> None:
-    busy = {"cores": 2, "engine": 1.0, "trainer": 1.0}
-    same = Crowd(**busy, engines_before=2, engines=2).factors(1.0, 1.0)
-    assert (same.engines, same.trainer, same.environment) == pytest.approx((1.0, 1.0, 1.0))
-    # from 2 and 3 processes to 4 and 5
-    more = Crowd(**busy, engines_before=1, engines=3).factors(1.0, 1.0)
-    assert (more.engines, more.trainer, more.environment) == pytest.approx((2.0, 2.0, 5 / 3))
 
 
 def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(
@@ -92,4 +70,4 @@ def test_a_run_whose_engines_take_turns_with_the_trainer_is_refused(
     text = RunDir(path).config.read_text().replace("colocated = false", "colocated = true")
     RunDir(tmp_path).config.write_text(text.replace('mode = "bounded"', 'mode = "sync"'))
     with pytest.raises(ConfigError, match=r"must have trainer\.colocated false"):
-        Reruns(tmp_path, cores=2)
+        Reruns(tmp_path)

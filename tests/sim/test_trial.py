@@ -42,8 +42,8 @@ def config(mode: str) -> RunConfig:
     "mode", mostly_slow(["sync", "one_step", "bounded", "decoupled"], {"bounded", "decoupled"})
 )
 def test_a_short_trial_has_the_pace_of_a_long_one(mode: str) -> None:
-    short, _ = try_out(config(mode), Length(warm=0, steps=2))
-    long, _ = try_out(config(mode), Length(warm=20, steps=60))
+    short = try_out(config(mode), Length(warm=0, steps=2))
+    long = try_out(config(mode), Length(warm=20, steps=60))
     assert short.step_s == pytest.approx(long.step_s, rel=0.5)
 
 
@@ -89,4 +89,4 @@ def traced(
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = CONFIG.format(mode=mode).replace('"gem-game"', json.dumps(str(trace)))
     sets = ["trainer.minibatches=2", "tasks.0.max_turns=2", "rollout.max_running=16"]
-    return try_out(loads(text, sets), Length(warm=1, steps=steps))[0]
+    return try_out(loads(text, sets), Length(warm=1, steps=steps))

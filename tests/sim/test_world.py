@@ -203,17 +203,6 @@ def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
     assert outcome.gpus == 3
 
 
-@pytest.mark.extended
-def test_a_controller_with_latency_handles_events_sequentially() -> None:
-    free = simulate(config(Path("unused")))
-    slow = simulate(config(Path("unused")), controller_s=0.5)
-    assert slow.summary.steps == free.summary.steps
-    assert slow.summary.wall_s >= 0.5 * slow.events
-    assert simulate(config(Path("unused")), controller_s=1e-9).summary.wall_s == pytest.approx(
-        free.summary.wall_s, rel=0.2
-    )
-
-
 def test_refuses_trajectories_that_fit_no_engine(tmp_path: Path) -> None:
     run_config = config(tmp_path)
     task = run_config.tasks[0].model_copy(update={"max_tokens": 1 << 22})

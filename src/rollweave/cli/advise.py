@@ -14,7 +14,6 @@ from rich.table import Table
 
 from rollweave.cli.console import err, out
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.memory import rank_parts
@@ -137,11 +136,7 @@ def _advise_gpus(target: str | None, overrides: Sequence[str], asked: Asked) -> 
 
 
 def _advise_run(path: Path) -> dict[str, Any]:
-    run = RunDir(path)
-    run.must_fit()
-    device = run.configuration().model.device
-    on_gpus = device == "cuda" or (device == "auto" and gpus())
-    table = Reruns(path, cores=None if on_gpus else cores())
+    table = Reruns(path)
     with trials_in(cores(), table.work) as trials:
         advice = search(table, trials, _progress)
     own = table.itself
@@ -153,7 +148,6 @@ def _advise_run(path: Path) -> dict[str, Any]:
     _print_text(_explanation_of_run(table, advice))
     return {
         "measured_step_s": table.step_s,
-        "cores": table.cores,
         "best": [
             {
                 **_figures(one, advice.known[one]),
@@ -446,8 +440,6 @@ def _explanation_of_run(table: Reruns, advice: Advice) -> list[str]:
         text.append(
             f"This run as it was: {human_seconds(own.step_s)} a step are predicted{measured}"
         )
-    if table.cores is not None:
-        text.append(f"Engines, trainer and controller share {table.cores} cores of this machine.")
     text += [
         f"Left out: mode {mode_text(one)} with {one.split.engines[0].count} engines: {why}."
         for one, why in advice.failed.items()

@@ -1,5 +1,5 @@
-"""Timings of a recorded run, read from its journal: its pace, its engines' turns, and
-its trainer's times, as costs for a simulation.
+"""Timings of a recorded run, read from its journal: its engines' turns and its
+trainer's times, as costs for a simulation.
 
 Times are the controller's: from the event on which it issued a command to the event
 that answers it, including the wait for a busy controller. Journals of both worlds are
@@ -26,39 +26,18 @@ from rollweave.sim.cost import sum_of_line
 
 class Timings(msgspec.Struct, kw_only=True):
     """Seconds, in the order of the run. `trained` holds tokens and seconds of every
-    (mini-)batch.
-
-    `ready_at` is the time at which the first engine had its first weights, `ended_at`
-    the end of the last step; `tokens` were sampled in between. `prepared` is from each
-    attempt's start of RUN to its first turn. `turns` are the newest turns of each batch
-    size, and `worked` what all of them took.
+    (mini-)batch, `turns` are the newest turns of each batch size, and `worked` what all
+    of them took.
     """
 
-    ready_at: float | None = None
-    ended_at: float | None = None
-    steps: int = 0
-    tokens: int = 0
-    events: int = 0
     trained: list[tuple[int, float]] = []
     published: list[float] = []
     loaded: list[float] = []
     swapped: list[float] = []
     saved: list[float] = []
     copied: list[float] = []
-    prepared: list[float] = []
     turns: TurnTimes = msgspec.field(default_factory=TurnTimes)
     worked: Worked = msgspec.field(default_factory=Worked)
-
-    @property
-    def wall_s(self) -> float:
-        """Return the run's seconds. Raises ConfigError where no step was trained."""
-        if self.ready_at is None or self.ended_at is None:
-            raise ConfigError("the run must have trained a step, but has trained none")
-        return self.ended_at - self.ready_at
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.wall_s
 
 
 def read_timings(journal: Path, config: RunConfig) -> Timings:
@@ -68,7 +47,6 @@ def read_timings(journal: Path, config: RunConfig) -> Timings:
     """
     replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
     replay.observe(reader)
-    reader.timings.events = replay.events
     return reader.timings
 
 
@@ -101,14 +79,12 @@ class _Reader:
         # whose open turns' prompts another engine has computed, or tokens sampled
         self._split: set[TrajectoryId] = set()
         self._moved: set[TrajectoryId] = set()
-        self._tokens = 0
         self._lengths: dict[TrajectoryId, int] = {}
         self._training: tuple[float, int] = (0.0, 0)
         self._publishing = self._saving = 0.0
         self._loading: dict[EngineId, float] = {}
         self._staging: dict[EngineId, float] = {}
         self._staged: dict[EngineId, int] = {}
-        self._preparing: dict[TrajectoryId, float] = {}
 
     def on_command(self, now: float, command: c.Command) -> None:
         match command:
@@ -123,8 +99,6 @@ class _Reader:
                 self._staging[command.engine_id] = now
             case c.LoadWeights():
                 self._loading[command.engine_id] = now
-            case c.StartRun():
-                self._preparing[command.trajectory_id] = now
             case c.StartTurn():
                 self._start(now, command)
             case c.AbortTurn() | c.CancelTrajectory():
@@ -198,28 +172,23 @@ class _Reader:
         timings = self.timings
         match event:
             case e.TurnRequested():
-                since = self._preparing.pop(event.trajectory_id, None)
-                if since is not None:
-                    timings.prepared.append(now - since)
                 self._contexts[event.trajectory_id] = event.context_tokens
                 self._split.discard(event.trajectory_id)
                 self._moved.discard(event.trajectory_id)
             case e.TurnDone():
-                self._tokens += event.output_tokens
                 self._learn(now, event)
             case e.TurnFailed() | e.TurnWithdrawn():
                 self._leave(now, event.trajectory_id)
             case e.EngineLost():
                 self._engines.pop(event.engine_id, None)
             case e.WorldLost():  # what was under way ended with the controller
-                for started in (self._engines, self._engine_of, self._preparing, self._staged):
+                for started in (self._engines, self._engine_of, self._staged):
                     started.clear()
             case e.TrajectoryEnded():
                 self._lengths[event.trajectory_id] = event.tokens
             case e.StepTrained():
                 since, tokens = self._training
                 timings.trained.append((tokens, now - since))
-                timings.steps, timings.ended_at, timings.tokens = event.step + 1, now, self._tokens
             case e.WeightsPublished():
                 timings.published.append(now - self._publishing)
             case e.WeightsStaged():
@@ -229,8 +198,6 @@ class _Reader:
                 staged = self._staged.get(event.engine_id) == event.publication_id
                 seconds = timings.swapped if staged else timings.loaded
                 seconds.append(now - self._loading[event.engine_id])
-                if timings.ready_at is None:
-                    timings.ready_at = now
             case e.CheckpointCopied():
                 timings.copied.append(now - self._saving)
             case e.CheckpointSaved():

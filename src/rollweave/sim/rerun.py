@@ -1,9 +1,8 @@
 """The table of a recorded run in other modes, with other bounds and numbers of engines,
 from its own trajectories and measured times (`sim/measured`).
 
-Engines, trainer and controller of a run on a CPU share its cores: what one takes then
-depends on how much the others compute. The measured times include what they lost in the
-recorded run, so only the change counts (`sim/trial.Crowd`).
+There are at most as many engines as the run had: what more of them would take on shared
+cores is not known from its times.
 """
 
 import statistics
@@ -18,12 +17,12 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import SimConfig
 from rollweave.schema.config.tasks import BufferConfig
 from rollweave.schema.config.training import EvalConfig, WeightsConfig
-from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.errors import ConfigError
 from rollweave.sim.advise import pacings_of
 from rollweave.sim.candidates import Candidate, EngineGroup, Pacing, Split
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.measured import MeasuredEngine, MeasuredTrainer, read_timings
-from rollweave.sim.trial import AS_IT_IS, Crowd, Factors, Length, Trial, ahead, try_out
+from rollweave.sim.trial import AS_IT_IS, Factors, Length, Trial, ahead
 from rollweave.sim.workload import Workload, read_run
 from rollweave.sim.world import Costs
 
@@ -33,10 +32,10 @@ LENGTH = Length(warm=1, steps=6)
 
 class Reruns:
     """The table of a run, finished or running, whose directory is `path`: as it was,
-    and in each other mode, with each bound and number of engines; on a CPU up to one
-    for each core, otherwise at most as many as there were.
+    and in each other mode, with each bound and with 1, 2, 4, … engines, at most as many
+    as there were.
 
-    `cores` are those that its processes share, None if they share none. `step_s` is the
+    `step_s` is the
     mean seconds of its steps after those with which it began; None if it has no others.
     Raises ConfigError for a run that cannot be predicted from.
     """
@@ -45,11 +44,10 @@ class Reruns:
     seeds = 1
     parts: Sequence[str] = ()
 
-    def __init__(self, path: Path, *, cores: int | None) -> None:
+    def __init__(self, path: Path) -> None:
         run = RunDir(path)
         run.must_fit()
-        self.config, self.cores = run.configuration(), cores
-        config = self.config
+        config = self.config = run.configuration()
         if len(config.engines) > 1 or config.pools or config.allocation is not None:
             raise ConfigError(
                 f"{path}: the run must have one [engines], and neither [pools] nor [allocation]"
@@ -65,7 +63,6 @@ class Reruns:
         }
         settled = [float(line["wall_s"]) for line in read_data(run).steps[1 + ahead(config) :]]
         self.step_s = statistics.fmean(settled) if settled else None
-        self._shares: tuple[float, float] | None = None
         self.everything: Sequence[Candidate] = self._candidates()
 
     @property
@@ -82,46 +79,16 @@ class Reruns:
     def trial(
         self, one: Candidate, length: Length, *, seed: int = 0, factors: Factors = AS_IT_IS
     ) -> Trial:
-        crowd = None
-        if self.cores is not None and one != self.itself:
-            engine, trainer = self.shares()
-            crowd = Crowd(
-                cores=self.cores,
-                engines_before=self.config.engines[0].count,
-                engine=engine,
-                trainer=trainer,
-                engines=one.split.engines[0].count,
-            )
-        return Trial(
-            config=self.rearranged(one),
-            length=length,
-            factors=factors,
-            costs=self.costs,
-            crowd=crowd,
-        )
-
-    def shares(self) -> tuple[float, float]:
-        """Return the shares of time in which an engine and the trainer of the recorded
-        run computed. Raises ConfigError where it cannot be simulated.
-        """
-        if self._shares is None:
-            config = self.rearranged(self.itself)
-            try:
-                own, computing = try_out(config, LENGTH, work=self.work, costs=self.costs)
-            except RollweaveError as error:
-                raise ConfigError(f"the run itself cannot be simulated: {error}") from error
-            self._shares = computing, own.trainer.get("busy", 0.0)
-        return self._shares
+        config = self.rearranged(one)
+        return Trial(config=config, length=length, factors=factors, costs=self.costs)
 
     def _candidates(self) -> list[Candidate]:
         count = self.config.engines[0].count
-        most = max(count, self.cores or 1)
-        counts = sorted({count, *(1 << power for power in range(most.bit_length()))})
+        counts = {count, *(1 << power for power in range(count.bit_length()))}
         chosen = {
             self._candidate(pacing, number)
             for pacing in pacings_of(self.config)
             for number in counts
-            if number <= most
         }
         return sorted({self.itself, *chosen})
 

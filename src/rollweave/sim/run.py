@@ -84,14 +84,12 @@ def simulate(
     work: dict[str, Workload] | None = None,
     watch: Journal | None = None,
     rewards: Judges | None = None,
-    controller_s: float = 0.0,
 ) -> Outcome:
     """Simulate `config` and return the outcome.
 
     The run is recorded in the directory `run` if given, else `watch` receives its
-    journal; `on_metrics` is called with every line of metrics; `rewards` and
-    `controller_s` are those of `World`. Raises ConfigError,
-    DiskError, StuckError.
+    journal; `on_metrics` is called with every line of metrics; `rewards` are those of
+    `World`. Raises ConfigError, DiskError, StuckError.
     """
     sim = section(config)
     metrics = SimMetrics(run.metrics if run is not None else None, on_line=on_metrics)
@@ -107,7 +105,6 @@ def simulate(
         costs=costs,
         work=work,
         rewards=rewards,
-        controller_s=controller_s,
     )
     metrics.watch(world)
     core = world.run()

@@ -79,12 +79,11 @@ def try_out(
     *,
     work: Mapping[str, Workload] | None = None,
     costs: Costs | None = None,
-    controller_s: float = 0.0,
-) -> tuple[Prediction, float]:
-    """Return the figures of `length`, and the engines' mean share of time in steps.
+) -> Prediction:
+    """Return the figures of `length`.
 
-    `work`, `costs` and `controller_s` are those of `World`. Raises ConfigError, and
-    RollweaveError for a run that ends before it has trained these steps.
+    `work` and `costs` are those of `World`. Raises ConfigError, and RollweaveError for
+    a run that ends before it has trained these steps.
     """
     wave = ahead(config)
     warm = length.warm + wave
@@ -93,21 +92,13 @@ def try_out(
     evaluation = config.eval.model_copy(update={"every": 0, "final_episodes": 0})
     config = config.model_copy(update={"run": run, "eval": evaluation})
     lines: list[dict[str, Any]] = []
-    marks: list[tuple[float, float]] = []  # the time and the engines' busy seconds at each step
 
     def on_line(line: dict[str, Any]) -> None:
         if line["kind"] == "step":
             lines.append(line)
-            marks.append((world.clock.now, _busy_s(world)))
 
     metrics = SimMetrics(on_line=on_line)
-    world = World(
-        config,
-        observer=metrics,
-        work=dict(work) if work is not None else None,
-        costs=costs,
-        controller_s=controller_s,
-    )
+    world = World(config, observer=metrics, work=None if work is None else dict(work), costs=costs)
     metrics.watch(world)
     world.start()
     while len(lines) < wanted:
@@ -116,14 +107,7 @@ def try_out(
                 f"the run ended after {len(lines)} steps: {world.over or 'without an error'}"
             )
         world.step()
-    (began, busy_before), (ended, busy_after) = marks[warm], marks[-1]
-    engine_s = max(1e-9, ended - began) * max(1, len(world.fleet.nodes))
-    return prediction_of(lines[warm + 1 :]), (busy_after - busy_before) / engine_s
-
-
-def _busy_s(world: World) -> float:
-    nodes = world.fleet.nodes.values()
-    return sum(node.engine.busy_s for node in nodes if node.engine is not None)
+    return prediction_of(lines[warm + 1 :])
 
 
 def prediction_of(lines: Sequence[Mapping[str, Any]]) -> Prediction:
@@ -254,74 +238,19 @@ def scaled(costs: Costs, factors: Factors) -> Costs:
 # Trials in several processes.
 
 
-class Crowd(Struct, frozen=True, kw_only=True):
-    """Processes that share `cores`: the engines, the trainer and the controller. In the
-    recorded run there were `engines_before`, which computed for a share `engine` of
-    their time each, beside a trainer that did for `trainer` of it; now there are
-    `engines`.
-    """
-
-    cores: int
-    engines_before: int
-    engine: float
-    trainer: float
-    engines: int
-
-    def factors(self, engine: float, trainer: float) -> Factors:
-        """Return how many times as long the parts take if the processes compute for
-        these shares of their time: the recorded times have what they lost before.
-        """
-
-        def beside(engine: float, trainer: float, count: int) -> tuple[float, float, float]:
-            fleet = [engine] * count
-            return (
-                slowdown([*fleet[1:], trainer], self.cores),
-                slowdown(fleet, self.cores),
-                slowdown([*fleet, trainer], self.cores),
-            )
-
-        before = beside(self.engine, self.trainer, self.engines_before)
-        now = beside(engine, trainer, self.engines)
-        engines, trainers, controller = (new / old for new, old in zip(now, before, strict=True))
-        return Factors(engines=engines, trainer=trainers, environment=controller)
-
-
-def slowdown(others: Sequence[float], cores: int) -> float:
-    """Return how many times as long a process takes beside `others`, given the shares
-    of time in which they compute, each on one core. While more compute than there are
-    cores, each has an equal part of them.
-    """
-    chances = [1.0]  # by the number of others that compute
-    for share in others:
-        busy = min(1.0, max(0.0, share))
-        chances = [
-            stays * (1 - busy) + comes * busy
-            for stays, comes in zip([*chances, 0.0], [0.0, *chances], strict=True)
-        ]
-    return sum(
-        chance * max(1.0, (1 + computing) / cores) for computing, chance in enumerate(chances)
-    )
-
-
 AS_IT_IS = Factors()
-
-CROWDED = 3
-"""Number of times that shares of computing and slowdowns follow from each other;
-afterwards they hardly change.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A configuration, how long it is simulated, by how much longer its parts take, and
-    what its processes share. Without `costs` they are those of its hardware.
+    """A configuration, how long it is simulated, and by how much longer its parts take.
+    Without `costs` they are those of its hardware.
     """
 
     config: RunConfig
     length: Length
     factors: Factors = AS_IT_IS
     costs: Costs | None = None
-    crowd: Crowd | None = None
 
 
 Result = Prediction | str
@@ -356,17 +285,10 @@ def run_trial(trial: Trial, work: Mapping[str, Workload]) -> Result:
     try:
         costs = trial.costs or costs_of(trial.config)
         factors = trial.factors
-        for left in range(CROWDED if trial.crowd is not None else 0, -1, -1):
-            longer = {name: _ScaledWork(one, factors.environment) for name, one in work.items()}
-            prediction, computing = try_out(
-                trial.config,
-                trial.length,
-                work=work if factors == AS_IT_IS else longer,
-                costs=costs if factors == AS_IT_IS else scaled(costs, factors),
-            )
-            if left and trial.crowd is not None:
-                factors = trial.crowd.factors(computing, prediction.trainer.get("busy", 0.0))
-        return prediction
+        if factors != AS_IT_IS:
+            work = {name: _ScaledWork(one, factors.environment) for name, one in work.items()}
+            costs = scaled(costs, factors)
+        return try_out(trial.config, trial.length, work=work, costs=costs)
     except RollweaveError as error:
         return str(error)
 

@@ -92,12 +92,10 @@ class World:
         costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
         rewards: Judges | None = None,
-        controller_s: float = 0.0,
         keep_partial_turns: bool = False,
     ) -> None:
-        """`rewards` computes them, all at once if None. The controller takes
-        `controller_s` for one event, while later ones wait. `keep_partial_turns` is
-        that of `rollout/pipeline.py`; mode decoupled always keeps them.
+        """`rewards` computes them, all at once if None. `keep_partial_turns` is that of
+        `rollout/pipeline.py`; mode decoupled always keeps them.
         """
         self.config = config
         self.core = Core(config, rules=rules_of(config))
@@ -105,8 +103,7 @@ class World:
         self.inbox: deque[e.Event] = deque()
         self.events = 0
         self.over: str | None = None
-        self._controller_s, self._journal = controller_s, journal
-        self._serving = False  # the controller is handling the first event of the inbox
+        self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         self.hosts = SimHosts(config)
         self.relays = SimRelays(
@@ -291,22 +288,14 @@ class World:
 
     def step(self) -> None:
         """Handle the next event, or run the next action. Raises StuckError."""
-        if self.inbox and not self._controller_s:
+        if self.inbox:
             self._handle(self.inbox.popleft())
             return
-        if self.inbox and not self._serving:
-            self._serving = True
-            self.clock.after(self._controller_s, self._served)
         self.fleet.settle()
         if not self.clock.step():
             raise StuckError(
                 f"nothing is left to happen at {self.clock.now:.1f} s, and the run is not over"
             )
-
-    def _served(self) -> None:
-        self._serving = False
-        if self.inbox:  # otherwise the controller was lost while handling it
-            self._handle(self.inbox.popleft())
 
     def _handle(self, event: e.Event) -> None:
         commands = self.core.handle(self.clock.now, event)
