@@ -63,7 +63,7 @@ def bfloat16_is_computed() -> Iterator[None]:
     do not depend on it. Tests of what happens without its instructions say so.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollweave.io.cpu.has_bfloat16", lambda: True)
+        patch.setattr("rollweave.io.machine.has_bfloat16", lambda: True)
         yield
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from benchmarks.batches import random_batch
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, program, scratch_folder
-from rollweave.runtime.preflight.memory import rank_parts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import Publish, Save, TrainOn
+from rollweave.train.needs import rank_needs
 from rollweave.weights.checkpoint import read_shape
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB = range(6)
@@ -141,7 +141,7 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
         }
     )
     shape = read_shape(path)
-    parts = rank_parts(config, shape, rank=0)
+    needs = rank_needs(config, shape, rank=0)
     watch = _Watch()
     with scratch_folder() as run:
         (run / "weights").mkdir()
@@ -156,7 +156,7 @@ def _run_case(path: Path, micro: int) -> dict[str, int]:
                 trainer.handle(Save(path=str(run / "checkpoint"), export=True, background=True))
                 trainer.write(lambda _: None)
         watch.stop()
-    return {"estimate": sum(part.nbytes for part in parts), "peak": watch.peak}
+    return {"estimate": sum(need.nbytes for need in needs), "peak": watch.peak}
 
 
 if __name__ == "__main__":

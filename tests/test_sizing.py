@@ -11,14 +11,8 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.runtime.preflight.checks import failures
-from rollweave.runtime.preflight.layout import (
-    Layout,
-    Memory,
-    check_layout,
-    described,
-    lay_out,
-)
-from rollweave.runtime.preflight.memory import kv_bytes, parameters
+from rollweave.runtime.preflight.layout import Layout, Memory, check_layout, lay_out
+from rollweave.runtime.preflight.site import Site
 from rollweave.schema.config.loading import loads
 from rollweave.schema.hosts import Device, Resources
 from rollweave.weights.checkpoint import ModelShape, read_shape
@@ -89,7 +83,7 @@ def planned(shape: ModelShape, gib: int, gpus: int, *sets: str) -> tuple[Layout,
         Device(index=index, kind="GPU", memory_bytes=gib * GIB) for index in range(gpus)
     )
     host = Resources(cpus=1024, memory_bytes=1 << 50, devices=devices, labels={})
-    hosts = described(config, {"node": host})
+    hosts = Site(described={"node": host}).hosts(config)
     layout = lay_out(config, shape, hosts)
     return layout, not failures(list(check_layout(config, layout, hosts)))
 
@@ -104,8 +98,8 @@ def memory_of(layout: Layout, kind: str) -> Memory:
 
 
 def shape_cells(shape: ModelShape) -> list[str]:
-    kv = kv_bytes(shape, 2) * KV_UNIT / (1 << 20)
-    return [f"{parameters(shape):,}", f"{2 * parameters(shape) / GIB:.1f} GiB", f"{kv:.0f} MiB"]
+    kv = shape.kv_bytes(2) * KV_UNIT / (1 << 20)
+    return [f"{shape.parameters():,}", f"{2 * shape.parameters() / GIB:.1f} GiB", f"{kv:.0f} MiB"]
 
 
 def fewest(shape: ModelShape, gib: int, *sets: str) -> str:
@@ -126,7 +120,7 @@ def tokens(shape: ModelShape, gib: int) -> str:
     for degree in POWERS:
         layout, _ = planned(shape, gib, degree + 1, *server, f"engines.degree={degree}")
         memory = memory_of(layout, "engine")
-        room = (memory.nbytes - memory.needed) * degree // kv_bytes(shape, 2) + LONGEST
+        room = (memory.nbytes - memory.needed) * degree // shape.kv_bytes(2) + LONGEST
         if room >= LONGEST:
             count = f"{room // KV_UNIT:,}"
             return count if degree == 1 else f"{degree} GPUs: {count}"
@@ -177,18 +171,16 @@ def uses(shape: ModelShape, *sets: str) -> dict[str, int]:
     """Return the uses of the GPUs of one of two ranks, and of an engine, in bytes."""
     layout, _ = planned(shape, 139, 3, "trainer.ranks=2", *sets)
     return {
-        f"{process.kind} {part.what}": part.nbytes
+        f"{process.kind} {need.what}": need.nbytes
         for process in layout.processes
-        if process.on_gpu
-        for part in process.parts
-        if part.on_device
+        for need in process.of(on_device=True)
     }
 
 
 def test_the_formulas_are_those_of_the_estimate(shapes: Mapping[str, ModelShape]) -> None:
     """Within a byte of each weight's share, as N is odd."""
     shape = shapes["Qwen3-8B"]
-    share = parameters(shape) / 2
+    share = shape.parameters() / 2
     plain = uses(shape)
     with_all = uses(shape, "trainer.minibatches=2", "algorithm.kl=0.1", "algorithm.advantage=gae")
     for use, factor in {
@@ -206,8 +198,8 @@ def test_the_formulas_are_those_of_the_estimate(shapes: Mapping[str, ModelShape]
         "trainer rank critic",
     }
     assert "trainer rank optimizer" not in uses(shape, OFFLOADED)
-    assert plain["engine weights"] == 2 * parameters(shape)
-    assert plain["engine KV cache"] == 65536 * kv_bytes(shape, 2)
+    assert plain["engine weights"] == 2 * shape.parameters()
+    assert plain["engine KV cache"] == 65536 * shape.kv_bytes(2)
     lora = uses(shape, "lora.rank=16")
     assert lora["trainer rank weights"] == pytest.approx(
         4 * share + lora["trainer rank gradients"], rel=1e-6

@@ -12,13 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.batches import random_batch
 from benchmarks.engine.harness import Harness
 from benchmarks.gpu.cases import GpuCase
-from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
-from rollweave.runtime.preflight.memory import Part, engine_parts, rank_parts
+from rollweave.engine.needs import engine_needs
+from rollweave.io.machine import gpu_memory, memory_bytes
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import EngineError
+from rollweave.schema.needs import Need
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
+from rollweave.train.needs import rank_needs
 from rollweave.train.trainer import Trainer
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
@@ -101,17 +103,17 @@ class Device:
             raise EngineError(f"the step must be trained, got {reply}")
         return int(reply.metrics.values["input_tokens"])
 
-    def _engine_parts(self) -> list[Part]:
+    def _engine_needs(self) -> list[Need]:
         config = self._config()
-        return engine_parts(config, self._shape, config.engines[0])
+        return engine_needs(config, self._shape, config.engines[0])
 
-    def _rank_parts(self) -> list[Part]:
-        return rank_parts(self._config(), self._shape, rank=0)
+    def _rank_needs(self) -> list[Need]:
+        return rank_needs(self._config(), self._shape, rank=0)
 
-    def _must_fit(self, parts: Sequence[Part]) -> None:
+    def _must_fit(self, needs: Sequence[Need]) -> None:
         """Raise EngineError if the device lacks this memory."""
         on_device = self._device != "cpu"
-        needed = sum(part.nbytes for part in parts if part.on_device or not on_device)
+        needed = sum(need.nbytes for need in needs if need.on_device or not on_device)
         free = gpu_memory(self._device)[1] if on_device else memory_bytes()[1]
         if needed > free:
             raise EngineError(f"the device must have {needed >> 20} MiB free, got {free >> 20}")

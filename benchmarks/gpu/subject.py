@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from benchmarks.contract import Figure
 from benchmarks.engine.harness import Harness
 from benchmarks.gpu.device import CONCURRENCY, LONG, Device, peak_bytes, published
-from rollweave.runtime.preflight.memory import kv_bytes, parameters
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     ExportKv,
@@ -90,7 +89,7 @@ class Subject(Device):
     def decode(self, peaks: Mapping[str, Figure]) -> dict[str, Figure]:
         """Return output tokens per second, and the shares of the device's peaks."""
         case, shape = self._case, self._shape
-        self._must_fit(self._engine_parts())
+        self._must_fit(self._engine_needs())
         figures: dict[str, Figure] = {}
         with Harness(self._spec) as engine:
             self._rate(engine, 1)  # warm-up
@@ -102,17 +101,17 @@ class Subject(Device):
             elapsed = time.perf_counter() - started
         computed = sum(len(request.tokens) for request in requests)
         figures["prefill_tokens_per_s"] = computed / elapsed
-        read = parameters(shape) * NUMBER_BYTES[case.dtype]
+        read = shape.parameters() * NUMBER_BYTES[case.dtype]
         single = figures[f"tokens_per_s_{CONCURRENCY[0]}"]
         assert isinstance(single, float)
         figures["decode_bandwidth_share"] = _over(single * read / 1e9, peaks["copy_gb_per_s"])
-        flops = 2 * computed * (parameters(shape) - shape.vocab * shape.hidden)
+        flops = 2 * computed * (shape.parameters() - shape.vocab * shape.hidden)
         figures["prefill_flops_share"] = _over(flops / elapsed / 1e12, peaks["matmul_tflops"])
         return figures
 
     def attention(self) -> dict[str, Figure]:
         """Return output tokens per second of each way of decoding, measured in turn."""
-        self._must_fit(self._engine_parts() * len(VARIANTS))
+        self._must_fit(self._engine_needs() * len(VARIANTS))
         figures: dict[str, Figure] = {}
         with ExitStack() as stack:
             engines = {
@@ -138,7 +137,7 @@ class Subject(Device):
         """Return the seconds in which a context leaves one engine and reaches another
         on the same device.
         """
-        self._must_fit(self._engine_parts() * 2)
+        self._must_fit(self._engine_needs() * 2)
         figures: dict[str, Figure] = {}
         with Harness(self._spec) as source, Harness(self._spec) as target:
             for over in OVER:
@@ -160,14 +159,14 @@ class Subject(Device):
                 figures[f"kv_export_s_{over}"] = moved - started
                 figures[f"kv_import_s_{over}"] = ended - moved
                 width = NUMBER_BYTES[self._case.dtype]
-                figures["kv_bytes"] = exported.manifest.tokens * kv_bytes(self._shape, width)
+                figures["kv_bytes"] = exported.manifest.tokens * self._shape.kv_bytes(width)
         return figures
 
     def train(self) -> dict[str, Figure]:
         """Return the seconds of a step, and of new weights on their way to an
         engine.
         """
-        self._must_fit([*self._rank_parts(), *self._engine_parts()])
+        self._must_fit([*self._rank_needs(), *self._engine_needs()])
         with closing(self._trainer()) as trainer, Harness(self._spec) as engine:
             self._step(trainer)  # warm-up
             started = time.perf_counter()
@@ -198,7 +197,7 @@ class Subject(Device):
         """Return what each way of saving the trainer's memory saves on the device, and
         the seconds that a step takes with it.
         """
-        self._must_fit(self._rank_parts())
+        self._must_fit(self._rank_needs())
         figures: dict[str, Figure] = {}
         for suffix, savings in SAVINGS.items():
 
@@ -217,7 +216,7 @@ class Subject(Device):
         """Return what remains of the rates of two engines, and of an engine beside a
         trainer, on one device.
         """
-        self._must_fit([*self._rank_parts(), *self._engine_parts() * 2])
+        self._must_fit([*self._rank_needs(), *self._engine_needs() * 2])
         with (
             Harness(self._spec) as engine,
             Harness(self._spec) as other,

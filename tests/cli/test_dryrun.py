@@ -24,9 +24,9 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.launch import train
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
+from rollweave.runtime.preflight.dryrun import leave_out_overlong
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
-from rollweave.runtime.preflight.service import leave_out_overlong
 from rollweave.schema.config.loading import dumps, loads
 from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
@@ -119,12 +119,14 @@ def test_a_valid_run_passes_all_checks(tmp_path: Path) -> None:
         (
             "tasks.0.env=tests.cli.envs:BadWords",
             "tasks.0",
-            "words must return a list of non-empty strings, got ''",
+            "words of environment 'tests.cli.envs:BadWords' must return a list of non-empty strings, "
+            "got ''",
         ),
         (
             "tasks.0.env=tests.cli.envs:OneWord",
             "tasks.0",
-            "words must return a list of non-empty strings, got 'hello'",
+            "words of environment 'tests.cli.envs:OneWord' must return a list of non-empty strings, "
+            "got 'hello'",
         ),
         (
             "tasks.0.env=tests.cli.envs:Foreign",
@@ -209,7 +211,7 @@ def test_transcripts_must_fit_a_turn(tmp_path: Path, limit: int, fits: bool) -> 
     assert [check.name for check in wrong] == ([] if fits else ["tasks.0.max_turn_tokens"])
     if not fits:
         assert wrong[0].detail == (
-            "must hold every turn of transcript(): in transcript 0 turn 0, 'right', has 6 tokens "
+            "must hold every turn of transcript(): in transcript 10 turn 0, 'right', has 6 tokens "
             "with its end token, got 5"
         )
 
@@ -225,7 +227,7 @@ def test_transcripts_must_fit_a_turn(tmp_path: Path, limit: int, fits: bool) -> 
         (
             ["tasks.0.env=tests.cli.envs:Wordy", "tasks.0.max_tokens=14"],
             "tasks.0.max_tokens",
-            "must hold every transcript(): number 0 has 15 tokens, got 14",
+            "must hold every transcript(): number 10 has 15 tokens, got 14",
         ),
         (["tasks.0.env=tests.cli.envs:Observed"], "", ""),
     ],
@@ -760,7 +762,7 @@ def test_refuses_a_transport_that_is_not_installed(tmp_path: Path) -> None:
         if check.name == "weights.transport"
     )
     assert "[nixl]'" in check.detail
-    with pytest.raises(ConfigError, match="nixl must be installed"):
+    with pytest.raises(ConfigError, match=r"weights\.transport must be installed .*, got nixl"):
         train(relays)
 
 

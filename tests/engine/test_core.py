@@ -149,7 +149,7 @@ def test_a_cpu_without_bfloat16_computes_in_float32(
 ) -> None:
     requests = [request("x", PROMPTS[1], seed=4, max_tokens=16)]
     full = drive(spec(path), requests).results["x"]
-    monkeypatch.setattr("rollweave.io.cpu.has_bfloat16", lambda: False)
+    monkeypatch.setattr("rollweave.io.machine.has_bfloat16", lambda: False)
     short = drive(spec(path, dtype="bfloat16"), requests).results["x"]
     assert (short.tokens, short.logprobs) == (full.tokens, full.logprobs)
 

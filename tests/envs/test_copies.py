@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task
-from rollweave.envs.images import images_of
 from rollweave.envs.jsonl import Jsonl
+from rollweave.envs.tasks import images_of
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.schema.chat import Message
 from rollweave.schema.config.loading import dumps

@@ -125,7 +125,7 @@ def test_transcripts_come_from_all_domains_and_teach_the_ends_of_turns(tmp_path:
 
 def test_a_domain_without_transcripts_cannot_warm_up(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": "nim"}, {"env": f"{HERE}Echo", "tag": "echo"})
-    with pytest.raises(ConfigError, match=r"no transcript.*got 'echo'"):
+    with pytest.raises(ConfigError, match=r"must have transcript\(\).*:Echo has none"):
         next(of.transcripts(seed=0))
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollweave.runtime.preflight.memory import CUDA_BYTES, rank_parts
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.needs import CUDA_BYTES
 from rollweave.schema.training import (
     Publish,
     Published,
@@ -20,6 +20,7 @@ from rollweave.schema.training import (
     TrainOn,
 )
 from rollweave.schema.work import Batch
+from rollweave.train.needs import rank_needs
 from rollweave.train.trainer import Trainer
 from rollweave.weights.checkpoint import read_shape
 from rollweave.weights.publication import read_tensors
@@ -102,7 +103,7 @@ def test_a_step_takes_no_more_memory_than_estimated(tmp_path: Path, dtype: str) 
     path = make_model(tmp_path / "m", hidden=256, layers=6)
     run = config("cuda", dtype)
     estimate = sum(
-        part.nbytes for part in rank_parts(run, read_shape(path), rank=0) if part.on_device
+        need.nbytes for need in rank_needs(run, read_shape(path), rank=0) if need.on_device
     )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

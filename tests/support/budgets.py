@@ -43,8 +43,8 @@ def _broken_rules() -> int:
 
 
 BUDGETS = (
-    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 127_100, 98_000),
-    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 673, 460),
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 126_900, 98_000),
+    Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 672, 460),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
     Budget("fields of a trajectory", lambda: len(Trajectory.__struct_fields__), 25, 25),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollweave.runtime.preflight.model import _transformers
+from rollweave.runtime.preflight.site import Site
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.schema.training import (
@@ -256,7 +257,7 @@ def test_a_model_that_also_sees_takes_no_adapters(tmp_path: Path, name: str) -> 
     config = make_config(lora={"targets": ["q_proj"]})
     model = config.model.model_copy(update={"path": str(path), "scratch": None})
     config = config.model_copy(update={"model": model})
-    check = _transformers(config, read_any_shape(path), elsewhere=False)
+    (check,) = _transformers(config, read_any_shape(path), Site())
     assert check.name == "lora"
     assert "must be left out for a model whose layers have other names" in check.detail
 

@@ -301,7 +301,7 @@ def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_
 def test_bfloat16_computes_where_the_cpu_can_and_publishes_in_bfloat16(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    monkeypatch.setattr("rollweave.io.cpu.has_bfloat16", lambda: native)
+    monkeypatch.setattr("rollweave.io.machine.has_bfloat16", lambda: native)
     full = trained(new_trainer(model_dir, tmp_path / "full"), make_batch())
     config = make_config()
     config = config.model_copy(

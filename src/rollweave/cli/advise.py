@@ -13,14 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import err, out
+from rollweave.io.machine import cores
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.preflight.checks import human_seconds
-from rollweave.runtime.preflight.machine import cores
-from rollweave.runtime.preflight.memory import rank_parts
 from rollweave.schema.base import Struct
 from rollweave.schema.config.loading import load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import human_seconds
 from rollweave.sim.advise import Advice, Pool, Splits, search
 from rollweave.sim.candidates import Candidate, EngineGroup, Prediction, fastest_first, limit
 from rollweave.sim.families import FAMILIES
@@ -30,6 +29,7 @@ from rollweave.sim.models import model
 from rollweave.sim.rerun import Reruns
 from rollweave.sim.trial import trials_in
 from rollweave.sim.world import PROFILE, section, workloads_of
+from rollweave.train.needs import rank_needs
 from rollweave.weights.checkpoint import ModelShape
 
 LIMITS = {
@@ -290,16 +290,10 @@ def rank_bytes(config: RunConfig) -> int:
         head_dim=shape.head_dim,
         ffn=shape.ffn,
         context=config.max_tokens,
-        eps=1e-6,
         tied=shape.tied,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         qk_norm=True,
-        inv_freq=(),
-        eos_token_ids=(),
     )
-    return sum(part.nbytes for part in rank_parts(config, sizes, rank=0) if part.on_device)
+    return sum(need.nbytes for need in rank_needs(config, sizes, rank=0) if need.on_device)
 
 
 # The answer.

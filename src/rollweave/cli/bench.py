@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli.console import FAILED, err, out
+from rollweave.io.machine import describe
 from rollweave.package import DIRECTORY
-from rollweave.runtime.preflight.machine import describe
 from rollweave.schema.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import torch
 import typer
 
 from rollweave.cli.console import FAILED, out
-from rollweave.io.cpu import describe_computation
 from rollweave.io.extras import (
     DISTRIBUTIONS,
     EXTRAS,
@@ -23,10 +22,11 @@ from rollweave.io.extras import (
     how_to_install_distribution,
     missing_from,
 )
-from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, show, warn
-from rollweave.runtime.preflight.machine import cores, gpu_memory, memory_bytes
+from rollweave.io.machine import cores, describe_computation, gpu_memory, memory_bytes
+from rollweave.runtime.preflight.checks import Check, fail, failures, ok, show, warn
 from rollweave.runtime.sinks import PACKAGES
 from rollweave.sandbox.cgroups import WITHOUT, unbounded
+from rollweave.schema.text import human_bytes
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY = 4 << 30

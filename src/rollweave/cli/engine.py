@@ -24,18 +24,17 @@ from rollweave.engine.clients.process import in_process
 from rollweave.engine.clients.remote_prefill import RemotePrefill
 from rollweave.engine.clients.server import EngineServer
 from rollweave.io.child import child_of
-from rollweave.io.cpu import describe_computation
 from rollweave.io.http.access import ADDRESS, Access
 from rollweave.io.http.guard import Guard, kept_token
 from rollweave.io.http.listening import listening
 from rollweave.io.locked_folders import temporary_folder
+from rollweave.io.machine import describe_computation, gpu_memory
 from rollweave.io.reading import read_json
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.text import TextCodec
 from rollweave.rollout.gateway.front import ServingFront
 from rollweave.runtime.hosts.agent import HostAgent, Permissions
 from rollweave.runtime.hosts.resources import devices as gpus
-from rollweave.runtime.preflight.machine import gpu_memory
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
 from rollweave.schema.errors import ConfigError, EngineLostError, HostError

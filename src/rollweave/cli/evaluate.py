@@ -19,13 +19,14 @@ from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.record.summary import Summary
 from rollweave.runtime import launch
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import human_seconds, must_pass
+from rollweave.runtime.preflight.checks import must_pass
 from rollweave.schema.config.loading import load, loads
 from rollweave.schema.config.model import ModelConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.training import EVAL_EPISODES, EvalConfig, WarmupConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.serving import COLDEST
+from rollweave.schema.text import human_seconds
 
 DIRECTORY = "evaluations"
 """Subdirectory of a run for its evaluations, each of which is a run directory."""
@@ -63,7 +64,7 @@ def evaluate(
     """
     subject = subject_of(target, env=env, overrides=overrides, checkpoint=checkpoint)
     config = evaluation_config(subject, episodes=episodes, temperature=temperature)
-    planned = dryrun.plan(config, fresh=True, deep=False, trains=False)
+    planned = dryrun.plan(config, fresh=True, deep=False)
     must_pass(planned.checks)
     config = planned.config
     clear(config)

@@ -7,8 +7,8 @@ from rich.markup import escape
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
 from rollweave.record.export import SUFFIXES, Export
-from rollweave.runtime.preflight.checks import human_bytes
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import human_bytes
 
 
 def export(name: str, *, format_: str, output: Path | None) -> None:

@@ -10,9 +10,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollweave.runtime.preflight.checks import human_bytes
 from rollweave.runtime.preflight.layout import COMFORT, RELAY, Layout, Memory, Process
-from rollweave.runtime.preflight.memory import Part
+from rollweave.schema.needs import Need
+from rollweave.schema.text import human_bytes
 
 BAR = 10
 """Number of characters of a bar that shows how full a memory is."""
@@ -28,11 +28,11 @@ def show_layout(layout: Layout, console: Console) -> None:
     _title(f"{len(layout.processes)} processes", console)
     console.print(_processes(layout))
     _title("memory of one process, estimated", console)
-    console.print(_parts(layout))
+    console.print(_needs(layout))
     if layout.memories:
         _title("memory that all of them need", console)
         console.print(_memories(layout.memories))
-        if any(part.in_turn for process in layout.processes for part in process.parts):
+        if any(need.in_turn for process in layout.processes for need in process.needs):
             console.print(
                 "\n[dim]Engines and trainer ranks take turns: the larger of their needs counts.[/]"
             )
@@ -81,7 +81,7 @@ def _processes(layout: Layout) -> Table:
                 for process in alike
                 for index in process.devices
             )
-            in_turn = any(part.in_turn for part in first.parts)
+            in_turn = any(need.in_turn for need in first.needs)
             how = "in turn" if in_turn else "[yellow]shared[/]"
             row.append(f"{_devices(alike)} {how}" if shared else _devices(alike))
             row.append(_times(count, first.device_bytes))
@@ -90,7 +90,7 @@ def _processes(layout: Layout) -> Table:
     return table
 
 
-def _parts(layout: Layout) -> Table:
+def _needs(layout: Layout) -> Table:
     table = _table("process")
     table.add_column("where", no_wrap=True)
     table.add_column("each", justify="right", no_wrap=True)
@@ -100,23 +100,23 @@ def _parts(layout: Layout) -> Table:
         kinds.setdefault((process.kind, process.group), []).append(process)
     for members in kinds.values():
         for on_device in (True, False):
-            by_parts: dict[tuple[Part, ...], list[Process]] = {}
+            by_needs: dict[tuple[Need, ...], list[Process]] = {}
             for process in members:
-                by_parts.setdefault(_parts_of(process, on_device), []).append(process)
-            for parts, alike in by_parts.items():
-                if len(parts) > 1:
+                by_needs.setdefault(process.of(on_device=on_device), []).append(process)
+            for needs, alike in by_needs.items():
+                if len(needs) > 1:
                     table.add_row(
                         escape(_named(alike)),
                         "GPU" if on_device else "host",
-                        human_bytes(sum(part.nbytes for part in parts if not part.at_restart)),
-                        _Items([_item(part) for part in parts]),
+                        human_bytes(sum(need.nbytes for need in needs if not need.at_restart)),
+                        _Items([_item(need) for need in needs]),
                     )
     return table
 
 
-def _item(part: Part) -> str:
-    beside = " (beside engines, not in this sum)" if part.at_restart else ""
-    return f"{part.what} {human_bytes(part.nbytes)}{beside}"
+def _item(need: Need) -> str:
+    beside = " (beside engines, not in this sum)" if need.at_restart else ""
+    return f"{need.what} {human_bytes(need.nbytes)}{beside}"
 
 
 class _Items:
@@ -137,10 +137,6 @@ class _Items:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(max(map(len, self._items)), len(" ".join(self._items)))
-
-
-def _parts_of(process: Process, on_device: bool) -> tuple[Part, ...]:
-    return tuple(part for part in process.parts if (process.on_gpu and part.on_device) == on_device)
 
 
 def _memories(memories: Sequence[Memory]) -> Table:

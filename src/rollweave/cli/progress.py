@@ -23,8 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollweave.record.summary import cut_turns_line, headline_figures, scheduling_line
-from rollweave.runtime.preflight.checks import human_seconds
-from rollweave.schema.text import shortened
+from rollweave.schema.text import human_seconds, shortened
 
 REFRESH_PER_S = 4
 """Maximum number of redraws of the panel in a second."""

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
 from rollweave.record.report.page import write_report
-from rollweave.runtime.preflight.checks import human_bytes
+from rollweave.schema.text import human_bytes
 
 
 def report(name: str) -> None:

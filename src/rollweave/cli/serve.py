@@ -9,7 +9,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.io.http.access import ON_LOOPBACK, Access
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.preflight.service import examine_service
+from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.model import ModelConfig

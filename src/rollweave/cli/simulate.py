@@ -24,11 +24,11 @@ from rollweave.record.summary import (
     weights_line,
     workers_line,
 )
-from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import human_seconds
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.hosts import NO_POOL
 from rollweave.sim.lending import Latencies

@@ -25,9 +25,9 @@ from rollweave.record.transcript import (
     transcript,
     versions,
 )
-from rollweave.runtime.preflight.checks import human_seconds
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.packing import as_json
+from rollweave.schema.text import human_seconds
 from rollweave.schema.work import (
     Purpose,
     SegmentKind,

@@ -27,11 +27,12 @@ from rollweave.record.summary import (
 from rollweave.runtime import launch
 from rollweave.runtime.checkpoints import Checkpoints
 from rollweave.runtime.preflight import dryrun
-from rollweave.runtime.preflight.checks import Status, forced, human_seconds, must_pass, show
+from rollweave.runtime.preflight.checks import Status, forced, must_pass, show
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.schema.config.loading import load_hosts
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.text import human_seconds
 
 
 def train(

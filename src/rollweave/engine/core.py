@@ -35,8 +35,8 @@ from rollweave.engine.request_state import RequestState, validate
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.engine.staging import WeightStaging, read_beside
-from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
+from rollweave.io.machine import computed_dtype
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     EngineReply,

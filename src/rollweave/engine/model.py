@@ -9,7 +9,6 @@ base takes adapters instead, and adds them to the weights of the base
 (`weights/adapters.py`).
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -242,7 +241,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """The size of one version of the parameters."""
-        return self.parameters * self.dtype.itemsize
+        return self.shape.parameters() * self.dtype.itemsize
 
     # Computation
 
@@ -331,10 +330,6 @@ class Decoder:
         """
         angles = torch.arange(length, device=self.device).float()[:, None, None] * self._inv_freq
         self._rotations = torch.polar(torch.ones_like(angles), angles)
-
-    @property
-    def parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.shape.tensors().values())
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ those that choose a checkpoint.
 import functools
 import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from rollweave.envs.process import EnvProcesses, ProcessEnv, score_in_process
 from rollweave.envs.protocol import EnvSpec
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.threads import EnvThread, EnvThreads, call_inline, needs_thread
+from rollweave.sandbox.base import HOST, is_reference
 from rollweave.schema.base import TaskId, copied, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
@@ -271,14 +272,12 @@ class TaskSource:
         Raises ConfigError if a domain has none.
         """
         rng, names = random.Random(mix(seed, "transcripts")), list(self._domains)
-        hooks = {
-            name: getattr(resolve(domain.env), "transcript", None)
-            for name, domain in self._domains.items()
-        }
-        for name, hook in hooks.items():
-            if hook is None:
+        hooks: dict[str, Any] = {}
+        for name, domain in self._domains.items():
+            hooks[name] = getattr(resolve(domain.env), "transcript", None)
+            if hooks[name] is None:
                 raise ConfigError(
-                    f"warmup.steps must be 0 where an environment has no transcript(), got {name!r}"
+                    f"env must have transcript() if warmup.steps is set, {domain.env} has none"
                 )
         weights = [(name, 1.0) for name in names]
         drawn: dict[str, int] = {}
@@ -286,7 +285,7 @@ class TaskSource:
             name = next_domain(weights, drawn)
             drawn[name] = drawn.get(name, 0) + 1
             options = copied(self._domains[name].options)
-            yield hooks[name](random.Random(rng.getrandbits(64)), options)  # type: ignore[misc]
+            yield hooks[name](random.Random(rng.getrandbits(64)), options)
 
     def _domain(self, name: str) -> TaskConfig:
         if name not in self._domains:
@@ -308,6 +307,20 @@ class TaskSource:
         if wrong:
             raise ConfigError(
                 f"{method} of environment {domain.env!r} must return a list of non-empty strings, "
-                f"got {wrong[0]!r}"
+                f"got {wrong[0]!r:.80}"
             )
         return words
+
+
+def images_of(env: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the images of a handler's sandboxes, as far as they are known before the
+    run: those that its class method `images` lists, or its option `image`. Raises
+    ConfigError, and what `images` raises.
+    """
+    if not is_handler(env):
+        return ()
+    method = getattr(resolve(env), "images", None)
+    if method is not None:
+        return tuple(image for image in method(copied(options)) if image != HOST)
+    image = options.get("image")
+    return (image,) if isinstance(image, str) and is_reference(image) else ()

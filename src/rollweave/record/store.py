@@ -49,6 +49,12 @@ hand, large enough that segments are few.
 """
 
 
+STORED_TOKEN_BYTES = 16
+"""Bytes of one token in the store, about: id, log-prob, and its share of the
+segments.
+"""
+
+
 class StoreError(RollweaveError):
     """A trajectory that should be in the store is missing."""
 

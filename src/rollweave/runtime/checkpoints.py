@@ -11,11 +11,17 @@ from, and the journal records it.
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from rollweave.io.disk import REPLACED_SUFFIX, replace_directory
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.weights import NUMBER_BYTES
+from rollweave.weights.checkpoint import ModelShape, gguf_of
+from rollweave.weights.needs import trained_parameters
 
 UNFINISHED = "step-*.partial-*"
 """Pattern of the directories that a trainer was writing when it was killed
@@ -35,10 +41,25 @@ EXPORT = "hf"
 """
 
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""Form of the names of models on the hub, which relative paths may have too."""
+
+KEPT = 3
+"""Number of checkpoints on disk: the newest, the best, and the one being written."""
+
+
 def is_model(path: Path) -> bool:
     """True if the path is a directory with a model in Hugging Face format."""
     # unlike os.path.isfile, Path.is_file raises for invalid names
     return os.path.isfile(path / "config.json")
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the disk space of a run's checkpoints, each with trained weights and
+    moments in float32, and an export in the model's format.
+    """
+    numbers = 3 * trained_parameters(config, shape) + shape.parameters()
+    return KEPT * numbers * NUMBER_BYTES["float32"]
 
 
 class Checkpoints:
@@ -144,3 +165,39 @@ class Checkpoints:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(self.path(step).relative_to(self.directory.parent))
         fresh.replace(link)
+
+
+def model_directory(path: str) -> Path:
+    """Return the directory of a model in Hugging Face format, at `path`.
+
+    Raises ConfigError, which names the model where `path` is a run or a checkpoint of
+    one.
+    """
+    directory = Path(path)
+    rule = f"model.path must be a folder with config.json, got {path}"
+    if how := gguf_of(directory):
+        raise ConfigError(f"{rule}; {how}")
+    if not os.path.isdir(directory):
+        hub = (
+            f"; for a model of the hub: hf download {path} --local-dir DIR"
+            if HUB_NAME.fullmatch(path) and not os.path.exists(directory.parent)
+            else ""
+        )
+        raise ConfigError(f"model.path must be a checkpoint directory, got {path!r}{hub}")
+    if is_model(directory):
+        return directory
+    if is_model(directory / EXPORT):
+        raise ConfigError(f"{rule}, a checkpoint of a run: its model is {directory / EXPORT}")
+    run = Checkpoints(directory / "checkpoints")
+    if run.steps():
+        model = run.model()
+        its = f"its model is {model}" if model is not None else "none of its checkpoints has one"
+        raise ConfigError(f"{rule}, a run: {its}")
+    siblings = Checkpoints(directory.parent)
+    if directory in map(siblings.path, siblings.steps()):
+        models = ", ".join(str(siblings.export(step)) for step in siblings.exported()) or "none"
+        raise ConfigError(
+            f"{rule}, a checkpoint of a run, which has no model; those of the run that have one: "
+            f"{models}"
+        )
+    raise ConfigError(rule)

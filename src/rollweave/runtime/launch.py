@@ -17,10 +17,8 @@ from rollweave.core.core import Core
 from rollweave.core.mechanisms.membership.bindings import groups_on_gpus
 from rollweave.core.mechanisms.membership.members import engines_to_start, first_engines
 from rollweave.core.policy.gaps import max_gap
-from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.envs.rules import named
 from rollweave.envs.tasks import TaskSource
-from rollweave.io.extras import how_to_install
 from rollweave.record.identity import Identity, model_digests, write_identity
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, account_line, outcome_line, summarize, write_summary
@@ -30,7 +28,7 @@ from rollweave.runtime.hosts.permissions import programs_of
 from rollweave.runtime.hosts.serverless import check_platform, deployed
 from rollweave.runtime.life import Life, Records, begun, machine_of, recorded, wired
 from rollweave.runtime.metrics import Metrics, Progress, Silent
-from rollweave.runtime.preflight.checks import FORCED, forced, must_pass
+from rollweave.runtime.preflight.checks import FORCED, Status, forced, must_pass
 from rollweave.runtime.preflight.environments import Declared
 from rollweave.runtime.preflight.examiner import declared_by
 from rollweave.runtime.preflight.model import check_joined
@@ -38,7 +36,7 @@ from rollweave.runtime.processes import Processes
 from rollweave.runtime.recover import lost, model_dir
 from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.runtime.sinks import open_sinks
-from rollweave.runtime.supervisors.relays import missing_extra
+from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.runtime.tasks import Tasks
 from rollweave.runtime.world import World
 from rollweave.schema.commands import Warn
@@ -72,10 +70,7 @@ def train(
     valid, and `resume` continues from them. Other failures of the run itself are in the
     summary's `error`.
     """
-    if (extra := missing_extra(config.weights)) is not None:
-        raise ConfigError(
-            f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none"
-        )
+    check_transport(config)
     check_installed(config)
     check_platform(config)
     if inproc and config.cluster is not None:
@@ -158,20 +153,16 @@ class _Start:
         """Raise `ConfigError` if the hosts that have joined lack memory, or if a pool
         that is needed has no host. This machine was checked before the run.
         """
-        empty = empty_pools(self._config.pools, present.values())
-        needed = unserved(self._config, empty)
-        if needed:
-            raise ConfigError("\n".join(f"{pool.field} {pool.describe()}" for pool in needed))
-        for pool in empty:
-            self._show(Warn(component=pool.field, message=f"{pool.describe()}: it has no host yet"))
         # in a thread, since it may import torch, which takes seconds
         words = self._declared.words
         checks = await asyncio.to_thread(check_joined, self._config, words, present)
-        if self._force:
-            checks = forced(checks)
-            for check in checks:
-                if check.name == FORCED:
-                    self._show(Warn(component=FORCED, message=check.detail))
+        checks = forced(checks) if self._force else checks
+        for check in checks:
+            if check.name == FORCED:
+                self._show(Warn(component=FORCED, message=check.detail))
+            elif check.name.startswith("pools.") and check.status is Status.WARN:
+                text = f"{check.detail}: it has no host yet"
+                self._show(Warn(component=check.name, message=text))
         must_pass(checks)
 
     async def _run_on(

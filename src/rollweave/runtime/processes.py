@@ -6,7 +6,6 @@ Only this module decides what runs in which process, with which share of its hos
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +16,7 @@ from rollweave.engine.clients.process import in_process
 from rollweave.engine.servers.attached import holder_name, server_token
 from rollweave.record.identity import run_id
 from rollweave.record.rundir import RunDir
-from rollweave.runtime.hosts.hosts import Hosts
+from rollweave.runtime.hosts.hosts import LOOPBACK, Hosts
 from rollweave.runtime.links.relay import OpenRelay
 from rollweave.runtime.links.relay import in_process as relay_in_process
 from rollweave.runtime.links.trainer import (
@@ -85,13 +84,6 @@ class Processes:
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self.hosts = hosts
         self._on_ready = on_ready
-        # placement by length rank, allocation and consolidation need the measured cost
-        # of steps
-        self._profiles = (
-            scheduling(config.rollout, config.ablation).by_rank
-            or config.allocation is not None
-            or config.rollout.mode is ModeName.DECOUPLED
-        )
         self.model_dir = model_dir(config, run)
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.model_dir.exists():
@@ -100,33 +92,9 @@ class Processes:
     def engine(self, slot: EngineSlot, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
         engine_id, watchdog = slot.id, self._config.watchdog
-        host = self.hosts.host(slot.host)
-        engines = self._config.engines[slot.group]
-        kind = engines.server
-        device = self._config.model.device
-        if kind is not None and device == "auto":
-            device = "cuda" if slot.devices else "cpu"  # the engine's process has no torch
-        spec = EngineSpec(
-            id=engine_id,
-            model=str(self.model_dir),
-            device=device,
-            dtype=self._config.model.dtype,
-            threads=slot.degree,
-            max_slots=engines.max_slots,
-            kv_tokens=engines.kv_tokens,
-            block_tokens=BLOCK_TOKENS,
-            prefill_chunk_tokens=engines.prefill_chunk_tokens,
-            prefix_cache="prefix_cache" not in self._config.ablation.without,
-            deterministic=engines.deterministic,
-            version=self._version,
-            profile=self._profiles,
-            # not in a service, whose engines serve the model's own weights
-            released=self._config.trainer.colocated and self._version < 0,
-            kv_host=host.address,
-            cuda_graphs="cuda_graphs" not in self._config.ablation.without,
-            lora_scale=None if self._config.lora is None else self._config.lora.scale,
-            routes=self._config.algorithm.routing_replay,
-            server=server_spec(self._config, engines, degree=slot.degree, directory=self._run.path),
+        host, kind = self.hosts.host(slot.host), self._config.engines[slot.group].server
+        spec = engine_spec(
+            self._config, self._run, slot, version=self._version, kv_host=host.address
         )
         if self._inproc and kind is None:
             # torch stays out of a controller that does not need it
@@ -233,14 +201,55 @@ def _share(threads: int, devices: tuple[int, ...]) -> Share:
     return Share(threads=threads, devices=devices or None)
 
 
-def server_spec(
-    config: RunConfig, group: EngineConfig, *, degree: int, directory: Path
-) -> ServerSpec | None:
-    """Return the inference server of an engine of this group and degree; None if the
-    engine is embedded. `directory` is the run's.
+def engine_spec(
+    config: RunConfig,
+    run: RunDir,
+    slot: EngineSlot,
+    *,
+    version: int = -1,
+    kv_host: str = str(LOOPBACK),
+) -> EngineSpec:
+    """Return the settings of an engine, which listens for KV at `kv_host`. `version` is
+    the version that it reports for the model's own weights.
 
     Raises FieldError if the token of a server that already runs cannot be read.
     """
+    group, without = config.engines[slot.group], config.ablation.without
+    device = config.model.device
+    if group.server is not None and device == "auto":
+        device = "cuda" if slot.devices else "cpu"  # the engine's process has no torch
+    return EngineSpec(
+        id=slot.id,
+        model=str(model_dir(config, run)),
+        device=device,
+        dtype=config.model.dtype,
+        threads=slot.degree,
+        max_slots=group.max_slots,
+        kv_tokens=group.kv_tokens,
+        block_tokens=BLOCK_TOKENS,
+        prefill_chunk_tokens=group.prefill_chunk_tokens,
+        prefix_cache="prefix_cache" not in without,
+        deterministic=group.deterministic,
+        version=version,
+        # placement by length rank, allocation and consolidation need the measured cost
+        # of steps
+        profile=scheduling(config.rollout, config.ablation).by_rank
+        or config.allocation is not None
+        or config.rollout.mode is ModeName.DECOUPLED,
+        # not in a service, whose engines serve the model's own weights
+        released=config.trainer.colocated and version < 0,
+        kv_host=kv_host,
+        cuda_graphs="cuda_graphs" not in without,
+        lora_scale=None if config.lora is None else config.lora.scale,
+        routes=config.algorithm.routing_replay,
+        server=_server_spec(config, group, slot, run),
+    )
+
+
+def _server_spec(
+    config: RunConfig, group: EngineConfig, slot: EngineSlot, run: RunDir
+) -> ServerSpec | None:
+    """Return the inference server of an engine; None if it is embedded."""
     if group.server is None:
         return None
     attached: dict[str, Any] = {}
@@ -249,7 +258,7 @@ def server_spec(
         attached = {
             "addresses": group.address,
             "token": server_token(group.token_env),
-            "holder": holder_name(directory),
+            "holder": holder_name(run.path),
             "context": config.max_tokens,
         }
     return ServerSpec(
@@ -257,7 +266,7 @@ def server_spec(
         python=group.python,
         args=group.args,
         scaled_logprobs=config.scales_logprobs,
-        degree=degree,
+        degree=slot.degree,
         start_s=config.watchdog.start_s,
         moves_kv=group.phase != "both",
         control_s=config.watchdog.weights_s / 2,

@@ -2,7 +2,8 @@
 
 Python's strings may hold lone surrogates: from a file name that is not UTF-8, from
 JSON's escapes, from a slice of UTF-16. No encoder accepts them. So text is made valid
-where it enters, and all code behind that boundary can rely on it.
+where it enters, and all code behind that boundary can rely on it. Also: sizes,
+durations and similar names, as people read them.
 """
 
 import difflib
@@ -110,3 +111,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def human_bytes(count: float) -> str:
+    """Format a size, such as `3.4 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Format a duration, such as `35 ms`, `7.5 s`, `2 min 05 s` or `3 h 12 min`."""
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rollweave.io.cpu import computed_dtype
+from rollweave.io.machine import computed_dtype
 from rollweave.schema.config.algorithm import OF_CRITIC
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError

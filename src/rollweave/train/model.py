@@ -29,13 +29,11 @@ from rollweave.train.distributed import (
 )
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
 from rollweave.train.lora import AdaptedLinear, NewAdapters
+from rollweave.train.needs import MAX_LOGITS
 from rollweave.train.packing import Packed, to_grid
 from rollweave.weights.adapters import layer_of
 from rollweave.weights.checkpoint import ModelShape, read_rows_of, read_shape, read_sizes
 from rollweave.weights.views import StoredTensors
-
-MAX_LOGITS = 1 << 26
-"""Maximum logits held at once (elements, 256 MB in fp32)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,14 +14,10 @@ import torch
 from rollweave.train.distributed import RankGroup, sync_gradients
 from rollweave.train.loading import TrainedModel
 from rollweave.train.model import Reference, Scores
+from rollweave.train.needs import CACHE_TOKENS
 from rollweave.train.packing import Example, pack, split_micro_batches
 from rollweave.train.rows import balance
 from rollweave.train.tensor_parallel import sync_tensor_group
-
-CACHE_TOKENS = 2048
-"""Maximum tokens of one pass on a CPU: beyond that, a small model's activations leave
-the cache (1.6 times slower at 16384).
-"""
 
 LossOf = Callable[[list[int], Scores], torch.Tensor]
 """Computes the loss from indices of examples and the concatenated scores of their

@@ -63,7 +63,9 @@ def build_checkpoint(
     from safetensors.torch import save_file
 
     tokenizer = build_tokenizer(words)
-    config = _model_config(scratch, tokenizer, context, head_dim)
+    vocab = tokenizer.get_vocab_size()
+    shape = scratch_shape(scratch, vocab, context=context, head_dim=head_dim)
+    config = _model_config(shape, tokenizer)
     with new_directory(path) as directory:
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         tensors = _random_weights(read_shape(directory), init_std=INIT_STD, seed=seed)
@@ -74,25 +76,43 @@ def build_checkpoint(
         )
 
 
-def _model_config(
-    scratch: ScratchModel, tokenizer: Tokenizer, context: int, head_dim: int
-) -> dict[str, object]:
+def scratch_shape(
+    scratch: ScratchModel, vocab: int, *, context: int, head_dim: int = HEAD_DIM
+) -> ModelShape:
+    """Return the shape of the model that `[model.scratch]` builds with `vocab`
+    tokens.
+    """
+    return ModelShape(
+        vocab=vocab,
+        hidden=scratch.hidden,
+        layers=scratch.layers,
+        heads=scratch.hidden // head_dim,
+        kv_heads=scratch.hidden // head_dim // 2,
+        head_dim=head_dim,
+        ffn=scratch.ffn,
+        context=context,
+        tied=True,
+        qk_norm=True,
+    )
+
+
+def _model_config(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": scratch.hidden,
-        "num_hidden_layers": scratch.layers,
-        "num_attention_heads": scratch.hidden // head_dim,
-        "num_key_value_heads": scratch.hidden // head_dim // 2,
-        "head_dim": head_dim,
-        "intermediate_size": scratch.ffn,
-        "max_position_embeddings": context,
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "max_position_embeddings": shape.context,
         "initializer_range": INIT_STD,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "attention_bias": False,
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": shape.eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
         "bos_token_id": None,
         "eos_token_id": tokenizer.token_to_id(TURN_END),

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.model import MAX_LOGITS, Reference, Scores, scores_in_parts, scores_of
+from rollweave.train.model import Reference, Scores, scores_in_parts, scores_of
+from rollweave.train.needs import MAX_LOGITS
 from rollweave.train.packed_attention import IMPLEMENTATION, packed_rows
 from rollweave.train.packing import Packed
 from rollweave.train.routing import Replay

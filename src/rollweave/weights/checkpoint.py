@@ -67,14 +67,14 @@ class ModelShape:
     head_dim: int
     ffn: int
     context: int
-    eps: float
-    tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    inv_freq: tuple[float, ...]
-    eos_token_ids: tuple[int, ...]
+    eps: float = 1e-6
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    inv_freq: tuple[float, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
     sizes: Mapping[str, tuple[int, ...]] | None = None
     """The checkpoint's tensors, for an architecture that this package does not
     compute.
@@ -117,6 +117,16 @@ class ModelShape:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
         return shapes
+
+    def parameters(self) -> int:
+        """Return the number of the model's weights."""
+        return sum(map(math.prod, self.tensors().values()))
+
+    def kv_bytes(self, width: int) -> int:
+        """Return the bytes of one token's keys and values in numbers of `width`
+        bytes.
+        """
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise WeightsError unless `shapes`, by name, are those of this model's
@@ -244,13 +254,6 @@ def read_any_shape(directory: Path) -> ModelShape:
             experts * int(config.get("num_experts_per_tok") or 1),
         ),
         context=int(config.get("max_position_embeddings", 2048)),
-        eps=0.0,
-        tied=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        inv_freq=(),
         eos_token_ids=_eos(directory, config),
         sizes=read_sizes(directory),
     )

@@ -407,7 +407,7 @@ def test_a_pool_without_a_host_is_named(tmp_path: Path, agents: Agents) -> None:
     config = config_of(tmp_path, agents, hosts=1, pools=POOLS, engines={"pool": "bandwidth"})
     agents.start("a", resource="H800")
     with pytest.raises(
-        ConfigError, match=r"pools\.bandwidth\.resource must be .* \(H800\), got 'H20'"
+        ConfigError, match=r"pools\.bandwidth\.resource: must be .* \(H800\), got 'H20'"
     ):
         run(config)
     assert agents.statuses() == {"a": 0}

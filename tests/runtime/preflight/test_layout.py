@@ -9,18 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.runtime.preflight.checks import Status
-from rollweave.runtime.preflight.layout import (
-    Layout,
-    check_layout,
-    described,
-    lay_out,
-    this_machine,
-)
-from rollweave.runtime.preflight.memory import scratch_shape
+from rollweave.runtime.preflight.layout import Layout, check_layout, lay_out
+from rollweave.runtime.preflight.site import Site
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.model import ScratchModel
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.hosts import Device, Resources
+from rollweave.train.scratch import scratch_shape
 
 GIB = 1 << 30
 SHAPE = scratch_shape(ScratchModel(hidden=512, layers=4), 32_000, context=1024)
@@ -58,7 +53,7 @@ def host(gpus: int = 0, *, cpus: int = 64, gib: float = 64, **labels: float) -> 
 
 def laid_out(run: RunConfig, hosts: Mapping[str, Resources]) -> tuple[Layout, list[str]]:
     """Return the layout, and the problems of it."""
-    planned = described(run, hosts)
+    planned = Site(described=hosts).hosts(run)
     layout = lay_out(run, SHAPE, planned)
     checks = check_layout(run, layout, planned)
     return layout, [
@@ -102,7 +97,7 @@ def test_only_hosts_with_engines_keep_weights() -> None:
             process.host
             for process in layout.processes
             if process.kind == "relay"
-            and any(part.what == "published weights" for part in process.parts)
+            and any(need.what == "published weights" for need in process.needs)
         ]
 
     roll, spare = host(1, R=1), host()
@@ -151,7 +146,7 @@ def test_relays_on_one_machine_share_its_memory() -> None:
         '[run]\nname = "r"\n[model.scratch]\n[[tasks]]\nenv = "nim"\n[weights]\nrelays = 2\n'
         "[engines]\ncount = 2\n"
     )
-    layout = lay_out(run, SHAPE, this_machine(run))
+    layout = lay_out(run, SHAPE, Site().hosts(run))
     (memory,) = layout.memories
     assert len(memory.users) == len(layout.processes) == 6
     assert {process.host for process in layout.processes} == {"host 0", "host 1"}
@@ -205,10 +200,13 @@ def test_a_full_gpu_and_shared_cores_are_warned_of() -> None:
     layout, _ = laid_out(run, {"a": host(1, T=1), "b": host(1, R=1)})
     on_a = next(one for one in layout.memories if one.host == "a")
     tight = host(1, T=1, cpus=0, gib=on_a.needed / GIB / 0.9)
-    planned = described(run, {"a": tight, "b": host(1, R=1, gib=24)})
+    planned = Site(described={"a": tight, "b": host(1, R=1, gib=24)}).hosts(run)
     checks = list(check_layout(run, lay_out(run, SHAPE, planned), planned))
     warnings = {check.name: check.detail for check in checks if check.status is Status.WARN}
-    assert warnings["cores"] == "a: 1 trainer ranks, 1 threads, share 0 cores"
+    assert (
+        warnings["cores"]
+        == "a: 1 trainer ranks compute with 1 threads on 0 cores, which they share"
+    )
     assert warnings["GPU memory"].endswith("on GPU 0 of a: tight")
 
 
@@ -241,14 +239,14 @@ def test_each_memory_holds_the_parts_of_the_processes_that_use_it(
         for index in [*range(len(one.devices)), None]
     }
     for process in layout.processes:
-        for part in process.parts:
+        for need in process.needs:
             where: int | None = None
-            if cuda and part.on_device and process.devices:
+            if cuda and need.on_device and process.devices:
                 (where,) = process.devices
             if (process.host, where) in needed and not (
-                cuda and part.on_device and not process.devices and process.on_gpu
+                cuda and need.on_device and not process.devices and process.on_gpu
             ):
-                needed[process.host, where] += part.nbytes
+                needed[process.host, where] += need.nbytes
     estimated = {
         (place.host, None if place.device is None else place.device.index): place.needed
         for place in layout.memories
@@ -271,13 +269,13 @@ def test_of_processes_that_take_turns_the_larger_counts(device: str) -> None:
         next(one for one in in_turn.processes if one.kind == kind)
         for kind in ("trainer rank", "engine")
     )
-    kept = [part.what for part in rank.parts if part.on_device and not part.in_turn]
+    kept = [need.what for need in rank.needs if need.on_device and not need.in_turn]
     assert kept == (["CUDA"] if device == "cuda" else ["weights", "optimizer"])
-    given_back = sum(part.nbytes for part in rank.parts if part.in_turn)
-    assert 0 < given_back < sum(part.nbytes for part in engine.parts if part.in_turn)
+    given_back = sum(need.nbytes for need in rank.needs if need.in_turn)
+    assert 0 < given_back < sum(need.nbytes for need in engine.needs if need.in_turn)
     assert apart.memories[0].needed - in_turn.memories[0].needed == given_back
     if device == "cuda":
-        state = sum(part.nbytes for part in rank.parts if part.what in ("weights", "optimizer"))
+        state = sum(need.nbytes for need in rank.needs if need.what in ("weights", "optimizer"))
         assert in_turn.memories[1].needed - apart.memories[1].needed == state
         assert in_turn.memories[0].largest()[1].what == "KV cache"
 
@@ -315,11 +313,11 @@ env = "nim"
         expected: dict[str, int] = {"trainer rank": 0, "engine": 0}
         always = 0
         for user in memory.users:
-            for part in user.parts:
-                if (user.on_gpu and part.on_device) == (memory.device is not None):
-                    always += part.nbytes * (not part.in_turn)
-                    if part.in_turn:
-                        expected["engine" if part.at_restart else user.kind] += part.nbytes
+            for need in user.needs:
+                if (user.on_gpu and need.on_device) == (memory.device is not None):
+                    always += need.nbytes * (not need.in_turn)
+                    if need.in_turn:
+                        expected["engine" if need.at_restart else user.kind] += need.nbytes
         assert memory.needed == always + max(expected.values())
         if memory.device is not None and memory.users:
             assert (memory.host, memory.device.index) in [("a", 0), ("a", 1), ("b", 0)]
@@ -347,10 +345,10 @@ def test_restarted_ranks_have_their_weights_beside_the_engines(ranks: int, gib: 
         next(one for one in layout.processes if one.kind == kind)
         for kind in ("trainer rank", "engine")
     )
-    weights = next(part.nbytes for part in rank.parts if part.what == "weights")
-    restart = sum(part.nbytes for part in rank.parts if part.at_restart)
+    weights = next(need.nbytes for need in rank.needs if need.what == "weights")
+    restart = sum(need.nbytes for need in rank.needs if need.at_restart)
     assert restart == (weights if ranks > 1 else 0)
-    cuda = sum(part.nbytes for part in rank.parts if part.on_device and not part.in_turn)
+    cuda = sum(need.nbytes for need in rank.needs if need.on_device and not need.in_turn)
     needed = engine.device_bytes + cuda + restart
     assert layout.memories[0].needed == needed
     _, problems = laid_out(run, {"a": host(ranks, gib=needed / GIB - gib * weights / GIB / 2)})

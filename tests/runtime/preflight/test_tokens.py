@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.runtime.preflight.tokens import check_tokens, describe_template
+from rollweave.runtime.preflight.prompts import check_tokens, describe_template
 from rollweave.weights.checkpoint import read_shape
 from tests.support.chat_families import checkpoint
 

@@ -43,8 +43,8 @@ from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.planner.batching import StepWork
 from rollweave.engine.thread import Mailbox
-from rollweave.io.cpu import computed_dtype
 from rollweave.io.device import device_named
+from rollweave.io.machine import computed_dtype
 from rollweave.io.threads import yield_to_others
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import (

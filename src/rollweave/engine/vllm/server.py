@@ -7,6 +7,7 @@ no shared memory, however it ends; nothing needs to be installed beside vLLM.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -110,10 +111,8 @@ def _maps_of(pid: int) -> list[str]:
 def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port: int) -> list[str]:
     """Return the server's arguments. The user's come last, and take precedence."""
     degree, context = settings.degree, max_context(spec, shape)
-    kv_heads = -(-shape.kv_heads // degree)
-    width = NUMBER_BYTES[spec.dtype]
+    own = dataclasses.replace(shape, kv_heads=-(-shape.kv_heads // degree))
     kv_tokens = spec.kv_tokens + SPARE_BLOCKS * BLOCK_TOKENS
-    kv_bytes = 2 * shape.layers * kv_heads * shape.head_dim * width * kv_tokens
     ours: dict[str, object] = {
         "model": spec.model,
         "served-model-name": NAME,
@@ -123,7 +122,7 @@ def arguments(spec: EngineSpec, settings: ServerSpec, shape: ModelShape, *, port
         "max-model-len": context,
         "max-num-seqs": spec.max_slots + (TRANSFERS if settings.moves_kv else 0),
         "tensor-parallel-size": degree,
-        "kv-cache-memory-bytes": kv_bytes,
+        "kv-cache-memory-bytes": own.kv_bytes(NUMBER_BYTES[spec.dtype]) * kv_tokens,
         "scheduling-policy": "priority",
         "weight-transfer-config": json.dumps({"backend": NAME}),
         "structured-outputs-config": json.dumps({"backend": GRAMMARS, "enable_in_reasoning": True}),

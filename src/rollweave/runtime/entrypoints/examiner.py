@@ -3,42 +3,14 @@
 `runtime/preflight/examiner.py`.
 """
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.runtime.preflight.checks import fail
-from rollweave.runtime.preflight.environments import (
-    BrokenError,
-    declared_by,
-    examine_domain,
-    examine_rules,
-)
-from rollweave.runtime.preflight.examiner import BEAT_S, Assignment, Beat, Examined
+from rollweave.runtime.preflight.examiner import BEAT_S, Assignment, Beat, examine
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError
-
-
-def examine(assignment: Assignment) -> Iterator[Examined]:
-    """Yield the results, in order."""
-    config = RunConfig.checked(assignment.config)
-    match assignment.what:
-        case "domains":
-            for index in range(assignment.first, len(config.tasks)):
-                with contextlib.chdir("."):  # the user's code may change the directory
-                    domain, checks = examine_domain(config, index, deep=assignment.deep)
-                yield Examined(domain=domain, checks=tuple(checks))
-        case "rules":
-            yield Examined(checks=tuple(examine_rules(config)))
-        case "declared":
-            try:
-                yield Examined(declared=declared_by(config))
-            except (ConfigError, BrokenError) as error:
-                yield Examined(checks=(fail("tasks", str(error)),))
 
 
 def main() -> None:
@@ -51,7 +23,9 @@ def main() -> None:
             time.sleep(BEAT_S)
 
     threading.Thread(target=beat, name="beat", daemon=True).start()
-    for examined in examine(decoder_of(Assignment)(parent.receive())):
+    asked = decoder_of(Assignment)(parent.receive())
+    config = RunConfig.checked(asked.config)
+    for examined in examine(config, what=asked.what, deep=asked.deep, first=asked.first):
         parent.send(encode(examined))
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-from rollweave.runtime.preflight.machine import cores, memory_bytes
+from rollweave.io.machine import cores, memory_bytes
 from rollweave.schema.errors import HostError
 from rollweave.schema.hosts import Device, Resources
 

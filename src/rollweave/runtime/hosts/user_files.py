@@ -23,9 +23,10 @@ from pathlib import Path
 
 from rollweave.envs.registry import reference_of
 from rollweave.sandbox import image_reference, unpacking
+from rollweave.sandbox.image_reference import Reference
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.tasks import TaskConfig
-from rollweave.schema.errors import FieldError, HostError
+from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import UserModule
 
 BYTES = 64 << 20
@@ -107,6 +108,30 @@ def of_worker(reference: str) -> UserFiles:
     if "/" in path:
         return UserFiles(paths=(path,) if _is_below(path) else ())
     return UserFiles(modules=tuple(_module("worker", reference, reference)))
+
+
+def check_image(image: str, reference: Reference) -> None:
+    """Raise ConfigError for an image with files that do not reach the hosts."""
+    recipe = reference.recipe
+    if image.startswith("/"):
+        return
+    relative = [name for name in reference.names() if not name.startswith("/")]
+    for path in (Path(image), *(reference.place / name for name in relative)):
+        path = Path(os.path.normpath(Path.cwd() / path))
+        if not path.is_relative_to(Path.cwd()):
+            raise ConfigError(
+                f"image {image} must have its files below the working directory with [cluster], "
+                f"or be an absolute path, got {path}"
+            )
+    if (
+        recipe is not None
+        and not recipe.base.startswith("/")
+        and (reference.place / recipe.base).is_dir()
+    ):
+        raise ConfigError(
+            f"image {image}: base must be an archive, sha256:DIGEST or an absolute path with "
+            f"[cluster], got the folder {recipe.base}"
+        )
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:

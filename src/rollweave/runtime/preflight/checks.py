@@ -1,14 +1,18 @@
 """Checks and their display, as used by `doctor` and `--dry-run`."""
 
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from rollweave.schema.base import Struct
-from rollweave.schema.errors import ConfigError, FieldError
+from rollweave.schema.errors import ConfigError, FieldError, FieldErrors
+
+P = ParamSpec("P")
 
 FORCED = "--force"
 """Name of the checks whose failure `--force` has overridden."""
@@ -53,6 +57,21 @@ def refused(error: FieldError, within: str = "") -> Check:
     return fail(f"{within}.{error.field}".removeprefix("."), error.problem)
 
 
+def refusing(check: Callable[P, Iterator[Check]]) -> Callable[P, Iterator[Check]]:
+    """Let a check end with a failure for each `FieldError` that it raises."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Iterator[Check]:
+        try:
+            yield from check(*args, **kwargs)
+        except FieldErrors as error:
+            yield from map(refused, error.errors)
+        except FieldError as error:
+            yield refused(error)
+
+    return checked
+
+
 def failures(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status is Status.FAIL]
 
@@ -87,24 +106,3 @@ def show(checks: Sequence[Check], console: Console) -> None:
     for check in checks:
         table.add_row(MARKS[check.status], escape(check.name), escape(check.detail))
     console.print(table)
-
-
-def human_bytes(count: float) -> str:
-    """Format a size, such as `3.4 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def human_seconds(seconds: float) -> str:
-    """Format a duration, such as `35 ms`, `7.5 s`, `2 min 05 s` or `3 h 12 min`."""
-    if seconds < 0.95:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

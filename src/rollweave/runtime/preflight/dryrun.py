@@ -10,11 +10,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.engine.servers.attached import check_servers
 from rollweave.engine.servers.kinds import kind_of
-from rollweave.envs.rules import named
 from rollweave.io.extras import how_to_install
+from rollweave.io.machine import cores
 from rollweave.io.sockets import bound_socket
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.budget import EpisodeStopError
@@ -23,31 +22,42 @@ from rollweave.runtime.hosts.hosts import hosts_here
 from rollweave.runtime.hosts.launchers import check_launcher
 from rollweave.runtime.hosts.serverless import check_platform
 from rollweave.runtime.preflight import examiner
-from rollweave.runtime.preflight.checks import FORCED, Check, fail, must_pass, ok, refused, warn
+from rollweave.runtime.preflight.checks import (
+    FORCED,
+    Check,
+    fail,
+    must_pass,
+    ok,
+    refused,
+    refusing,
+    warn,
+)
 from rollweave.runtime.preflight.environments import (
     REPEATED,
     Declared,
     Domain,
+    drops_overlong,
     examine_domain,
-    examine_rules,
 )
 from rollweave.runtime.preflight.layout import COMPUTED, Layout
-from rollweave.runtime.preflight.machine import cores
 from rollweave.runtime.preflight.model import (
     LEFT_OUT,
+    check_context,
+    check_prompts,
     examine_model,
     without_overlong,
 )
-from rollweave.runtime.processes import server_spec
+from rollweave.runtime.preflight.site import Site
+from rollweave.runtime.processes import engine_spec
 from rollweave.runtime.recover import lost, rebuild
 from rollweave.runtime.sinks import missing_sinks
-from rollweave.runtime.supervisors.relays import missing_extra
+from rollweave.runtime.supervisors.relays import check_transport
 from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError, FieldError
+from rollweave.schema.events import EngineSlot
 from rollweave.schema.hosts import Resources
-from rollweave.schema.serving import EngineSpec
 from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
@@ -55,6 +65,9 @@ UNUSED = "no effect"
 
 SHOWN = (COMPUTED, FORCED, UNUSED, LEFT_OUT, REPEATED)
 """Names of the checks that a real run shows as well."""
+
+PACKAGES = (check_installed, check_platform, check_transport)
+"""Each raises FieldError if a setting needs a package that is not installed."""
 
 REWARD_S = 30.0
 """Maximum seconds for the first reward of a URL or judge, which may have to start."""
@@ -84,14 +97,13 @@ def plan(
     resume: bool = False,
     fresh: bool = False,
     deep: bool = True,
-    trains: bool = True,
     hosts: Mapping[str, Resources] | None = None,
 ) -> Examination:
     """Run all checks, and predict the processes of the run, on `hosts` if they are
     given, even if these have not joined.
 
     `deep` also resets an environment of each domain with a task, which may take time
-    and acquire resources. `trains` is false for an evaluation.
+    and acquire resources.
     """
     rules, domains, domain_checks = _users_code(config, deep=deep)
     config, dropped, measured = without_overlong(config, domains)
@@ -111,15 +123,16 @@ def plan(
         words=tuple(dict.fromkeys(word for domain in domains for word in domain.words)),
         images=tuple(image for domain in domains for image in domain.images),
     )
-    model_checks, layout = examine_model(config, domains, hosts)
+    site = Site(described=hosts)
+    model_checks, layout = examine_model(config, domains, site)
     checks += [
-        *_cpu(config, hosts),
-        *_servers(config, elsewhere=hosts is not None),
+        *_ports(config, site),
+        *_servers(config, site),
         *_restrictions(config, domains),
-        *_rewards(config, elsewhere=hosts is not None),
+        *_packages(config),
+        *_rewards(config, site),
         *_relays(config),
-        *_cluster(config, hosts, declared.images),
-        *_predictor(config),
+        *_cluster(config, site, declared.images),
         *model_checks,
         *_target(config),
         *_conflicts(config),
@@ -127,28 +140,41 @@ def plan(
     return Examination(checks=checks, config=config, layout=layout, declared=declared)
 
 
+def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
+    """Check that the model has room for the longest sequences, unless only registered
+    engines compute them. Leave out overlong prompts, as `leave_out_overlong` does.
+    """
+    if config.serve.engines == "local":
+        must_pass(check_context(config))
+    return leave_out_overlong(config)
+
+
+def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
+    """Drop overlong prompts of domains whose `overlong` is "drop". Return the
+    configuration, and a warning for each of them. Make no other check.
+
+    Raises ConfigError for a domain of which no prompt would be left, and for a model
+    whose tokenizer cannot be read.
+    """
+    domains = list[Domain]()
+    for index, task in enumerate(config.tasks):
+        if drops_overlong(task):
+            with contextlib.chdir("."):  # the user's code may change the directory
+                domain, _ = examine_domain(config, index, deep=False)
+            domains += [domain] if domain is not None else []
+    config, checks, measured = without_overlong(config, domains)
+    must_pass(check_prompts(config, [one for one in domains if one.name not in measured]))
+    return config, checks
+
+
 def _users_code(
     config: RunConfig, *, deep: bool
 ) -> tuple[Sequence[Check], list[Domain], list[Check]]:
-    """Check the functions of `[buffer]` and `[[rewards]]`, and the task domains: in
-    another process if the run has rollout workers, whose controller runs no
-    environment.
-    """
-    rules: Sequence[Check] = ()
-    if config.workers.count:
-        functions = named(config) or any(one.function is not None for one in config.rewards)
-        rules = examiner.examine_rules(config) if functions else ()
-        examined = [(one.domain, one.checks) for one in examiner.examine_domains(config, deep=deep)]
-    else:
-        with contextlib.chdir("."):  # the user's code may change the directory
-            rules = tuple(examine_rules(config))
-        examined = []
-        for index in range(len(config.tasks)):
-            with contextlib.chdir("."):
-                domain, checks = examine_domain(config, index, deep=deep)
-            examined.append((domain, tuple(checks)))
-    domains = [domain for domain, _ in examined if domain is not None]
-    return rules, domains, [check for _, checks in examined for check in checks]
+    """Check the functions of `[buffer]` and `[[rewards]]`, and the task domains."""
+    rules = examiner.examine_rules(config)
+    examined = list(examiner.examine_domains(config, deep=deep))
+    domains = [one.domain for one in examined if one.domain is not None]
+    return rules, domains, [check for one in examined for check in one.checks]
 
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:
@@ -186,68 +212,57 @@ def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: b
 
 
 def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> Iterator[Check]:
-    path = Path(config.run.dir) / config.run.name
-    run = RunDir(path)
+    run = RunDir(Path(config.run.dir) / config.run.name)
     try:
-        run.must_fit()
-    except ConfigError as error:
         if not fresh:
-            yield fail("run.dir", str(error))
-            return
-    if resume:
-        if not run.config.exists():
-            yield fail("run.name", f"{path} must hold a run to resume, found no config.toml")
-            return
-        try:
+            run.must_fit()
+        if resume and run.config.exists():
             run.must_be_writable()
-        except ConfigError as error:
-            yield fail("run.dir", str(error))
-            return
-        if strays := config.strays_from(run.configuration()) if run.journal.exists() else ():
-            yield from (fail("--resume", line) for line in strays)
-            return
-        if not deep:  # the run itself checks the rest before it changes a file
-            yield ok("run.name", f"resumes in {path}")
-            return
-        try:
-            beginning = rebuild(config, run)
-        except (ConfigError, CorruptJournalError) as error:
-            yield from (
-                fail("--resume", line.removeprefix("--resume: "))
-                for line in str(error).splitlines()
-            )
-            return
-        yield ok(
-            "run.name",
-            f"resumes in {path} {lost(beginning).describe()}"
-            if beginning.resumed
-            else f"begins in {path}",
-        )
-        yield from (ok("--resume", f"changed since: {line}") for line in beginning.changes)
-        yield from (warn("--resume", doubt.message) for doubt in beginning.doubts)
+    except ConfigError as error:
+        yield fail("run.dir", str(error))
+        return
+    if resume:
+        yield from _resumed(config, run, deep=deep)
         return
     occupied = run.has_content()
     if occupied and not fresh:
-        yield fail(
-            "run.name",
-            f"{path} holds a run already; continue it with --resume, delete it with "
-            "--fresh, or choose another name",
-        )
+        text = "continue it with --resume, delete it with --fresh, or choose another name"
+        yield fail("run.name", f"{run.path} holds a run already; {text}")
         return
-    parent = path
+    parent = run.path
     while not parent.exists():
         parent = parent.parent
     try:  # create a directory, as the run will: /proc and the like refuse only that
         with tempfile.TemporaryDirectory(dir=parent, prefix=".rollweave-"):
             pass
     except OSError as error:
-        yield fail(
-            "run.dir",
-            f"must be a directory to write to, got {config.run.dir} ({parent}: "
-            f"{error.strerror or error})",
-        )
+        got = f"{config.run.dir} ({parent}: {error.strerror or error})"
+        yield fail("run.dir", f"must be a directory to write to, got {got}")
         return
-    yield ok("run.name", f"{path}{' (the former run is deleted)' if occupied else ''}")
+    yield ok("run.name", f"{run.path}{' (the former run is deleted)' if occupied else ''}")
+
+
+def _resumed(config: RunConfig, run: RunDir, *, deep: bool) -> Iterator[Check]:
+    """Check that the run in this directory can continue with this configuration."""
+    if not run.config.exists():
+        yield fail("run.name", f"{run.path} must hold a run to resume, found no config.toml")
+        return
+    if strays := config.strays_from(run.configuration()) if run.journal.exists() else ():
+        yield from (fail("--resume", line) for line in strays)
+        return
+    if not deep:  # the run itself checks the rest before it changes a file
+        yield ok("run.name", f"resumes in {run.path}")
+        return
+    try:
+        beginning = rebuild(config, run)
+    except (ConfigError, CorruptJournalError) as error:
+        for line in str(error).splitlines():
+            yield fail("--resume", line.removeprefix("--resume: "))
+        return
+    where = f"resumes in {run.path} {lost(beginning).describe()}"
+    yield ok("run.name", where if beginning.resumed else f"begins in {run.path}")
+    yield from (ok("--resume", f"changed since: {line}") for line in beginning.changes)
+    yield from (warn("--resume", doubt.message) for doubt in beginning.doubts)
 
 
 def _sinks(config: RunConfig) -> Iterator[Check]:
@@ -259,18 +274,17 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
             yield ok("run.sinks", name)
 
 
-def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
+def _servers(config: RunConfig, site: Site) -> Iterator[Check]:
     """Check the interpreters that have the engines' servers; those of other hosts are
     checked there.
     """
-    if config.sim is not None or config.cluster is not None or elsewhere:
+    if config.sim is not None or config.cluster is not None or not site.is_here:
         return
     for number, group in enumerate(config.engines):
         if group.address:
-            yield _attached(config, number, group)
+            yield from _attached(config, number, group)
         elif group.server is not None:
-            kind = kind_of(group.server)
-            field = f"engines.{number}.python"
+            kind, field = kind_of(group.server), f"engines.{number}.python"
             try:
                 version = kind.version(
                     group.python,
@@ -282,36 +296,22 @@ def _servers(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
                 yield fail(field, str(error))
 
 
-def _attached(config: RunConfig, number: int, group: EngineConfig) -> Check:
+def _attached(config: RunConfig, number: int, group: EngineConfig) -> Iterator[Check]:
     """Check the servers of a group that the run does not start."""
-    field = f"engines.{number}"
-    directory = Path(config.run.dir) / config.run.name
-    try:
-        server = server_spec(config, group, degree=group.degree, directory=directory)
-    except FieldError as error:
-        return refused(error, field)
-    assert config.model.path is not None, "its server has a checkpoint"
+    field, run = f"engines.{number}", RunDir(Path(config.run.dir) / config.run.name)
+    slot = EngineSlot(id=EngineId(""), degree=group.degree, group=number)
     assert group.server is not None, "the configuration has addresses of servers only"
     kind = kind_of(group.server)
-    spec = EngineSpec(
-        id=EngineId(""),
-        model=str(Path(config.model.path).absolute()),
-        dtype=config.model.dtype,
-        max_slots=group.max_slots,
-        kv_tokens=group.kv_tokens,
-        deterministic=group.deterministic,
-        prefix_cache="prefix_cache" not in config.ablation.without,
-        server=server,
-    )
     try:
-        servers = check_servers(kind, spec)
+        servers = check_servers(kind, engine_spec(config, run, slot))
+    except FieldError as error:
+        yield refused(error, field)
     except ConfigError as error:
-        return fail(f"{field}.address", str(error))
-    detail = ", ".join(
-        f"{kind.name} {about.version} at {url}"
-        for url, about in zip(group.address, servers, strict=True)
-    )
-    return ok(f"{field}.address", detail)
+        yield fail(f"{field}.address", str(error))
+    else:
+        found = zip(group.address, servers, strict=True)
+        detail = ", ".join(f"{kind.name} {about.version} at {url}" for url, about in found)
+        yield ok(f"{field}.address", detail)
 
 
 def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Check]:
@@ -328,16 +328,19 @@ def _restrictions(config: RunConfig, domains: Sequence[Domain]) -> Iterator[Chec
             )
 
 
-def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
-    """Check that functions can be deployed, and ask each URL and judge for a reward. A
-    run that is planned for other hosts asks none.
-    """
-    try:
-        check_platform(config)
-    except FieldError as error:
-        yield refused(error)
+def _packages(config: RunConfig) -> Iterator[Check]:
+    """Check that the packages are installed that settings need."""
+    for check in PACKAGES:
+        try:
+            check(config)
+        except FieldError as error:
+            yield refused(error)
+
+
+def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
+    """Ask each URL and judge for a reward."""
     asked = [(n, one) for n, one in enumerate(config.rewards) if one.function is None]
-    if elsewhere or not asked:
+    if not site.is_here or not asked:
         return
     # most runs need no HTTP client
     from rollweave.rollout.reward_check import check_reward
@@ -356,70 +359,45 @@ def _rewards(config: RunConfig, *, elsewhere: bool) -> Iterator[Check]:
             yield ok(f"{where}.{reward.kind}", f"{reward.name}: {url} answers, with {value:g}")
 
 
-def _predictor(config: RunConfig) -> Iterator[Check]:
-    try:
-        check_installed(config)
-    except FieldError as error:
-        yield refused(error)
-
-
-def _cluster(
-    config: RunConfig, hosts: Mapping[str, Resources] | None, images: Sequence[str]
-) -> Iterator[Check]:
-    cluster = config.cluster
+@refusing
+def _cluster(config: RunConfig, site: Site, images: Sequence[str]) -> Iterator[Check]:
+    cluster, described = config.cluster, site.described
     if cluster is None:
         return
-    where = f" at {cluster.address}" if cluster.address is not None else ""
-    text = f"waits for {cluster.hosts or 'all'} hosts of launcher {cluster.launcher}{where}"
-    if hosts is not None:
-        if cluster.hosts is not None and cluster.hosts > len(hosts):
-            yield fail(
-                "cluster.hosts",
-                f"must be at most the number of hosts described ({len(hosts)}), got "
-                f"{cluster.hosts}",
-            )
-        else:
-            yield ok("cluster", text)
-        return
-    try:
+    if described is None:
         check_launcher(cluster)
         user_files.variables(cluster.env)
         user_files.pack(user_files.of_run(config, images), cluster.files)
         if cluster.address is not None:
-            bound_socket(cluster.host, cluster.port).close()
-    except FieldError as error:
-        yield refused(error)
-    except OSError as error:
-        yield fail(
-            "cluster.address",
-            f"must be a free address of this host, got {cluster.address}: {error}",
-        )
-    else:
-        yield ok("cluster", text)
+            try:
+                bound_socket(cluster.host, cluster.port).close()
+            except OSError as error:
+                got = f"{cluster.address}: {error}"
+                raise FieldError(
+                    "cluster.address", "be a free address of this host", got
+                ) from error
+    elif cluster.hosts is not None and cluster.hosts > len(described):
+        rule = f"be at most the number of hosts described ({len(described)})"
+        raise FieldError("cluster.hosts", rule, cluster.hosts)
+    where = f" at {cluster.address}" if cluster.address is not None else ""
+    hosts = cluster.hosts or "all"
+    yield ok("cluster", f"waits for {hosts} hosts of launcher {cluster.launcher}{where}")
 
 
 def _relays(config: RunConfig) -> Iterator[Check]:
     weights = config.weights
     if not weights.relays:
         return
-    if (extra := missing_extra(weights)) is not None:
-        yield fail(
-            "weights.transport", f"{extra} must be installed ({how_to_install(extra)}), got none"
-        )
     addresses = [host.address for host in hosts_here(weights.relays).by_number.values()]
     try:
         for address in addresses:
             bound_socket(address, 0).close()
     except OSError as error:
-        yield fail(
-            "weights.relays",
-            f"must each have their own loopback address, {address} is not available: {error}",
-        )
+        text = f"must each have their own loopback address, {address} is not available: {error}"
+        yield fail("weights.relays", text)
     else:
-        first, last = addresses[0], addresses[-1]
-        yield ok(
-            "relays", f"{weights.relays} processes on {first} to {last} over {weights.transport}"
-        )
+        where = f"{addresses[0]} to {addresses[-1]}"
+        yield ok("relays", f"{weights.relays} processes on {where} over {weights.transport}")
 
 
 def _target(config: RunConfig) -> Iterator[Check]:
@@ -433,25 +411,14 @@ def _target(config: RunConfig) -> Iterator[Check]:
         yield warn("eval.stop_at", text)
 
 
-def _cpu(config: RunConfig, hosts: Mapping[str, Resources] | None) -> Iterator[Check]:
-    if config.cluster is not None or hosts is not None:
+def _ports(config: RunConfig, site: Site) -> Iterator[Check]:
+    """Check that several ranks on this machine can connect."""
+    if config.cluster is not None or not site.is_here or config.trainer.ranks == 1:
         return
-    trainer, degrees = config.trainer, [slot.degree for slot in first_engines(config)]
-    threads = sum(degrees) + trainer.ranks
-    engines = " + ".join(
-        f"{degrees.count(degree)} engines × {degree}" for degree in dict.fromkeys(degrees)
-    )
-    text = f"{engines} + {trainer.ranks} trainers on {cores()} cores"
-    yield (
-        ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will share cores")
-    )
-    if trainer.ranks > 1:
-        try:
-            bound_socket("127.0.0.1", 0).close()
-        except OSError as error:
-            yield fail(
-                "trainer.ranks",
-                f"must have a local port on which {trainer.ranks} ranks connect, got {error}",
-            )
-        else:
-            yield ok("ports", "trainer ranks connect on a free local port; nothing else listens")
+    try:
+        bound_socket("127.0.0.1", 0).close()
+    except OSError as error:
+        text = f"must have a local port on which {config.trainer.ranks} ranks connect, got {error}"
+        yield fail("trainer.ranks", text)
+    else:
+        yield ok("ports", "trainer ranks connect on a free local port; nothing else listens")

@@ -3,13 +3,14 @@ time.
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import itertools
 import queue
-import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +19,9 @@ import msgspec
 from rollweave.envs.base import Observation
 from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.envs.handlers.sandboxes import NotCachedError, Sandboxes
-from rollweave.envs.images import images_of
-from rollweave.envs.registry import check_options, is_handler, resolve
+from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.rules import named, rule
-from rollweave.envs.tasks import TaskSource
+from rollweave.envs.tasks import TaskSource, images_of
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.handler_episode import declared
@@ -99,43 +99,43 @@ def examine_domain(
     config: RunConfig, index: int, *, deep: bool
 ) -> tuple[Domain | None, list[Check]]:
     """Check `config.tasks[index]`; the domain is None if a check failed."""
-    task = config.tasks[index]
-    where = f"tasks.{index}"
-    checks: list[Check] = []
+    task, where, checks = config.tasks[index], f"tasks.{index}", list[Check]()
     transcripts: tuple[tuple[Message, ...], ...] = ()
+    first, tools = tuple[Message, ...](), tuple[str, ...]()
     try:
-        kind = _guarded(lambda: resolve(task.env), PATIENCE_S, "env must be imported")
-        check_options(task.env, task.options)
+        kind = _guarded(lambda: resolve(task.env), "env must be imported")
+        source = TaskSource(_only(config, task))
         checks.append(ok(f"{where}.env", f"{task.name}: {kind.__module__}.{kind.__qualname__}"))
         images = _guarded(
-            lambda: images_of(task.env, task.options), PATIENCE_S, "images must return the images"
+            lambda: images_of(task.env, task.options), "images must return the images"
         )
         checks += examine_images(config, index, images)
         if failures(checks):
             return None, checks
-        words = _words(kind, "words", task)
-        allowed = _words(kind, "allowed_words", task)
+        words = _guarded(source.words, "words must return words")
+        allowed = _guarded(
+            lambda: source.allowed_words(task.name), "allowed_words must return words"
+        )
         if config.warmup.steps:
-            transcripts, check = _transcripts(kind, task, where)
-            checks.append(check)
-        drawn, repeated = _draw(config, task)
+            transcripts = _transcripts(source, seed=config.run.seed)
+            text = _first_paragraph(kind.transcript)
+            about = text or f"{len(transcripts[0])} messages in a transcript"
+            checks.append(ok(f"{where} warm-up", about))
+        drawn, repeated = _draw(config, source, task.name)
         checks += repeated
         _check_references(config, drawn)
         prompts = _prompts(kind, task)
-        drops = getattr(kind, "drops_overlong", None)
-        first: tuple[Message, ...] = ()
-        tools: tuple[str, ...] = ()
-        if deep and is_handler(task.env):
-            agent, missing = _first_turn(config, task, drawn)
-            first, tools = agent.messages, agent.tools
+        if deep:
+            missing = ""
+            if is_handler(task.env):
+                agent, missing = _first_turn(config, task, drawn)
+                first, tools = agent.messages, agent.tools
+            else:
+                first = _first_observation(config, task, drawn).messages
+            begins = " ".join(message.content for message in first).strip()
+            detail = f"begins with {begins!r:.90}" if first else "its handler starts"
             with_tools = f", with {len(tools)} tools" if tools else ""
-            detail = (
-                f"begins with {_text(first)!r:.90}{with_tools}" if first else "its handler starts"
-            )
-            checks.append(ok(f"{where} task", missing or detail))
-        elif deep:
-            first = _first_observation(config, task, drawn).messages
-            checks.append(ok(f"{where} task", f"begins with {_text(first)!r:.90}"))
+            checks.append(ok(f"{where} task", missing or detail + with_tools))
     except (ConfigError, BrokenError) as error:
         return None, [*checks, fail(where, str(error))]
     domain = Domain(
@@ -146,11 +146,17 @@ def examine_domain(
         limits=task.limits,
         transcripts=transcripts,
         prompts=prompts,
-        drops_overlong=drops is not None and bool(drops(copied(task.options))),
+        drops_overlong=drops_overlong(task),
         first=first,
         tools=tools,
     )
     return domain, checks
+
+
+def drops_overlong(task: TaskConfig) -> bool:
+    """Return whether prompts of the domain that are too long are left out."""
+    hook = getattr(resolve(task.env), "drops_overlong", None)
+    return hook is not None and bool(hook(copied(task.options)))
 
 
 def examine_rules(config: RunConfig) -> Iterator[Check]:
@@ -167,9 +173,7 @@ def examine_rules(config: RunConfig) -> Iterator[Check]:
             continue
         setting, name = f"rewards.{number}.function", reward.function
         try:
-            _guarded(
-                functools.partial(reward_function, name), PATIENCE_S, f"{name} must be imported"
-            )
+            _guarded(functools.partial(reward_function, name), f"{name} must be imported")
         except (ConfigError, BrokenError) as error:
             yield fail(setting, str(error))
         else:
@@ -187,29 +191,7 @@ def declared_by(config: RunConfig) -> Declared:
             ),
         )
 
-    return _guarded(ask, PATIENCE_S, "words and images must be returned")
-
-
-def _text(messages: Sequence[Message]) -> str:
-    return " ".join(message.content for message in messages).strip()
-
-
-def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
-    """Return the words of an optional class method."""
-    method = getattr(kind, name, None)
-    if method is None:
-        return ()
-    words = _guarded(
-        lambda: _iterated(method(copied(task.options))), PATIENCE_S, f"{name} must return words"
-    )
-    wrong = (
-        [words]
-        if isinstance(words, str)
-        else [word for word in words if not isinstance(word, str) or not word]
-    )
-    if wrong:
-        raise BrokenError(f"{name} must return a list of non-empty strings, got {wrong[0]!r:.80}")
-    return tuple(words)
+    return _guarded(ask, "words and images must be returned")
 
 
 def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Message, ...]], ...]:
@@ -219,7 +201,6 @@ def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Messag
         return ()
     prompts = _guarded(
         lambda: [(place, _messages(each)) for place, each in method(copied(task.options))],
-        PATIENCE_S,
         "prompts must return places and messages",
     )
     return tuple(prompts)
@@ -231,39 +212,23 @@ def _messages(given: Iterable[Message]) -> tuple[Message, ...]:
     return msgspec.convert(valid_tree(plain), tuple[Message, ...])
 
 
-def _iterated(words: Any) -> Any:
-    """Iterate over the user's object under guard, but leave a string as it is."""
-    return words if isinstance(words, str) else tuple(words)
-
-
-def _transcripts(
-    kind: type[Any], task: TaskConfig, where: str
-) -> tuple[tuple[tuple[Message, ...], ...], Check]:
-    """Return the first transcripts of the warm-up, and a check that describes them."""
-    method = getattr(kind, "transcript", None)
-    if method is None:
-        raise BrokenError(f"env must have transcript() if warmup.steps is set, {task.env} has none")
+def _transcripts(source: TaskSource, *, seed: int) -> tuple[tuple[Message, ...], ...]:
+    """Return the first transcripts of the warm-up."""
     transcripts: list[tuple[Any, ...]] = _guarded(
-        lambda: [
-            tuple(method(random.Random(seed), copied(task.options))) for seed in range(TRANSCRIPTS)
-        ],
-        PATIENCE_S,
+        lambda: [*map(tuple, itertools.islice(source.transcripts(seed=seed), TRANSCRIPTS))],
         "transcript must return messages",
     )
     for messages in transcripts:
         if not messages or any(not isinstance(message, Message) for message in messages):
             raise BrokenError(f"transcript must return messages, got {list(messages)!r:.80}")
-    return tuple(transcripts), ok(
-        f"{where} warm-up",
-        _first_paragraph(method) or f"{len(transcripts[0])} messages in a transcript",
-    )
+    return tuple(transcripts)
 
 
-def _draw(config: RunConfig, task: TaskConfig) -> tuple[Task, list[Check]]:
+def _draw(config: RunConfig, source: TaskSource, name: str) -> tuple[Task, list[Check]]:
     """Draw tasks of each kind of evaluation, and return the first training task, with a
     warning for each evaluation that would repeat its tasks.
     """
-    source, checks = TaskSource(_only(config, task)), list[Check]()
+    checks = list[Check]()
     evaluations = [
         ("final_episodes", "test", FINAL_TASKS_FROM, config.eval.final_episodes),
         ("episodes", "validation", 0, config.eval.every and config.eval.episodes),
@@ -271,19 +236,17 @@ def _draw(config: RunConfig, task: TaskConfig) -> tuple[Task, list[Check]]:
 
     def draw() -> Task:
         for setting, split, first, count in evaluations:
-            distinct = _exhausted(source, task.name, first, count)
+            distinct = _exhausted(source, name, first, count)
             if distinct is not None:
-                checks.append(
-                    warn(
-                        REPEATED,
-                        f"eval.{setting} {count} exceeds the {distinct} distinct tasks of the "
-                        f"{split} split of {task.name}: they are repeated, and the result is no "
-                        f"surer than that of {distinct} episodes",
-                    )
+                text = (
+                    f"eval.{setting} {count} exceeds the {distinct} distinct tasks of the {split} "
+                    f"split of {name}: they are repeated, and the result is no surer than that of "
+                    f"{distinct} episodes"
                 )
-        return source.draw(task.name, 0, Purpose.TRAIN)
+                checks.append(warn(REPEATED, text))
+        return source.draw(name, 0, Purpose.TRAIN)
 
-    return _guarded(draw, PATIENCE_S, "a task must be drawn"), checks
+    return _guarded(draw, "a task must be drawn"), checks
 
 
 def _exhausted(source: TaskSource, name: str, first: int, count: int) -> int | None:
@@ -319,6 +282,16 @@ def _only(config: RunConfig, task: TaskConfig) -> RunConfig:
     return config.model_copy(update={"tasks": (task,), "faults": Faults()})
 
 
+@contextlib.asynccontextmanager
+async def _within(step_s: float, rule: str) -> AsyncIterator[None]:
+    """Raise BrokenError, which begins with the rule, if the context takes longer."""
+    try:
+        async with asyncio.timeout(step_s):
+            yield
+    except TimeoutError:
+        raise BrokenError(f"{rule} in {step_s:g} s") from None
+
+
 def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:
     """Reset an environment with the first training task, inline or in a process as in
     the run.
@@ -329,20 +302,16 @@ def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Obse
         try:
             env = await source.provider(task.name).open(drawn, seed=0)
             try:
-                async with asyncio.timeout(task.step_s):
+                async with _within(task.step_s, "reset must answer within step_s, got nothing"):
                     return await env.reset(drawn)
-            except TimeoutError:
-                raise BrokenError(
-                    f"reset must answer within step_s, got nothing in {task.step_s:g} s"
-                ) from None
             finally:
                 env.kill()
         finally:
             await source.close()
 
     with temporary_folder("rollweave-dry-runs-") as logs:
-        limit_s = PATIENCE_S + task.step_s
-        return _guarded(lambda: asyncio.run(reset(logs)), limit_s, "an environment must be reset")
+        rule, limit_s = "an environment must be reset", PATIENCE_S + task.step_s
+        return _guarded(lambda: asyncio.run(reset(logs)), rule, limit_s)
 
 
 class _DryRunError(RollweaveError):
@@ -390,12 +359,10 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
 
     async def ask(handler: AgentHandler, agent: _RecordingAgent) -> None:
         try:
-            async with asyncio.timeout(task.step_s):
+            async with _within(task.step_s, "run must ask the agent within step_s, and did not"):
                 await handler.run(agent)
-        except TimeoutError:
-            raise BrokenError(
-                f"run must ask the agent within step_s, and did not in {task.step_s:g} s"
-            ) from None
+        except BrokenError:
+            raise
         except Exception:
             # otherwise the error is that of the agent, or a consequence
             if not agent.has_message:
@@ -410,16 +377,11 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
         try:
             handler = resolve(task.env)(**copied(task.options))
             try:
-                async with asyncio.timeout(task.step_s):
+                async with _within(task.step_s, "init must end within step_s, did not"):
                     await handler.init(Job(task=drawn, seed=0, sandboxes=sandboxes))
-            except TimeoutError:
-                raise BrokenError(
-                    f"init must end within step_s, did not in {task.step_s:g} s"
-                ) from None
+                await ask(handler, agent)
             except NotCachedError as error:
                 return agent, f"not tried: {error}, and the run obtains it"
-            else:
-                await ask(handler, agent)
             finally:
                 if hasattr(handler, "close"):
                     await handler.close()
@@ -428,13 +390,11 @@ def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> tuple[_Reco
             await images.close()
         return agent, ""
 
-    limit_s = 2 * (PATIENCE_S + task.step_s)
-    return _guarded(
-        lambda: asyncio.run(run()), limit_s, "a handler must initialize and ask its agent"
-    )
+    rule, limit_s = "a handler must initialize and ask its agent", PATIENCE_S + task.step_s
+    return _guarded(lambda: asyncio.run(run()), rule, 2 * limit_s)
 
 
-def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:
+def _guarded(call: Callable[[], T], rule: str, limit_s: float = PATIENCE_S) -> T:
     """Call the user's code on a separate thread.
 
     Raises BrokenError if it raises, or does not return within `limit_s`.

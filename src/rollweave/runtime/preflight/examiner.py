@@ -1,24 +1,27 @@
-"""Check the user's code in a short-lived process, so that code that hangs, exits or
-crashes cannot harm the controller of a run with rollout workers.
+"""Check the user's code: of a run with rollout workers in a short-lived process, so
+that code that hangs, exits or crashes cannot harm its controller.
 
 The process is `runtime/entrypoints/examiner`. If it is lost, the task domain or setting
 that it was checking fails, and another one checks the rest.
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from rollweave.envs.rules import named
 from rollweave.io.child import EXIT_S, log_tail, start_process, why_it_ended
 from rollweave.io.locked_folders import temporary_folder
 from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame
+from rollweave.runtime.preflight import environments
 from rollweave.runtime.preflight.checks import Check, fail, must_pass
-from rollweave.runtime.preflight.environments import Declared, Domain
+from rollweave.runtime.preflight.environments import BrokenError, Declared, Domain
 from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import RollweaveError
+from rollweave.schema.errors import ConfigError, RollweaveError
 
 BEAT_S = 0.5
 """Seconds between two signs of life of the process."""
@@ -33,6 +36,9 @@ MODULE = "rollweave.runtime.entrypoints.examiner"
 RULE = "neither end nor block the process that checks it"
 
 
+What = Literal["domains", "rules", "declared"]
+
+
 class Assignment(Struct, frozen=True, kw_only=True):
     """The task of the process: to check the task domains from number `first` on or the
     functions of `[buffer]`, or to return the declarations of all domains. It answers
@@ -40,7 +46,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     """
 
     config: str
-    what: Literal["domains", "rules", "declared"]
+    what: What
     deep: bool = False
     first: int = 0
 
@@ -64,8 +70,33 @@ class _LostError(RollweaveError):
 _decode = decoder_of(Examined | Beat)
 
 
+def examine(
+    config: RunConfig, *, what: What, deep: bool = False, first: int = 0
+) -> Iterator[Examined]:
+    """Yield the results of an assignment, in order, in this process."""
+    match what:
+        case "domains":
+            for index in range(first, len(config.tasks)):
+                with contextlib.chdir("."):  # the user's code may change the directory
+                    domain, checks = environments.examine_domain(config, index, deep=deep)
+                yield Examined(domain=domain, checks=tuple(checks))
+        case "rules":
+            with contextlib.chdir("."):
+                yield Examined(checks=tuple(environments.examine_rules(config)))
+        case "declared":
+            try:
+                yield Examined(declared=environments.declared_by(config))
+            except (ConfigError, BrokenError) as error:
+                yield Examined(checks=(fail("tasks", str(error)),))
+
+
 def examine_domains(config: RunConfig, *, deep: bool) -> Iterator[Examined]:
-    """Check each task domain (`environments.examine_domain`)."""
+    """Check each task domain (`environments.examine_domain`): in another process if the
+    run has rollout workers, whose controller runs no environment.
+    """
+    if not config.workers.count:
+        yield from examine(config, what="domains", deep=deep)
+        return
     number = 0
     while number < len(config.tasks):
         assignment = Assignment(
@@ -82,7 +113,15 @@ def examine_domains(config: RunConfig, *, deep: bool) -> Iterator[Examined]:
 
 
 def examine_rules(config: RunConfig) -> tuple[Check, ...]:
-    """Check the functions of `[buffer]` (`environments.examine_rules`)."""
+    """Check the functions of `[buffer]` and `[[rewards]]`
+    (`environments.examine_rules`), as `examine_domains` checks domains.
+    """
+    functions = named(config) or any(one.function is not None for one in config.rewards)
+    if not functions:
+        return ()
+    if not config.workers.count:
+        (examined,) = examine(config, what="rules")
+        return examined.checks
     try:
         (examined,) = _ask(Assignment(config=config.model_dump_json(), what="rules"))
     except _LostError as error:
@@ -91,7 +130,7 @@ def examine_rules(config: RunConfig) -> tuple[Check, ...]:
 
 
 def declared_by(config: RunConfig) -> Declared:
-    """Return what all task domains declare. Raises ConfigError."""
+    """Return what all task domains declare, by another process. Raises ConfigError."""
     try:
         (examined,) = _ask(Assignment(config=config.model_dump_json(), what="declared"))
     except _LostError as error:

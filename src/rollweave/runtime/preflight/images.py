@@ -1,11 +1,11 @@
 """Check the images that the tasks name, before a run needs them."""
 
-import os
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
 
+from rollweave.runtime.hosts import user_files
 from rollweave.runtime.images import cache_folder
 from rollweave.runtime.preflight.checks import Check, Status, fail, ok, warn
 from rollweave.sandbox import image_reference
@@ -50,7 +50,7 @@ def _check(config: RunConfig, where: str, image: str) -> Check:
     try:
         reference = image_reference.parse(image, Path.cwd())
         if remote:
-            _check_reaches_hosts(image, reference)
+            user_files.check_image(image, reference)
         detail = image_reference.check(reference)
     except ConfigError as error:
         if remote and image.startswith("/"):
@@ -61,30 +61,6 @@ def _check(config: RunConfig, where: str, image: str) -> Check:
     return ok(where, detail)
 
 
-def _check_reaches_hosts(image: str, reference: Reference) -> None:
-    """Raise ConfigError for files that do not reach the hosts of a cluster."""
-    recipe = reference.recipe
-    if image.startswith("/"):
-        return
-    relative = [name for name in reference.names() if not name.startswith("/")]
-    for path in (Path(image), *(reference.place / name for name in relative)):
-        path = Path(os.path.normpath(Path.cwd() / path))
-        if not path.is_relative_to(Path.cwd()):
-            raise ConfigError(
-                f"image {image} must have its files below the working directory with [cluster], "
-                f"or be an absolute path, got {path}"
-            )
-    if (
-        recipe is not None
-        and not recipe.base.startswith("/")
-        and (reference.place / recipe.base).is_dir()
-    ):
-        raise ConfigError(
-            f"image {image}: base must be an archive, sha256:DIGEST or an absolute path with "
-            f"[cluster], got the folder {recipe.base}"
-        )
-
-
 def _check_source(config: RunConfig, where: str, reference: Reference, *, remote: bool) -> Check:
     """Check that the cache or the mirror has an image of this digest."""
     digest, mirror = reference.digest, config.sandbox.mirror
@@ -92,16 +68,15 @@ def _check_source(config: RunConfig, where: str, reference: Reference, *, remote
     if (folder / "roots" / digest).is_dir():
         return ok(where, f"{reference.text} is in {folder}")
     if mirror is None:
-        text = f"must be in {folder}, or in a sandbox.mirror, got {reference.text}"
-        return (warn if remote else fail)(where, text)
-    try:
-        has_it = read_text(Source(url=mirror), ROUTE + digest) is not None
-    except HTTPError as error:
-        text = f"sandbox.mirror {mirror} answered {error.code} {HTTPStatus(error.code).phrase}"
-        return (warn if remote else fail)(where, text)
-    except OSError as error:
-        text = f"sandbox.mirror {mirror} must be reachable, got {error}"
-        return (warn if remote else fail)(where, text)
-    if not has_it:
-        return fail(where, f"must be in the mirror {mirror}, got {reference.text}")
-    return ok(where, f"{reference.text} from {mirror}")
+        problem = f"must be in {folder}, or in a sandbox.mirror, got {reference.text}"
+    else:
+        try:
+            if read_text(Source(url=mirror), ROUTE + digest) is not None:
+                return ok(where, f"{reference.text} from {mirror}")
+            return fail(where, f"must be in the mirror {mirror}, got {reference.text}")
+        except HTTPError as error:
+            phrase = HTTPStatus(error.code).phrase
+            problem = f"sandbox.mirror {mirror} answered {error.code} {phrase}"
+        except OSError as error:
+            problem = f"sandbox.mirror {mirror} must be reachable, got {error}"
+    return (warn if remote else fail)(where, problem)

@@ -3,7 +3,8 @@ that they need on each GPU and each host.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,35 +13,24 @@ from rollweave.core.mechanisms.membership.bindings import (
     bind_workers,
     crowded,
     groups_on_gpus,
-    one_machine,
 )
 from rollweave.core.mechanisms.membership.members import first_engines
 from rollweave.core.policy.binding import Unbound
-from rollweave.core.policy.pools import empty_pools, unserved
 from rollweave.core.policy.scheduling import scheduling
-from rollweave.io.cpu import computed_dtype, describe_computation
-from rollweave.runtime.hosts.cluster import slot_of
-from rollweave.runtime.hosts.hosts import hosts_here
-from rollweave.runtime.hosts.resources import devices as gpus
-from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, refused, warn
-from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
-from rollweave.runtime.preflight.memory import (
-    Part,
-    engine_parts,
-    other_parts,
-    rank_parts,
-    relay_parts,
-    worker_parts,
-)
+from rollweave.engine.needs import engine_needs
+from rollweave.io.machine import computed_dtype, describe_computation
+from rollweave.runtime.preflight.checks import Check, fail, ok, refused, warn
+from rollweave.runtime.preflight.site import PlannedHost, with_device
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import FieldErrors
 from rollweave.schema.events import EngineSlot, WorkerSlot
-from rollweave.schema.hosts import Device, HostSlot, RankSlot, Resources
+from rollweave.schema.hosts import Device, RankSlot
+from rollweave.schema.needs import Need, interpreter
+from rollweave.schema.text import human_bytes
+from rollweave.train.needs import rank_needs
 from rollweave.weights.checkpoint import ModelShape
-
-HERE = "this host"
-"""Name of the machine of a run without a cluster."""
+from rollweave.weights.needs import relay_needs
 
 COMPUTED = "model.dtype"
 """Name of the check of the format in which the model is computed."""
@@ -59,20 +49,6 @@ CONTROLLER, PREDICTOR, WORKER, RELAY, RANK, ENGINE = (
 """The kinds of processes."""
 
 
-class PlannedHost(Struct, frozen=True, kw_only=True):
-    """A host and its memory in bytes, 0 if unknown.
-
-    `devices` are its GPUs, with the indices of `slot` and the memory that a run may
-    use. Hosts of one `machine` share its memory.
-    """
-
-    slot: HostSlot
-    name: str
-    machine: str
-    memory_bytes: int
-    devices: tuple[Device, ...] = ()
-
-
 class Process(Struct, frozen=True, kw_only=True):
     """A process of the run. `host` is "" if it is not known yet.
 
@@ -88,24 +64,24 @@ class Process(Struct, frozen=True, kw_only=True):
     devices: tuple[int, ...] = ()
     group: int = 0
     threads: int = 0
-    parts: tuple[Part, ...]
+    needs: tuple[Need, ...]
+
+    def of(self, *, on_device: bool) -> tuple[Need, ...]:
+        """Return what it needs on its GPUs, or in main memory."""
+        return tuple(need for need in self.needs if (self.on_gpu and need.on_device) == on_device)
 
     @property
     def device_bytes(self) -> int:
         """The memory that it needs on each of its GPUs in its own turn. What only a
         restart needs counts in the turn of the engines.
         """
-        parts = [
-            part.nbytes
-            for part in self.parts
-            if self.on_gpu and part.on_device and not part.at_restart
-        ]
-        return sum(parts) // max(1, len(self.devices))
+        nbytes = sum(need.nbytes for need in self.of(on_device=True) if not need.at_restart)
+        return nbytes // max(1, len(self.devices))
 
     @property
     def host_bytes(self) -> int:
         """The main memory that it needs."""
-        return sum(part.nbytes for part in self.parts if not (self.on_gpu and part.on_device))
+        return sum(need.nbytes for need in self.of(on_device=False))
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -126,55 +102,45 @@ class Memory(Struct, frozen=True, kw_only=True):
         turns = self._turns()
         return turns.pop("", 0) + max(turns.values(), default=0)
 
-    def _turns(self) -> dict[str, int]:
+    def _turns(self) -> Counter[str]:
         """Return what is needed here at all times (""), and beside it in the turn of
         the processes of each kind.
         """
-        turns: dict[str, int] = {}
+        turns = Counter[str]()
         for user in self.users:
-            devices = 1 if self.device is None else max(1, len(user.devices))
             sizes = Counter[str]()
-            for part in self._parts_of(user):
-                sizes[_turn_of(user, part)] += part.nbytes
-            for turn, nbytes in sizes.items():
-                turns[turn] = turns.get(turn, 0) + nbytes // devices
+            for need in user.of(on_device=self.device is not None):
+                sizes[_turn_of(user, need)] += need.nbytes
+            devices = 1 if self.device is None else max(1, len(user.devices))
+            turns.update({turn: nbytes // devices for turn, nbytes in sizes.items()})
         return turns
-
-    def _parts_of(self, process: Process) -> Iterator[Part]:
-        """Yield what the process needs here."""
-        for part in process.parts:
-            if (process.on_gpu and part.on_device) == (self.device is not None):
-                yield part
 
     @property
     def share(self) -> float:
         """The share of the memory that is needed; 0 if the size is not known."""
         return self.needed / self.nbytes if self.nbytes else 0.0
 
-    def need_of(self, process: Process) -> int:
-        return process.host_bytes if self.device is None else process.device_bytes
-
-    def largest(self) -> tuple[Process, Part]:
-        """Return the part that needs the most memory, and a process that has it."""
+    def largest(self) -> tuple[Process, Need]:
+        """Return the use that needs the most memory, and a process that has it."""
         turns = self._turns()
         turns.pop("", None)
         most = max(turns, key=lambda kind: turns[kind], default="")
-        sizes: dict[tuple[str, str], int] = {}
-        examples: dict[tuple[str, str], tuple[Process, Part]] = {}
+        sizes = Counter[tuple[str, str]]()
+        examples: dict[tuple[str, str], tuple[Process, Need]] = {}
         for process in self.users:
-            for part in self._parts_of(process):
-                if _turn_of(process, part) in ("", most):
-                    key = process.kind, part.what
-                    sizes[key] = sizes.get(key, 0) + part.nbytes
-                    examples.setdefault(key, (process, part))
+            for need in process.of(on_device=self.device is not None):
+                if _turn_of(process, need) in ("", most):
+                    key = process.kind, need.what
+                    sizes[key] += need.nbytes
+                    examples.setdefault(key, (process, need))
         return examples[max(sizes, key=lambda key: sizes[key])]
 
 
-def _turn_of(process: Process, part: Part) -> str:
-    """Return the kind of processes in whose turn a part is needed; "" for all times."""
-    if part.at_restart:
+def _turn_of(process: Process, need: Need) -> str:
+    """Return the kind of processes in whose turn there is a need; "" for all times."""
+    if need.at_restart:
         return ENGINE
-    return process.kind if part.in_turn else ""
+    return process.kind if need.in_turn else ""
 
 
 class Layout(Struct, frozen=True, kw_only=True):
@@ -185,85 +151,6 @@ class Layout(Struct, frozen=True, kw_only=True):
     processes: tuple[Process, ...]
     memories: tuple[Memory, ...]
     unbound: tuple[Unbound, ...] = ()
-
-
-def this_machine(config: RunConfig) -> list[PlannedHost]:
-    """Return this machine as the hosts of a run.
-
-    Raises RuntimeError if a GPU does not work, and `HostError` if GPUs cannot be
-    listed.
-    """
-    _, available = memory_bytes()
-    return _one_machine(config, HERE, available, _gpus_here(config.model.device))
-
-
-def _one_machine(
-    config: RunConfig, machine: str, available: int, devices: tuple[Device, ...]
-) -> list[PlannedHost]:
-    """Return the hosts for which a machine with this memory and these GPUs stands."""
-    relays = config.weights.relays
-    names = hosts_here(relays).by_number
-    indices = [device.index for device in devices]
-    return [
-        PlannedHost(
-            slot=slot,
-            name=names[slot.number].name if relays else machine,
-            machine=machine,
-            memory_bytes=available,
-            devices=devices,
-        )
-        for slot in one_machine(relays, config.pools, indices)
-    ]
-
-
-def _gpus_here(device: str) -> tuple[Device, ...]:
-    """Return the GPUs of this machine that a run with this `model.device` uses, each
-    with its free memory.
-    """
-    if device == "cpu":
-        return ()
-    # without the driver's program, all processes use the first GPU
-    listed = gpus() or ((Device(index=0, kind="", memory_bytes=0),) if device == "cuda" else ())
-    try:
-        return tuple(
-            msgspec.structs.replace(gpu, memory_bytes=gpu_memory(f"cuda:{place}")[1])
-            for place, gpu in enumerate(listed)
-        )
-    except (RuntimeError, AssertionError):
-        if device == "auto":
-            return ()  # torch sees none of them
-        raise
-
-
-def with_device(config: RunConfig, hosts: Sequence[PlannedHost] | None) -> RunConfig:
-    """Return the configuration with the device that `auto` stands for on these hosts:
-    the CPU if they are not known.
-    """
-    if config.model.device != "auto":
-        return config
-    device = "cuda" if any(host.devices for host in hosts or ()) else "cpu"
-    model = config.model.model_copy(update={"device": device})
-    return config.model_copy(update={"model": model})
-
-
-def described(config: RunConfig, hosts: Mapping[str, Resources]) -> list[PlannedHost]:
-    """Return the hosts that would join with these resources. A run without a cluster
-    has one, which stands for the machine of the run.
-    """
-    if config.cluster is None:
-        ((name, host),) = hosts.items()
-        devices = () if config.model.device == "cpu" else host.devices
-        return _one_machine(config, name, host.memory_bytes, devices)
-    return [
-        PlannedHost(
-            slot=slot_of(config.pools, number, name, host),
-            name=name,
-            machine=name,
-            memory_bytes=host.memory_bytes,
-            devices=host.devices,
-        )
-        for number, (name, host) in enumerate(hosts.items())
-    ]
 
 
 def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] | None) -> Layout:
@@ -279,13 +166,57 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
         engines, ranks, unbound = bind_all(config, engines, slots)
         workers, more = bind_workers(config, slots, engines, ranks)
         unbound = [*unbound, *more]
-    plan = _Plan(with_device(config, hosts), shape, hosts)
+    config = with_device(config, hosts)
+    plan = _Plan(config, hosts)
+    idle = (interpreter(setting="model"),)
+    predictor = config.rollout.predictor
+    predicts = scheduling(config.rollout, config.ablation).predicts
     processes = [
-        *plan.controller(),
-        *(plan.worker(slot) for slot in workers),
-        *plan.relays(ranks, engines),
-        *(plan.rank(number, slot) for number, slot in enumerate(ranks)),
-        *(plan.engine(slot) for slot in engines),
+        Process(kind=CONTROLLER, name="", host=plan.controller, needs=idle),
+        *[Process(kind=PREDICTOR, name=predictor, host=plan.controller, needs=idle)] * predicts,
+        *(
+            plan.process(
+                WORKER,
+                slot.id,
+                slot.host,
+                pool=config.workers.pool,
+                threads=1,
+                # without environments and sandboxes
+                needs=[interpreter(setting="workers.count")],
+            )
+            for slot in workers
+        ),
+        *(
+            plan.process(
+                RELAY, str(number), number, needs=relay_needs(config, shape, stores=stores)
+            )
+            for number, stores in plan.relays(ranks, engines)
+        ),
+        *(
+            plan.process(
+                RANK,
+                str(rank),
+                slot.host,
+                pool=config.trainer.pool,
+                devices=slot.devices,
+                threads=1,
+                needs=rank_needs(config, shape, rank=rank),
+            )
+            for rank, slot in enumerate(ranks)
+        ),
+        *(
+            plan.process(
+                ENGINE,
+                slot.id,
+                slot.host,
+                pool=config.engines[slot.group].pool,
+                devices=slot.devices,
+                threads=slot.degree,
+                group=slot.group,
+                needs=engine_needs(config, shape, config.engines[slot.group]),
+            )
+            for slot in engines
+        ),
     ]
     order = {host.name: number for number, host in enumerate(hosts or ())}
     processes.sort(key=lambda process: order.get(process.host, -1))
@@ -296,12 +227,77 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     )
 
 
-def check_pools(config: RunConfig, hosts: Mapping[str, Resources]) -> Iterator[Check]:
-    """Refuse pools without hosts, unless their fallbacks have some."""
-    empty = empty_pools(config.pools, hosts.values())
-    needed = unserved(config, empty)
-    for pool in empty:
-        yield (fail if pool in needed else warn)(pool.field, pool.describe())
+class _Plan:
+    """The places of the processes of one run."""
+
+    def __init__(self, config: RunConfig, hosts: Sequence[PlannedHost] | None) -> None:
+        self._config, self._hosts = config, hosts
+        self._names = {host.slot.number: host.name for host in hosts or ()}
+        cluster, self._on_gpu = config.cluster, config.model.device == "cuda"
+        self.controller = self._names.get(0, "") if cluster is None else cluster.host
+        """The name of the controller's host."""
+
+    def process(
+        self,
+        kind: str,
+        name: str,
+        host: int,
+        *,
+        pool: str | None = None,
+        devices: tuple[int, ...] | None = None,
+        threads: int = 0,
+        needs: Sequence[Need],
+        group: int = 0,
+    ) -> Process:
+        """Return a process on a host of this number. It computes on these `devices`;
+        None for a process that uses none.
+        """
+        on_gpu = devices is not None and self._is_on_gpu(devices)
+        return Process(
+            kind=kind,
+            name=name,
+            host=self._names.get(host, ""),
+            pool=pool or "",
+            on_gpu=on_gpu,
+            devices=self._usable(devices or ()) if devices is not None else (),
+            group=group,
+            threads=1 if on_gpu else threads,
+            needs=tuple(needs),
+        )
+
+    def relays(
+        self, ranks: Sequence[RankSlot], engines: Sequence[EngineSlot]
+    ) -> Iterator[tuple[int, bool]]:
+        """Yield the host of each relay, and whether it stores versions of the weights.
+
+        That beside the trainer's first rank shares its memory if all ranks are there;
+        otherwise it puts the versions together.
+        """
+        config = self._config
+        count = config.weights.relays
+        if config.cluster is not None:
+            count = len(self._hosts) if self._hosts is not None else config.cluster.hosts or 1
+        first = ranks[0].host if ranks else 0
+        apart = any(rank.host != first for rank in ranks)
+        with_engines = {engine.host for engine in engines}
+        for number in range(count):
+            elsewhere = self._hosts is None or number in with_engines
+            yield number, apart if number == first else elsewhere
+
+    def _is_on_gpu(self, devices: tuple[int, ...]) -> bool:
+        """Return whether a process that is bound to these devices runs on a GPU. Only
+        on known hosts of a cluster is every process bound.
+        """
+        bound = self._hosts is not None and self._config.cluster is not None
+        return bool(devices) if bound else self._on_gpu
+
+    def _usable(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the GPUs that a process may use: those to which it is bound, or, on
+        one machine where it is not bound, all.
+        """
+        if devices or not self._on_gpu or self._config.cluster is not None:
+            return devices
+        return tuple(device.index for host in (self._hosts or ())[:1] for device in host.devices)
 
 
 def check_layout(
@@ -324,11 +320,9 @@ def check_layout(
         native = computed_dtype(dtype, device) == dtype
         yield (ok if native else warn)(COMPUTED, describe_computation(dtype, device))
     for one in layout.unbound:
-        yield fail(
-            _field_of(config, one.process), f"must have a place, got {one.process}: {one.reason}"
-        )
-    if config.cluster is not None:
-        yield from _check_cores(layout, hosts)
+        text = f"must have a place, got {one.process}: {one.reason}"
+        yield fail(_field_of(config, one.process), text)
+    yield from _check_cores(config, layout, hosts)
     yield from check_fit(config, layout)
 
 
@@ -365,98 +359,6 @@ def _apart(config: RunConfig, layout: Layout) -> str:
     )
 
 
-class _Plan:
-    """Makes the processes of one run."""
-
-    def __init__(
-        self, config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] | None
-    ) -> None:
-        self._config, self._shape, self._hosts = config, shape, hosts
-        self._names = {host.slot.number: host.name for host in hosts or ()}
-        self._on_gpu = config.model.device == "cuda"
-
-    def controller(self) -> Iterator[Process]:
-        """Yield the processes on the controller's machine."""
-        config = self._config
-        cluster = config.cluster
-        here = self._names.get(0, "") if cluster is None else cluster.host
-        yield Process(kind=CONTROLLER, name="", host=here, parts=tuple(other_parts()))
-        if scheduling(config.rollout, config.ablation).predicts:
-            name = config.rollout.predictor
-            yield Process(kind=PREDICTOR, name=name, host=here, parts=tuple(other_parts()))
-
-    def worker(self, slot: WorkerSlot) -> Process:
-        return Process(
-            kind=WORKER,
-            name=slot.id,
-            host=self._names.get(slot.host, ""),
-            pool=self._config.workers.pool or "",
-            threads=1,
-            parts=tuple(worker_parts()),
-        )
-
-    def relays(self, ranks: Sequence[RankSlot], engines: Sequence[EngineSlot]) -> Iterator[Process]:
-        """The relays. That beside the trainer's first rank shares its memory if all
-        ranks are there; otherwise it puts the versions together.
-        """
-        config = self._config
-        count = config.weights.relays
-        if config.cluster is not None:
-            count = len(self._hosts) if self._hosts is not None else config.cluster.hosts or 1
-        first = ranks[0].host if ranks else 0
-        together = all(rank.host == first for rank in ranks)
-        with_engines = {engine.host for engine in engines} if self._hosts is not None else None
-        for number in range(count):
-            if number == first:
-                stores = not together
-            else:
-                stores = with_engines is None or number in with_engines
-            parts = relay_parts(config, self._shape, stores=stores)
-            name = self._names.get(number, "")
-            yield Process(kind=RELAY, name=str(number), host=name, parts=tuple(parts))
-
-    def rank(self, number: int, slot: RankSlot) -> Process:
-        return Process(
-            kind=RANK,
-            name=str(number),
-            host=self._names.get(slot.host, ""),
-            pool=self._config.trainer.pool or "",
-            on_gpu=self._is_on_gpu(slot.devices),
-            devices=self._devices(slot.devices),
-            threads=1,
-            parts=tuple(rank_parts(self._config, self._shape, rank=number)),
-        )
-
-    def engine(self, slot: EngineSlot) -> Process:
-        group = self._config.engines[slot.group]
-        return Process(
-            kind=ENGINE,
-            name=slot.id,
-            host=self._names.get(slot.host, ""),
-            pool=group.pool or "",
-            on_gpu=self._is_on_gpu(slot.devices),
-            devices=self._devices(slot.devices),
-            group=slot.group,
-            threads=1 if self._is_on_gpu(slot.devices) else slot.degree,
-            parts=tuple(engine_parts(self._config, self._shape, group)),
-        )
-
-    def _is_on_gpu(self, devices: tuple[int, ...]) -> bool:
-        """Return whether a process that is bound to these devices runs on a GPU. Only
-        on known hosts of a cluster is every process bound.
-        """
-        bound = self._hosts is not None and self._config.cluster is not None
-        return bool(devices) if bound else self._on_gpu
-
-    def _devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the GPUs that a process may use: those to which it is bound, or, on
-        one machine where it is not bound, all.
-        """
-        if devices or not self._on_gpu or self._config.cluster is not None:
-            return devices
-        return tuple(device.index for host in (self._hosts or ())[:1] for device in host.devices)
-
-
 def _memories(processes: Sequence[Process], hosts: Sequence[PlannedHost]) -> Iterator[Memory]:
     for machine in dict.fromkeys(host.machine for host in hosts):
         members = {host.name: host for host in hosts if host.machine == machine}
@@ -472,20 +374,24 @@ def _memories(processes: Sequence[Process], hosts: Sequence[PlannedHost]) -> Ite
         yield Memory(host=machine, device=None, nbytes=first.memory_bytes, users=tuple(users))
 
 
-def _check_cores(layout: Layout, hosts: Sequence[PlannedHost]) -> Iterator[Check]:
-    """Warn of hosts whose processes share cores."""
+def _check_cores(
+    config: RunConfig, layout: Layout, hosts: Sequence[PlannedHost]
+) -> Iterator[Check]:
+    """Warn of hosts whose processes share cores. A run on one machine is described in
+    any case.
+    """
     for machine in dict.fromkeys(host.machine for host in hosts):
-        members = [host for host in hosts if host.machine == machine]
-        names = [host.name for host in members]
-        users = [process for process in layout.processes if process.host in names]
-        count = members[0].slot.cpus
-        counts = {
-            f"{kind}s": sum(user.kind == kind for user in users) for kind in (ENGINE, RANK, WORKER)
-        }
+        members = {host.name: host for host in hosts if host.machine == machine}
+        users = [process for process in layout.processes if process.host in members]
+        counts = Counter(user.kind for user in users if user.threads)
         threads = sum(user.threads for user in users)
-        text = " + ".join(f"{number} {kind}" for kind, number in counts.items() if number)
+        count = next(iter(members.values())).cpus
+        kinds = " + ".join(f"{number} {kind}s" for kind, number in counts.items())
+        text = f"{machine}: {kinds} compute with {threads} threads on {count} cores"
         if threads > count:
-            yield warn("cores", f"{machine}: {text}, {threads} threads, share {count} cores")
+            yield warn("cores", f"{text}, which they share")
+        elif config.cluster is None:
+            yield ok("cores", text)
 
 
 def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Check]:
@@ -494,23 +400,23 @@ def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Che
     for memory in memories:
         on_device = memory.device is not None
         if memory.nbytes and memory.needed > memory.nbytes:
-            process, part = memory.largest()
-            failed.setdefault((_field(config, process, part), part.what), []).append(memory)
+            process, need = memory.largest()
+            failed.setdefault((_field(config, process, need), need.what), []).append(memory)
         elif on_device not in fullest or memory.share > fullest[on_device].share:
             fullest[on_device] = memory
     for (field, what), full in failed.items():
         process, _ = full[0].largest()
-        need = sum(
-            part.nbytes
+        of_these = sum(
+            use.nbytes
             for user in full[0].users
-            for part in user.parts
-            if user.kind == process.kind and part.what == what
+            for use in user.needs
+            if user.kind == process.kind and use.what == what
         )
         others = f" (and of {len(full) - 1} more)" if len(full) > 1 else ""
         text = (
             f"must fit, beside all else, into the {human_bytes(full[0].nbytes)} of "
             f"{_where(full[0])}{others}, got {_value(config, field)}: about "
-            f"{human_bytes(full[0].needed)} are needed, {human_bytes(need)} of them for "
+            f"{human_bytes(full[0].needed)} are needed, {human_bytes(of_these)} of them for "
             f"{what} of {process.kind}s"
         )
         yield msgspec.structs.replace(fail(field, text), estimated=True)
@@ -530,11 +436,11 @@ def _where(memory: Memory) -> str:
     return memory.host if memory.device is None else f"GPU {memory.device.index} of {memory.host}"
 
 
-def _field(config: RunConfig, process: Process, part: Part) -> str:
-    section, _, setting = part.setting.partition(".")
+def _field(config: RunConfig, process: Process, need: Need) -> str:
+    section, _, setting = need.setting.partition(".")
     if section == "engines" and len(config.engines) > 1:
         return f"engines.{process.group}.{setting}"
-    return part.setting
+    return need.setting
 
 
 def _value(config: RunConfig, field: str) -> object:
@@ -544,7 +450,7 @@ def _value(config: RunConfig, field: str) -> object:
     section, _, setting = field.rpartition(".")
     if section.startswith("engines"):
         return getattr(config.engines[int(section.partition(".")[2] or 0)], setting)
-    value = getattr(getattr(config, section), setting)
+    value: Any = getattr(getattr(config, section), setting)
     return "none" if value is None else value
 
 

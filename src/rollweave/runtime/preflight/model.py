@@ -5,44 +5,33 @@ model from scratch on the CPU.
 """
 
 import contextlib
-import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollweave.io.extras import how_to_install, missing_from
+from rollweave.record.store import STORED_TOKEN_BYTES
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.rollout.chat.template import DEFAULT, ChatTemplate, configured
-from rollweave.runtime.checkpoints import EXPORT, Checkpoints, is_model
-from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, refused, warn
+from rollweave.runtime.checkpoints import checkpoint_bytes, model_directory
+from rollweave.runtime.preflight.checks import Check, fail, failures, ok, refused, refusing, warn
 from rollweave.runtime.preflight.environments import Domain
-from rollweave.runtime.preflight.layout import (
-    COMFORT,
-    Layout,
-    PlannedHost,
-    check_fit,
-    check_layout,
-    check_pools,
-    described,
-    lay_out,
-    this_machine,
-    with_device,
+from rollweave.runtime.preflight.layout import COMFORT, Layout, check_fit, check_layout, lay_out
+from rollweave.runtime.preflight.prompts import (
+    check_tokens,
+    describe_template,
+    examine_prompts,
+    named,
+    overlong_prompts,
+    too_long,
 )
-from rollweave.runtime.preflight.memory import (
-    checkpoint_bytes,
-    parameters,
-    scratch_shape,
-    trained_parameters,
-    trajectory_bytes,
-)
-from rollweave.runtime.preflight.prompts import examine_prompts, named, overlong_prompts, too_long
-from rollweave.runtime.preflight.tokens import check_tokens, describe_template
+from rollweave.runtime.preflight.site import Site, with_device
 from rollweave.schema.config.model import LoraConfig
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.errors import ConfigError, FieldError, HostError, TrainerError, WeightsError
+from rollweave.schema.errors import ConfigError, FieldError, TrainerError, WeightsError
 from rollweave.schema.hosts import Resources
-from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
+from rollweave.schema.text import human_bytes
+from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer, scratch_shape
 from rollweave.weights.adapters import (
     adapter_sizes,
     check_adapter,
@@ -51,15 +40,12 @@ from rollweave.weights.adapters import (
 )
 from rollweave.weights.checkpoint import (
     ModelShape,
-    gguf_of,
     read_any_shape,
     read_shape,
     read_sizes,
     weight_files,
 )
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Form of the names of models on the hub, which relative paths may have too."""
+from rollweave.weights.needs import trained_parameters
 
 LEFT_OUT = "left out"
 """Name of the checks that say which prompts are left out."""
@@ -69,42 +55,42 @@ TEACHER_S = 15.0
 the run.
 """
 
-_WITHOUT_EXPERTS = fail(
+UNREADABLE = (ConfigError, ChatError, OSError, ValueError, KeyError, TypeError)
+"""The errors of reading a model or its tokenizer."""
+
+WITHOUT_EXPERTS = FieldError(
     "algorithm.routing_replay",
-    "must be false for a model without experts whose choice can be replayed, got true",
+    "be false for a model without experts whose choice can be replayed",
+    "true",
 )
 
 
 def examine_model(
-    config: RunConfig, domains: Sequence[Domain], hosts: Mapping[str, Resources] | None = None
+    config: RunConfig, domains: Sequence[Domain], site: Site
 ) -> tuple[list[Check], Layout | None]:
     """Check the model and its needs, and return the processes of the run, if they are
     known.
 
-    `domains` are the task domains whose checks passed. With `hosts`, the run is planned
-    for these, and only the model's shape must be known here.
+    `domains` are the task domains whose checks passed.
     """
-    complete = len(domains) == len(config.tasks)
     try:
-        shape, checks = _model(config, domains, complete=complete, elsewhere=hosts is not None)
-    except ConfigError as error:
-        return [fail("model", str(error))], None
-    except (ValueError, KeyError, TypeError) as error:
-        return [fail("model", _text(error))], None
+        shape, checks = _model(config, domains, site)
+    except UNREADABLE as error:
+        return [_unreadable(error)], None
     if config.model.implementation == "transformers" or (
         shape is not None and shape.sizes is not None
     ):
-        checks.append(_transformers(config, shape, elsewhere=hosts is not None))
+        checks += _transformers(config, shape, site)
     elif config.algorithm.routing_replay:
-        checks.append(_WITHOUT_EXPERTS)
+        checks.append(refused(WITHOUT_EXPERTS))
     if shape is None:
         return checks, None
     if config.lora is not None:
-        checks.append(_adapters(config, config.lora, shape, elsewhere=hosts is not None))
+        checks += _adapters(config, config.lora, shape, site)
         if failures(checks):
             return checks, None
-    layout, layout_checks = _layout(config, shape, hosts)
-    return [*checks, *layout_checks, *_disk(config, shape, elsewhere=hosts is not None)], layout
+    layout, layout_checks = _layout(config, shape, site)
+    return [*checks, *layout_checks, *_disk(config, shape, site)], layout
 
 
 def without_overlong(
@@ -123,7 +109,7 @@ def without_overlong(
         try:
             codec = codec or _codec(config, domains)
             overlong = [place for place, _ in too_long(codec, domain)]
-        except (ConfigError, ChatError, OSError, ValueError, KeyError, TypeError):
+        except UNREADABLE:
             break
         if overlong and len(overlong) == len(domain.prompts):
             continue  # with no prompt left, all are refused
@@ -150,144 +136,92 @@ def without_overlong(
 def check_joined(
     config: RunConfig, words: Sequence[str], hosts: Mapping[str, Resources]
 ) -> list[Check]:
-    """Check that the processes of a run fit the hosts that have joined it.
+    """Check that the hosts that have joined a run serve its pools, and that its
+    processes fit them.
 
     `words` are those of the tasks, of which a model from scratch has a vocabulary.
     """
-    if config.model.scratch is not None:
-        vocab = build_tokenizer(words).get_vocab_size()
-        shape = scratch_shape(
-            config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
-        )
-    else:
-        assert config.model.path is not None, "the configuration has one of path and scratch"
-        if not Path(config.model.path, "config.json").exists():
-            return []  # the engines report what their model lacks
-        shape = _shape_of(config)
-    planned = described(config, hosts)
+    site = Site(described=hosts)
+    checks = list(site.check_pools(config))
+    path = config.model.path
+    if failures(checks) or (path is not None and not Path(path, "config.json").exists()):
+        return checks  # the engines report what their model lacks
+    shape, planned = _shape_of(config, words), site.hosts(config)
     config = with_device(config, planned)
-    return list(check_fit(config, lay_out(config, shape, planned)))
+    return [*checks, *check_fit(config, lay_out(config, shape, planned))]
 
 
 def _model(
-    config: RunConfig, domains: Sequence[Domain], *, complete: bool, elsewhere: bool
+    config: RunConfig, domains: Sequence[Domain], site: Site
 ) -> tuple[ModelShape | None, list[Check]]:
     """Return the model's shape, or None if it depends on tasks whose checks failed.
 
-    Raises ConfigError, ValueError or KeyError.
+    Raises `UNREADABLE`.
     """
-    if config.model.scratch is not None:
-        if not complete:
-            return None, [warn("model.scratch", "not checked: its vocabulary depends on the tasks")]
-        words = [word for domain in domains for word in domain.words]
-        codec = _codec(config, domains)
-        tokenizer = codec.tokenizer
-        for word in (word for domain in domains for word in domain.allowed):
-            if len(tokenizer.encode(word).ids) != 1:
-                raise ConfigError(
-                    f"allowed_words must be among words, which are one token each, got {word!r}"
-                )
-        vocab = tokenizer.get_vocab_size()
-        shape = scratch_shape(
-            config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
-        )
-        text = (
-            f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them "
-            "words of the tasks"
-        )
-        checks = [ok("model.scratch", text)]
-        if not config.warmup.steps:
-            checks.append(
-                warn(
-                    "warmup.steps",
-                    "random weights without a warm-up hardly ever succeed, so nothing is learned",
-                )
-            )
-        return shape, [
-            *checks,
-            *examine_prompts(codec, domains),
-            *_teacher(config, codec, elsewhere=elsewhere),
-        ]
-    assert config.model.path is not None, "the configuration has one of path and scratch"
-    directory = _model_directory(config.model.path)
-    shape = _shape_of(config)
-    checks = [
-        ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}")
-    ]
-    checks += _context(config, shape)
-    if elsewhere and not (directory / "tokenizer.json").exists():
-        text = "only config.json is here: weights, tokenizer and prompts are not checked"
-        return shape, [*checks, warn("weights", text)]
-    checks.append(_weights(directory, shape))
+    if config.model.scratch is not None and len(domains) < len(config.tasks):
+        return None, [warn("model.scratch", "not checked: its vocabulary depends on the tasks")]
+    directory = None if config.model.path is None else model_directory(config.model.path)
+    words = [word for domain in domains for word in domain.words]
+    shape = _shape_of(config, words)
+    if directory is None:
+        checks = list(_scratch(config, shape, len(set(words))))
+    else:
+        text = f"{directory}: {shape.parameters():,} weights, context {shape.context:,}"
+        checks = [ok("model.path", text), *_context(config, shape)]
+        if not site.is_here and not (directory / "tokenizer.json").exists():
+            text = "only config.json is here: weights, tokenizer and prompts are not checked"
+            return shape, [*checks, warn("weights", text)]
+        checks.append(_weights(directory, shape))
     codec = _codec(config, domains)
-    checks += [*check_tokens(codec, shape), describe_template(codec)]
+    if directory is not None:
+        checks += [*check_tokens(codec, shape), describe_template(codec)]
     for domain in domains:
-        codec.single_token_ids(domain.allowed)
-    return shape, [
-        *checks,
-        *examine_prompts(codec, domains),
-        *_teacher(config, codec, elsewhere=elsewhere),
-    ]
+        if directory is not None:
+            codec.single_token_ids(domain.allowed)
+            continue
+        for word in domain.allowed:
+            if len(codec.tokenizer.encode(word).ids) != 1:
+                raise FieldError(
+                    "allowed_words", "be among words, which are one token each", repr(word)
+                )
+    return shape, [*checks, *examine_prompts(codec, domains), *_teacher(config, codec, site)]
 
 
-def _teacher(config: RunConfig, codec: ChatCodec, *, elsewhere: bool) -> Iterator[Check]:
-    """Check that the teacher serves, and has the model's vocabulary. A run that is
-    planned for other hosts asks no teacher.
-    """
-    if config.teacher is None or elsewhere:
+def _scratch(config: RunConfig, shape: ModelShape, words: int) -> Iterator[Check]:
+    """Describe a model from scratch, with so many words of the tasks as tokens."""
+    text = f"{shape.parameters():,} random weights, {shape.vocab} tokens, {words} of them words"
+    yield ok("model.scratch", f"{text} of the tasks")
+    if not config.warmup.steps:
+        text = "random weights without a warm-up hardly ever succeed, so nothing is learned"
+        yield warn("warmup.steps", text)
+
+
+def _teacher(config: RunConfig, codec: ChatCodec, site: Site) -> Iterator[Check]:
+    """Check that the teacher serves, and has the model's vocabulary."""
+    if config.teacher is None or not site.is_here:
         return
     # most runs need no HTTP client
     from rollweave.rollout.teacher import check_teacher
 
-    url = config.teacher.url
     try:
         compared = check_teacher(config.teacher, codec.tokenizer, limit_s=TEACHER_S)
     except ConfigError as error:
         yield fail("teacher", str(error))
     else:
-        yield ok("teacher", f"{url}: has the model's vocabulary, by {compared} of its tokens")
+        text = f"has the model's vocabulary, by {compared} of its tokens"
+        yield ok("teacher", f"{config.teacher.url}: {text}")
 
 
-def _model_directory(path: str) -> Path:
-    """Return the directory of a model in Hugging Face format, at `path`.
-
-    Raises ConfigError, which names the model where `path` is a run or a checkpoint of
-    one.
+def _shape_of(config: RunConfig, words: Iterable[str] = ()) -> ModelShape:
+    """Return the shape of the model; `words` are those of the tasks. Raises ConfigError
+    for an architecture that the embedded engine, or the chosen implementation, does not
+    compute.
     """
-    directory = Path(path)
-    rule = f"model.path must be a folder with config.json, got {path}"
-    if how := gguf_of(directory):
-        raise ConfigError(f"{rule}; {how}")
-    if not os.path.isdir(directory):
-        hub = (
-            f"; for a model of the hub: hf download {path} --local-dir DIR"
-            if HUB_NAME.fullmatch(path) and not os.path.exists(directory.parent)
-            else ""
+    if config.model.scratch is not None:
+        vocab = build_tokenizer(words).get_vocab_size()
+        return scratch_shape(
+            config.model.scratch, vocab, context=config.max_tokens, head_dim=config.head_dim
         )
-        raise ConfigError(f"model.path must be a checkpoint directory, got {path!r}{hub}")
-    if is_model(directory):
-        return directory
-    if is_model(directory / EXPORT):
-        raise ConfigError(f"{rule}, a checkpoint of a run: its model is {directory / EXPORT}")
-    run = Checkpoints(directory / "checkpoints")
-    if run.steps():
-        model = run.model()
-        its = f"its model is {model}" if model is not None else "none of its checkpoints has one"
-        raise ConfigError(f"{rule}, a run: {its}")
-    siblings = Checkpoints(directory.parent)
-    if directory in map(siblings.path, siblings.steps()):
-        models = ", ".join(str(siblings.export(step)) for step in siblings.exported()) or "none"
-        raise ConfigError(
-            f"{rule}, a checkpoint of a run, which has no model; those of the run that have one: "
-            f"{models}"
-        )
-    raise ConfigError(rule)
-
-
-def _shape_of(config: RunConfig) -> ModelShape:
-    """Return the shape of `model.path`. Raises ConfigError for an architecture that the
-    embedded engine, or the chosen implementation, does not compute.
-    """
     assert config.model.path is not None, "the configuration has one of path and scratch"
     directory = Path(config.model.path)
     if config.model.implementation == "native":
@@ -307,32 +241,29 @@ def check_context(config: RunConfig) -> list[Check]:
     """
     try:
         return list(_context(config, _shape_of(config)))
-    except (ConfigError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return []
 
 
 def _context(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
-    longest = max(task.max_tokens for task in config.tasks)
-    if longest > shape.context:
-        yield fail(
-            "tasks.max_tokens",
-            f"must be at most the model's context ({shape.context}), got {longest}",
-        )
+    if config.max_tokens > shape.context:
+        text = f"must be at most the model's context ({shape.context}), got {config.max_tokens}"
+        yield fail("tasks.max_tokens", text)
 
 
-def _adapters(config: RunConfig, lora: LoraConfig, shape: ModelShape, *, elsewhere: bool) -> Check:
+@refusing
+def _adapters(
+    config: RunConfig, lora: LoraConfig, shape: ModelShape, site: Site
+) -> Iterator[Check]:
     """Check that the model has the layers that are to have adapters, and that the
     adapter to start from is of this model.
     """
-    try:
-        sizes = adapter_sizes(shape, lora)
-        if lora.path is not None and config.model.path is not None and not elsewhere:
-            check_adapter(Path(lora.path), sizes, lora, base=Path(config.model.path))
-    except FieldError as error:
-        return refused(error)
-    share = trained_parameters(config, shape) / parameters(shape)
-    count = f"{trained_parameters(config, shape):,} weights in {len(sizes) // 2} layers"
-    return ok("lora", f"{count}, {100 * share:.2g} % of the model")
+    sizes = adapter_sizes(shape, lora)
+    if lora.path is not None and config.model.path is not None and site.is_here:
+        check_adapter(Path(lora.path), sizes, lora, base=Path(config.model.path))
+    trained = trained_parameters(config, shape)
+    share = f"{100 * trained / shape.parameters():.2g} % of the model"
+    yield ok("lora", f"{trained:,} weights in {len(sizes) // 2} layers, {share}")
 
 
 def _layers_with_adapters(config: RunConfig, shape: ModelShape | None) -> list[str]:
@@ -344,69 +275,58 @@ def _layers_with_adapters(config: RunConfig, shape: ModelShape | None) -> list[s
     return []
 
 
-def _transformers(config: RunConfig, shape: ModelShape | None, *, elsewhere: bool) -> Check:
+@refusing
+def _transformers(config: RunConfig, shape: ModelShape | None, site: Site) -> Iterator[Check]:
     """Check that the trainer can compute the model with transformers' code, and that
     its layers with adapters have the same names there and in the files.
     """
-    name = "model.implementation"
+    name, divisor = "model.implementation", config.trainer.tensor_parallel
     if missing_from("transformers"):
-        return fail(name, f"transformers is not installed ({how_to_install('transformers')})")
-    divided = config.trainer.tensor_parallel
-    if config.model.path is None or elsewhere:
-        if config.model.path is None and shape is not None:
-            for what, count in (
-                ("heads", shape.heads),
-                ("pairs of keys and values", shape.kv_heads),
-            ):
-                if count % divided:
-                    return fail(
-                        "trainer.tensor_parallel",
-                        f"must divide the {what} of the model from scratch ({count}), "
-                        f"got {divided}",
-                    )
-        return ok(name, "transformers")
+        yield fail(name, f"transformers is not installed ({how_to_install('transformers')})")
+        return
+    if config.model.path is None and shape is not None:
+        sizes = {"heads": shape.heads, "pairs of keys and values": shape.kv_heads}
+        for what, count in sizes.items():
+            if count % divisor:
+                rule = f"divide the {what} of the model from scratch ({count})"
+                raise FieldError("trainer.tensor_parallel", rule, divisor)
+    if config.model.path is None or not site.is_here:
+        yield ok(name, "transformers")
+        return
     # it takes seconds to import
     from rollweave.train.transformers_loading import examine
 
     try:
-        stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divided)
+        stored, unused, experts = examine(Path(config.model.path), tensor_parallel=divisor)
     except TrainerError as error:
-        return fail(name, str(error))
-    except FieldError as error:
-        return refused(error)
+        yield fail(name, str(error))
+        return
     if config.algorithm.routing_replay and experts is None:
-        return _WITHOUT_EXPERTS
+        raise WITHOUT_EXPERTS
     for layer in _layers_with_adapters(config, shape):
         view = stored.views.get(f"{layer}.weight")
         if view is None or view.parameter != f"{layer}.weight":
-            return fail(
-                "lora",
-                "must be left out for a model whose layers have other names in its files, got "
-                f"{layer}",
-            )
+            rule = "be left out for a model whose layers have other names in its files"
+            raise FieldError("lora", rule, layer)
     text = f"transformers: {len(stored.views):,} tensors"
     if unused:
         text += (
             f", trained on text alone: {len(unused):,} of them, such as {unused[0]}, are for "
             "other inputs, and are published and exported unchanged"
         )
-    return ok(name, text)
+    yield ok(name, text)
 
 
 def check_prompts(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
     """Check that every prompt of these domains leaves room for the agent."""
-    if not domains:
-        return []
     try:
-        return failures(list(overlong_prompts(_codec(config, domains), domains)))
-    except ConfigError as error:
-        return [fail("model", str(error))]
-    except (ChatError, OSError, ValueError, KeyError, TypeError) as error:
-        return [fail("model", _text(error))]
+        return failures([*overlong_prompts(_codec(config, domains), domains)]) if domains else []
+    except UNREADABLE as error:
+        return [_unreadable(error)]
 
 
 def _codec(config: RunConfig, domains: Sequence[Domain]) -> ChatCodec:
-    """Return the codec of the model. Raises ConfigError, OSError or ValueError."""
+    """Return the codec of the model. Raises `UNREADABLE`."""
     if config.model.path is not None:
         return ChatCodec.from_directory(Path(config.model.path), config.model.template_arguments)
     words = [word for domain in domains for word in domain.words]
@@ -427,44 +347,27 @@ def _weights(directory: Path, shape: ModelShape) -> Check:
     return ok("weights", human_bytes(size))
 
 
-def _layout(
-    config: RunConfig, shape: ModelShape, hosts: Mapping[str, Resources] | None
-) -> tuple[Layout | None, list[Check]]:
-    """Lay the run out over `hosts` if they are given, or over this machine if the run
-    has no cluster.
-    """
-    planned: list[PlannedHost] | None = None
-    checks: list[Check] = []
-    if hosts is not None:
-        if config.cluster is not None:
-            checks = list(check_pools(config, hosts))
-        elif len(hosts) != 1:
-            checks = [
-                fail("--hosts", f"must describe one host without [cluster], got {len(hosts)}")
-            ]
-        if failures(checks):
-            return None, checks
-        planned = described(config, hosts)
-    elif config.cluster is None:
-        try:
-            planned = this_machine(config)
-        except (RuntimeError, AssertionError, HostError) as error:
-            return None, [
-                fail(
-                    "model.device",
-                    f"must be a CUDA device that works, got {config.model.device} ({error})",
-                )
-            ]
-    layout = lay_out(config, shape, planned)
-    return layout, [*checks, *check_layout(config, layout, planned)]
+def _layout(config: RunConfig, shape: ModelShape, site: Site) -> tuple[Layout | None, list[Check]]:
+    """Lay the run out over its hosts, as far as they are known."""
+    checks = list(site.check_pools(config))
+    try:
+        hosts = site.hosts(config)
+    except FieldError as error:
+        checks.append(refused(error))
+    if failures(checks):
+        return None, checks
+    layout = lay_out(config, shape, hosts)
+    return layout, [*checks, *check_layout(config, layout, hosts)]
 
 
-def _disk(config: RunConfig, shape: ModelShape, *, elsewhere: bool) -> Iterator[Check]:
-    checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
+def _disk(config: RunConfig, shape: ModelShape, site: Site) -> Iterator[Check]:
+    checkpoints = checkpoint_bytes(config, shape)
+    # each trajectory that is trained on has its maximum length
+    trajectories = config.run.steps * config.batch_tokens * STORED_TOKEN_BYTES
     text = (
         f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} trajectories"
     )
-    if elsewhere:
+    if not site.is_here:
         yield ok("disk", text)
         return
     parent = Path(config.run.dir)
@@ -485,10 +388,10 @@ def _disk(config: RunConfig, shape: ModelShape, *, elsewhere: bool) -> Iterator[
         yield ok("disk", text)
 
 
-def _text(error: Exception) -> str:
-    what = (
-        f"name {error}"
-        if isinstance(error, KeyError)
-        else f"have values of the right types: {error}"
-    )
-    return f"config.json must {what}"
+def _unreadable(error: Exception) -> Check:
+    """Return the failure that one of `UNREADABLE` is."""
+    if isinstance(error, ConfigError | ChatError | OSError):
+        return fail("model", str(error))
+    values = f"have values of the right types: {error}"
+    what = f"name {error}" if isinstance(error, KeyError) else values
+    return fail("model", f"config.json must {what}")

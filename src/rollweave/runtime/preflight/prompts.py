@@ -1,5 +1,5 @@
 """Check that a model's chat template shows prompts and transcripts within the limits of
-their task domain.
+their task domain, and that the model has all of their tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.following import ANSWER
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain
-from rollweave.schema.chat import Message
+from rollweave.weights.checkpoint import ModelShape
 
 NAMED = 5
 """Maximum number of prompts that are named as too long; the others are counted."""
@@ -32,11 +32,12 @@ def examine_prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Che
     """Check the first messages of an episode, every prompt that can be listed, and the
     transcripts of the warm-up.
     """
-    yield from _first(codec, domains)
-    yield from overlong_prompts(codec, domains)
     for domain in domains:
+        if domain.first:
+            yield _first(codec, domain)
+        yield from overlong_prompts(codec, [domain])
         yield from _unshown(codec, domain)
-    yield from _transcripts(codec, domains)
+        yield from _transcripts(codec, domain)
 
 
 def _unshown(codec: ChatCodec, domain: Domain) -> Iterator[Check]:
@@ -71,39 +72,28 @@ def _unshown(codec: ChatCodec, domain: Domain) -> Iterator[Check]:
         )
 
 
-def _first(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+def _first(codec: ChatCodec, domain: Domain) -> Check:
     """Check that the first messages of an episode leave room for the agent."""
-    for domain in domains:
-        if not domain.first:
-            continue
-        try:
-            if domain.tools and not codec.shows_tools:
-                yield fail(
-                    domain.name,
-                    f"the model's chat template must show the {len(domain.tools)} tools that the "
-                    "handler offers its agent, got "
-                    'one that shows none; with options.calls = "text", if the handler has it, '
-                    "none is needed",
-                )
-                continue
-            count = len(codec.start(domain.first, domain.tools))
-        except ChatError as error:
-            yield fail(domain.name, f"first messages: {error}")
-            continue
-        try:
-            if domain.tools:
-                codec.extend((), (ANSWER,), tools=domain.tools)
-        except ChatError as error:
-            yield fail(domain.name, f"results of tools: {error}")
-            continue
-        limit = domain.limits.max_tokens
-        if count >= limit:
-            yield fail(
-                f"{domain.name}.max_tokens",
-                f"must be more than the first prompt ({count} tokens), got {limit}",
-            )
-        else:
-            yield ok(f"{domain.name} prompt", f"{count} of {limit} tokens")
+    if domain.tools and not codec.shows_tools:
+        return fail(
+            domain.name,
+            f"the model's chat template must show the {len(domain.tools)} tools that the handler "
+            'offers its agent, got one that shows none; with options.calls = "text", if the '
+            "handler has it, none is needed",
+        )
+    what = "first messages"
+    try:
+        count = len(codec.start(domain.first, domain.tools))
+        what = "results of tools"
+        if domain.tools:
+            codec.extend((), (ANSWER,), tools=domain.tools)
+    except ChatError as error:
+        return fail(domain.name, f"{what}: {error}")
+    limit = domain.limits.max_tokens
+    if count < limit:
+        return ok(f"{domain.name} prompt", f"{count} of {limit} tokens")
+    text = f"must be more than the first prompt ({count} tokens), got {limit}"
+    return fail(f"{domain.name}.max_tokens", text)
 
 
 def overlong_prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
@@ -153,37 +143,67 @@ def named(places: Sequence[str]) -> str:
     return ", ".join(places[:NAMED]) + (", …" if len(places) > NAMED else "")
 
 
-def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+def _transcripts(codec: ChatCodec, domain: Domain) -> Iterator[Check]:
     """Check that a rollout's limits admit the transcripts of the warm-up.
 
     Name the first transcript that breaks each limit.
     """
-    for domain in domains:
-        broken: dict[str, str] = {}
-        for number, messages in enumerate(domain.transcripts):
-            try:
-                sequence = tokenize_transcript(codec, messages)
-            except (ChatError, ValueError) as error:
-                yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
-                break
-            for place, (turn, reply) in enumerate(
-                zip(sequence.turns, _replies(messages), strict=True)
-            ):
-                length = turn.end - turn.start
-                if length > domain.limits.max_turn_tokens:
-                    text = f"turn {place}, {reply!r:.60}, has {length} tokens with its end token"
-                    broken.setdefault(
-                        "max_turn_tokens",
-                        f"every turn of transcript(): in transcript {number} {text}",
-                    )
-            if len(sequence.tokens) > domain.limits.max_tokens:
-                text = f"every transcript(): number {number} has {len(sequence.tokens)} tokens"
-                broken.setdefault("max_tokens", text)
-        for limit, text in broken.items():
-            yield fail(
-                f"{domain.name}.{limit}", f"must hold {text}, got {getattr(domain.limits, limit)}"
-            )
+    broken: dict[str, str] = {}
+    for number, messages in enumerate(domain.transcripts):
+        try:
+            sequence = tokenize_transcript(codec, messages)
+        except (ChatError, ValueError) as error:
+            yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
+            break
+        replies = [message.content for message in messages if message.role == "assistant"]
+        for place, (turn, reply) in enumerate(zip(sequence.turns, replies, strict=True)):
+            length = turn.end - turn.start
+            if length > domain.limits.max_turn_tokens:
+                text = f"turn {place}, {reply!r:.60}, has {length} tokens with its end token"
+                broken.setdefault(
+                    "max_turn_tokens",
+                    f"every turn of transcript(): in transcript {number} {text}",
+                )
+        if len(sequence.tokens) > domain.limits.max_tokens:
+            text = f"every transcript(): number {number} has {len(sequence.tokens)} tokens"
+            broken.setdefault("max_tokens", text)
+    for limit, text in broken.items():
+        got = getattr(domain.limits, limit)
+        yield fail(f"{domain.name}.{limit}", f"must hold {text}, got {got}")
 
 
-def _replies(messages: Sequence[Message]) -> list[str]:
-    return [message.content for message in messages if message.role == "assistant"]
+def check_tokens(codec: ChatCodec, shape: ModelShape) -> Iterator[Check]:
+    """Check that the model has an embedding of every token that a prompt can have."""
+    vocabulary, unwritten = codec.tokenizer.get_vocab(), codec.unwritten
+    beyond = {text: id for text, id in vocabulary.items() if id >= shape.vocab}
+    possible = {text: id for text, id in beyond.items() if id not in unwritten}
+    if not beyond:
+        return
+    text, id = min((possible or beyond).items(), key=lambda item: item[1])
+    if possible:
+        yield fail(
+            "tokenizer",
+            "must have no tokens in prompts that the model has no embedding of: the embedding has "
+            f"{shape.vocab:,} rows, got {len(possible):,} beyond them, such as {text!r:.80} "
+            f"({id})",
+        )
+    else:
+        yield warn(
+            "tokenizer",
+            f"{len(beyond):,} special tokens, such as {text!r:.80} ({id}), have no row in the "
+            "model's embedding; the chat template writes none of them, and messages that spell "
+            "them have text",
+        )
+
+
+def describe_template(codec: ChatCodec) -> Check:
+    """Say how turns end, and how a growing conversation differs from a rendering."""
+    ends = [f"token {', '.join(map(str, codec.stop_token_ids))}"] if codec.stop_token_ids else []
+    ends += [f"text {stop!r:.80}" for stop in codec.stop]
+    text = f"grows turn by turn; a turn ends at {' or '.join(ends) or 'its token limit alone'}"
+    if rewritten := codec.rewritten:
+        text += (
+            f"; {', '.join(rewritten)} stay as they were, though the template renders them "
+            "otherwise once more messages follow"
+        )
+    return ok("chat template", text)

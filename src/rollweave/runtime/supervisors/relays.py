@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rollweave.core.mechanisms.relays.state import relay_id
 from rollweave.core.policy.relay import chunk_bytes
+from rollweave.io.extras import how_to_install
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.runtime.hosts.hosts import Hosts
 from rollweave.runtime.links.relay import OpenRelay, RelayLink
@@ -19,8 +20,8 @@ from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.supervisors.supervisor import Supervised, Supervisor, until_lost
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
-from rollweave.schema.config.training import WeightsConfig
-from rollweave.schema.errors import WeightsError
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import FieldError, WeightsError
 from rollweave.schema.events import (
     Event,
     FetchFailed,
@@ -64,14 +65,13 @@ installs it.
 """
 
 
-def missing_extra(config: WeightsConfig) -> str | None:
-    """Return the extra that these relays lack; None if they lack none."""
-    module = MODULES.get(config.transport)
-    return (
-        config.transport
-        if module is not None and importlib.util.find_spec(module) is None
-        else None
-    )
+def check_transport(config: RunConfig) -> None:
+    """Raise FieldError if the package of `weights.transport` is not installed."""
+    transport = config.weights.transport
+    module = MODULES.get(transport)
+    if module is not None and importlib.util.find_spec(module) is None:
+        rule = f"be installed ({how_to_install(transport)})"
+        raise FieldError("weights.transport", rule, transport)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

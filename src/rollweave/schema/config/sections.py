@@ -119,6 +119,12 @@ class Sections(Section):
         return max(task.max_tokens for task in self.tasks)
 
     @property
+    def batch_tokens(self) -> int:
+        """The maximum number of tokens of one training batch."""
+        largest = max(self.group_size(task.name) for task in self.tasks)
+        return self.rollout.groups_per_step * largest * self.max_tokens
+
+    @property
     def head_dim(self) -> int:
         """The width of an attention head of a model from scratch."""
         return VLLM_HEAD_DIM if any(group.kind == "vllm" for group in self.engines) else HEAD_DIM

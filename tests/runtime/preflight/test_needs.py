@@ -10,32 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rollweave.runtime.preflight.memory import (
-    CPU_TOKENS,
-    HEAD_COPIES,
-    HEAD_LOGITS,
-    MASTER_BYTES,
-    PUBLICATIONS,
-    Part,
-    engine_parts,
-    gathered_layers,
-    kv_bytes,
-    parameters,
-    rank_parts,
-    relay_parts,
-    saved_bytes,
-    scratch_shape,
-    trained_parameters,
-)
+from rollweave.engine.needs import engine_needs
 from rollweave.schema.config.loading import loads
 from rollweave.schema.config.model import LoraConfig, ScratchModel
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.needs import Need
 from rollweave.train.lora import NewAdapters
-from rollweave.train.model import MAX_LOGITS, Model
+from rollweave.train.model import Model
+from rollweave.train.needs import (
+    MASTER_BYTES,
+    gathered_layers,
+    layer_bytes,
+    logit_bytes,
+    rank_needs,
+)
 from rollweave.train.packing import Example, pack
-from rollweave.train.passes import CACHE_TOKENS
-from rollweave.train.scratch import build_checkpoint
+from rollweave.train.scratch import build_checkpoint, scratch_shape
 from rollweave.weights.checkpoint import ModelShape, read_shape
+from rollweave.weights.needs import PUBLICATIONS, relay_needs, trained_parameters
 
 SCRATCH = ScratchModel(hidden=64, layers=3)
 CONTEXT = 64
@@ -55,8 +47,8 @@ def numbers_in(path: Path) -> int:
 
 def test_parameters_are_those_of_the_checkpoint(built: Path) -> None:
     shape = read_shape(built)
-    assert parameters(shape) == numbers_in(built)
-    assert parameters(scratch_shape(SCRATCH, shape.vocab, context=CONTEXT)) == numbers_in(built)
+    assert shape.parameters() == numbers_in(built)
+    assert scratch_shape(SCRATCH, shape.vocab, context=CONTEXT).parameters() == numbers_in(built)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -66,22 +58,22 @@ def config(*overrides: str) -> RunConfig:
 SMALL = scratch_shape(SCRATCH, 200, context=CONTEXT)
 
 
-def sizes(parts: list[Part]) -> dict[str, int]:
-    return {part.what: part.nbytes for part in parts}
+def sizes(needs: list[Need]) -> dict[str, int]:
+    return {need.what: need.nbytes for need in needs}
 
 
 def rank(*overrides: str, number: int = 0) -> dict[str, int]:
-    return sizes(rank_parts(config(*overrides), SMALL, rank=number))
+    return sizes(rank_needs(config(*overrides), SMALL, rank=number))
 
 
 def engine(*overrides: str) -> dict[str, int]:
     run = config(*overrides)
-    return sizes(engine_parts(run, SMALL, run.engines[0]))
+    return sizes(engine_needs(run, SMALL, run.engines[0]))
 
 
 def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     parts = rank()
-    assert parts["weights"] == parts["gradients"] == 4 * parameters(SMALL)
+    assert parts["weights"] == parts["gradients"] == 4 * SMALL.parameters()
     assert parts["optimizer"] == 2 * parts["weights"]
 
 
@@ -101,14 +93,14 @@ def test_logits_are_those_of_the_tokens_that_may_be_sampled() -> None:
     """A turn of 10 tokens in a trajectory of 100."""
     limits = ("tasks.0.max_tokens=100", "trainer.micro_tokens=1000", "tasks.0.max_turns=1")
     few, all_ = (rank(*limits, f"tasks.0.max_turn_tokens={count}") for count in (10, 100))
-    logits = 900 * SMALL.vocab * 4 * HEAD_COPIES
-    assert all_["activations"] - few["activations"] == logits
+    logits = logit_bytes(1000, SMALL.vocab) - logit_bytes(100, SMALL.vocab)
+    assert all_["activations"] - few["activations"] == logits == 900 * SMALL.vocab * 4 * 3
 
 
 def test_what_saves_the_trainers_memory() -> None:
     saving = "trainer.save_memory=['activations', 'optimizer']"
     assert rank(saving)["activations"] < rank()["activations"]
-    on_device = {part.what for part in rank_parts(config(saving), SMALL, rank=0) if part.on_device}
+    on_device = {need.what for need in rank_needs(config(saving), SMALL, rank=0) if need.on_device}
     assert "optimizer" not in on_device
     assert "weights" in on_device
 
@@ -142,7 +134,7 @@ def test_each_engine_needs_weights_and_kv() -> None:
     parts = engine("engines.kv_tokens=4096")
     # tokens, keys and values, layers, heads, dim, float32
     assert parts["KV cache"] == parts["copy of the KV cache"] == 4096 * 2 * 3 * 2 * 16 * 4
-    assert parts["weights"] == 4 * parameters(SMALL)
+    assert parts["weights"] == 4 * SMALL.parameters()
     assert "copy of the KV cache" not in engine("model.dtype=bfloat16")
     assert "copy of the KV cache" not in engine("engines.deterministic=true")
     assert {"one step", "CUDA"} <= set(engine("model.device=cuda"))
@@ -170,14 +162,14 @@ def test_bfloat16_halves_the_engines_memory_but_not_the_trainers() -> None:
     assert rank(half)["weights"] == rank()["weights"]
     assert 2 * rank(half)["published weights"] == rank()["published weights"]
     assert rank("weights.dtype=bfloat16")["published weights"] == rank(half)["published weights"]
-    assert 2 * kv_bytes(SMALL, 2) == kv_bytes(SMALL, 4)
+    assert 2 * SMALL.kv_bytes(2) == SMALL.kv_bytes(4)
 
 
 def test_only_the_first_rank_and_the_relays_of_other_hosts_keep_published_weights() -> None:
-    assert rank()["published weights"] == PUBLICATIONS * 4 * parameters(SMALL)
+    assert rank()["published weights"] == PUBLICATIONS * 4 * SMALL.parameters()
     assert "published weights" not in rank("trainer.ranks=2", number=1)
-    beside = sizes(relay_parts(config(), SMALL, stores=False))
-    other = sizes(relay_parts(config(), SMALL, stores=True))
+    beside = sizes(relay_needs(config(), SMALL, stores=False))
+    other = sizes(relay_needs(config(), SMALL, stores=True))
     assert other["published weights"] == rank()["published weights"]
     assert "published weights" not in beside
 
@@ -186,7 +178,6 @@ def test_activations_are_bounded_by_the_packed_pass_and_by_the_batch() -> None:
     assert rank("trainer.micro_tokens=1200")["activations"] < rank()["activations"]
     small = ("rollout.groups_per_step=1", "rollout.group_size=2")
     assert rank(*small) == rank(*small, "trainer.micro_tokens=1000000")
-    assert (CPU_TOKENS, HEAD_LOGITS) == (CACHE_TOKENS, MAX_LOGITS)
 
 
 # Against a slow and obvious reference.
@@ -201,14 +192,11 @@ shapes = st.builds(
         head_dim=2 * dim,
         ffn=ffn,
         context=CONTEXT,
-        eps=1e-6,
         tied=tied,
         qkv_bias=bias,
-        out_bias=False,
         mlp_bias=bias,
         qk_norm=norm,
         inv_freq=tuple(1.0 for _ in range(dim)),
-        eos_token_ids=(),
     ),
     layers=st.integers(1, 5),
     heads=st.integers(1, 4),
@@ -233,13 +221,15 @@ def test_shards_hold_the_whole_model_and_little_more(shape: ModelShape, ranks: i
         model = Model(shape, torch.float32)
     total = numel(model) * MASTER_BYTES
     run = config(f"trainer.ranks={ranks}")
-    shards = [sizes(rank_parts(run, shape, rank=number)) for number in range(ranks)]
+    shards = [sizes(rank_needs(run, shape, rank=number)) for number in range(ranks)]
     for what, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
         held = sum(shard[what] for shard in shards)
         assert copies * total <= held < copies * (total + ranks * MASTER_BYTES)
     layers = [numel(layer) for layer in model.model.layers]
     rest = numel(model) - sum(layers)
-    assert gathered_layers(shape) == MASTER_BYTES * (3 * layers[0] + 2 * rest)
+    assert gathered_layers(shape, config("trainer.ranks=2")) == MASTER_BYTES * (
+        3 * layers[0] + 2 * rest
+    )
     assert all(("gathered layers" in shard) == (ranks > 1) for shard in shards)
 
 
@@ -257,14 +247,14 @@ def test_a_tensor_group_divides_the_matrices_of_the_layers(
         f"trainer.tensor_parallel={size}",
         "model.implementation=transformers",
     )
-    of_rank, whole = sizes(rank_parts(run, shape, rank=0)), rank_parts(config(), shape, rank=0)
+    of_rank, whole = sizes(rank_needs(run, shape, rank=0)), rank_needs(config(), shape, rank=0)
     expected = matrices / size + numel(model) - matrices
     for what, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
         parameters = of_rank[what] / (copies * MASTER_BYTES)
         assert 0 <= parameters - expected / groups < 2
     assert of_rank["activations"] <= sizes(whole)["activations"]
     with_lora = run.model_copy(update={"lora": LoraConfig()})
-    adapted = sizes(rank_parts(with_lora, shape, rank=0))
+    adapted = sizes(rank_needs(with_lora, shape, rank=0))
     assert adapted["weights"] == of_rank["weights"] + adapted["gradients"]
     trained = trained_parameters(with_lora, shape)
     assert 0 <= adapted["gradients"] / MASTER_BYTES - trained / groups < 1
@@ -302,14 +292,8 @@ def decoder(**sizes: int) -> ModelShape:
         vocab=128,
         head_dim=dim,
         context=4096,
-        eps=1e-6,
-        tied=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         qk_norm=dim == 16,
         inv_freq=tuple(1.0 for _ in range(dim // 2)),
-        eos_token_ids=(),
         **values,
     )
 
@@ -331,7 +315,7 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     measured = kept_for_backward(shape, dtype, lengths)
     tokens = sum(lengths)
-    estimate = saved_bytes(
+    estimate = logit_bytes(tokens, shape.vocab) + layer_bytes(
         shape, tokens, longest=max(lengths), width=dtype.itemsize, on_cpu=True
-    ) + (HEAD_COPIES * 4 * tokens * shape.vocab)
+    )
     assert measured <= estimate <= 1.15 * measured

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.io.cpu import computed_dtype, has_bfloat16
+from rollweave.io.machine import computed_dtype, has_bfloat16
 
 REAL = has_bfloat16
 
@@ -24,6 +24,6 @@ def test_the_abilities_of_a_cpu_are_those_that_linux_names(
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: text)
     assert REAL.__wrapped__() is native
-    monkeypatch.setattr("rollweave.io.cpu.has_bfloat16", lambda: native)
+    monkeypatch.setattr("rollweave.io.machine.has_bfloat16", lambda: native)
     assert computed_dtype("bfloat16", "cpu") == ("bfloat16" if native else "float32")
     assert computed_dtype("bfloat16", "cuda") == "bfloat16"

@@ -1,0 +1,37 @@
+"""The memory that versions of the weights need (`schema/needs`)."""
+
+import math
+
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.needs import Need, interpreter
+from rollweave.schema.weights import NUMBER_BYTES
+from rollweave.weights.adapters import adapter_sizes
+from rollweave.weights.checkpoint import ModelShape
+
+PUBLICATIONS = 3
+"""Number of weight versions that the trainer and each relay keep, usually."""
+
+
+def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
+    """Return the number of weights that are trained and published: those of the
+    adapters if there are any.
+    """
+    if config.lora is None:
+        return shape.parameters()
+    return sum(map(math.prod, adapter_sizes(shape, config.lora).values()))
+
+
+def published(config: RunConfig, shape: ModelShape) -> Need:
+    """Return the need of the versions that are kept in a host's memory."""
+    each = trained_parameters(config, shape) * NUMBER_BYTES[config.published_dtype]
+    return Need(
+        what="published weights", nbytes=PUBLICATIONS * each, on_device=False, setting="model"
+    )
+
+
+def relay_needs(config: RunConfig, shape: ModelShape, *, stores: bool) -> list[Need]:
+    """Return the needs of a relay: of versions of the weights if it `stores` any.
+    Beside the trainer it maps its memory, and on a host without engines it has none.
+    """
+    versions = [published(config, shape)] if stores else []
+    return [*versions, interpreter(setting="model")]
