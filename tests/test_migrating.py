@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rollweave.schema.config.former import FORMER
 from rollweave.schema.config.reference import parts
 from tests.support.pages import inline_code, table_rows
 
@@ -42,3 +43,10 @@ def test_a_value_is_one_that_the_setting_may_have(span: str) -> None:
     allowed = re.findall(r'"(\w+)"', SETTINGS[name].type)
     assert allowed, f"{name} has no names as values"
     assert set(value if isinstance(value, list) else [value]) <= set(allowed)
+
+
+def test_each_former_setting_has_a_row() -> None:
+    tables = PAGE.partition("## From an earlier Rollweave\n")[2].partition("\n| what you used")[0]
+    rows = {inline_code(former)[0]: now.replace("`", "") for former, now in table_rows(tables)}
+    assert rows == FORMER
+    assert not FORMER.keys() & (SETTINGS.keys() | SECTIONS)

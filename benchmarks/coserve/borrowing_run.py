@@ -46,7 +46,7 @@ def configuration(directory: Path, port: int, **sections: Any) -> RunConfig:
                 "sinks": [],
             },
             "model": {"scratch": {"hidden": 64, "layers": 2}, "device": "cpu"},
-            "cluster": {"address": f"127.0.0.1:{port}", "hosts": 2, "join_s": JOIN_S},
+            "cluster": {"address": f"127.0.0.1:{port}", "hosts": 2},
             "pools": {"own": {"resource": "own"}, "serving": {"resource": "serving"}},
             "tasks": [
                 {

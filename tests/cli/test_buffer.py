@@ -37,10 +37,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     return write
 
 
-def train(*arguments: str, sample: str = "fifo", evict: str = "age") -> tuple[int, str, list[str]]:
+def train(*arguments: str, sample: str = "fifo") -> tuple[int, str, list[str]]:
     decoupled = ("--mode", "decoupled", "--set", "run.steps=3", "--set", "run.checkpoint_every=1")
-    settings = ("--set", f"buffer.sample={sample}", "--set", f"buffer.evict={evict}")
-    return invoke("train", "small.toml", *decoupled, *settings, *arguments)
+    return invoke("train", "small.toml", *decoupled, "--set", f"buffer.sample={sample}", *arguments)
 
 
 RIGHT = """
@@ -51,9 +50,6 @@ def newest(experiences, version):
         for one in experiences:
             print(json.dumps([version, one.id, one.arrived, one.initiated, one.rewards, one.tokens, one.ratio]), file=file)
     return [one.id for one in reversed(experiences)]
-
-def nothing(experiences, version):
-    return ()
 """
 
 
@@ -63,9 +59,7 @@ def test_a_buffer_function_selects_experiences(
     written: Written, tmp_path: Path, processes: bool
 ) -> None:
     name = written(RIGHT)
-    code, text, errors = train(
-        *([] if processes else ["--inproc"]), sample=f"{name}:newest", evict=f"{name}:nothing"
-    )
+    code, text, errors = train(*([] if processes else ["--inproc"]), sample=f"{name}:newest")
     assert code == 0, (text, errors)
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert {version for version, *_ in seen} == {0, 1, 2}
@@ -87,7 +81,6 @@ def test_the_function_of_the_documentation_works(written: Written) -> None:
 
 
 @pytest.mark.parametrize("dry", [True, False])
-@pytest.mark.parametrize("setting", ["sample", "evict"])
 @pytest.mark.parametrize(
     ("code", "function", "words"),
     [
@@ -114,22 +107,15 @@ def test_refuses_invalid_functions_before_the_run(
     code: str | None,
     function: str,
     words: str,
-    setting: str,
     dry: bool,
 ) -> None:
     name = function if code is None else f"{written(code)}:{function}"
-    exit_code, _, errors = train(*(["--dry-run"] if dry else []), **{setting: name})
+    exit_code, _, errors = train(*(["--dry-run"] if dry else []), sample=name)
     assert exit_code == 2
     (error,) = errors
-    assert error.startswith(f"error: buffer.{setting}: function '{name}'")
+    assert error.startswith(f"error: buffer.sample: function '{name}'")
     assert words in error
     assert not (tmp_path / "runs").exists()
-
-
-def test_reports_all_invalid_functions_at_once(written: Written) -> None:
-    exit_code, _, errors = train(sample="none:pick", evict=f"{written('pick = 7')}:pick")
-    assert exit_code == 2
-    assert [error.split(": ")[1] for error in errors] == ["buffer.sample", "buffer.evict"]
 
 
 def test_a_dry_run_names_the_functions(written: Written) -> None:
@@ -182,16 +168,6 @@ def test_a_failing_function_ends_the_run_and_is_named(
     account = summary["account"]
     assert account["in_flight"] == 0
     assert f"{account['started']} started = " in text
-
-
-def test_a_failing_function_of_the_buffer_writer_ends_the_run(
-    written: Written, tmp_path: Path
-) -> None:
-    name = f"{written(WRONG.format(body='raise LookupError(1)'))}:misbehave"
-    code, text, errors = train("--inproc", evict=name)
-    assert code == 1, (text, errors)
-    assert errors[-1] == f"error: buffer function {name} failed: LookupError: 1"
-    assert (tmp_path / "runs/small/checkpoints/step-000000").is_dir()
 
 
 def test_a_run_resumes_once_the_function_is_fixed(written: Written, tmp_path: Path) -> None:

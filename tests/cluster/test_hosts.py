@@ -129,7 +129,7 @@ class Lakes(Generic[H]):
             launched = {"launcher": "ray", "ray": self.hosts.cluster}
         else:
             launched = {"address": f"{self.hosts.controller}:{port}"}
-        return {**launched, "hosts": hosts, "join_s": LIMIT_S}
+        return {**launched, "hosts": hosts}
 
     def other(self, run: ClusterRun) -> int:
         """Return the host without the trainer."""

@@ -119,7 +119,6 @@ def config_of(directory: Path, ray: RayHosts, **sections: Any) -> RunConfig:
     cluster = {
         "launcher": "ray",
         "ray": ray.cluster,
-        "join_s": 180.0,
         **sections.pop("cluster", {}),
     }
     return make_config(directory, cluster=cluster, **sections)

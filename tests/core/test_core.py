@@ -226,7 +226,7 @@ def test_any_world_ends_accounted_for(
         trainer={"minibatches": parts},
         watchdog={"restarts": 100},
         **(
-            {"buffer": {"max_age": alpha, "sample": "staleness" if parts == 1 else "ratio"}}
+            {"buffer": {"sample": "staleness" if parts == 1 else "ratio"}}
             if mode == "decoupled" and batch
             else {}
         ),

@@ -25,7 +25,6 @@ from rollweave.schema.hosts import Programs
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from tests.support.host_agents import Agents, agents, secret
 from tests.support.real_runs import (
-    LIMIT_S,
     Life,
     Lineage,
     check_totals,
@@ -218,7 +217,7 @@ def test_engines_and_ranks_of_two_hosts_take_turns_and_one_host_is_lost(
         engines={"count": 2, "pool": "both"},
         trainer={"ranks": 2, "pool": "both"},
         pools={"both": {"resource": "both"}},
-        cluster={"address": f"127.0.0.1:{agents.port}", "hosts": 2, "join_s": LIMIT_S},
+        cluster={"address": f"127.0.0.1:{agents.port}", "hosts": 2},
         eval={"every": 3, "episodes": 2, "final_episodes": 8},
     )
     lineage = Lineage()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollweave.core.mechanisms.cluster import scaling
 from rollweave.record.journal import Replay
 from rollweave.schema.commands import Command, RemoveWorker, RestartWorker
 from rollweave.schema.config.root import RunConfig
@@ -26,14 +27,14 @@ from tests.support.fake_runs import (
 from tests.support.worker_runs import LIMIT_S, gone, located, outcomes, places
 
 
-def elastic(directory: Path, *, idle_s: float) -> RunConfig:
+def elastic(directory: Path) -> RunConfig:
     """Return the configuration of a run with up to two workers, which have places for
     two attempts each. Its environments wait for the file `open`.
     """
     return located(
         directory,
         is_open=False,
-        workers={"count": 2, "minimum": 0, "idle_s": idle_s},
+        workers={"count": 2, "minimum": 0},
         rollout={"mode": "sync", "max_running": 4},
         steps=3,
     )
@@ -68,7 +69,7 @@ def commands_of(config: RunConfig, kind: type[Command]) -> list[Command]:
 
 
 def test_workers_start_from_zero_when_attempts_need_them(tmp_path: Path) -> None:
-    config = elastic(tmp_path / "run", idle_s=60.0)
+    config = elastic(tmp_path / "run")
     thread = while_running(
         config, lambda _: until(lambda: len(places(config, "reset")) == 2, "two workers")
     )
@@ -88,7 +89,7 @@ def test_workers_start_from_zero_when_attempts_need_them(tmp_path: Path) -> None
 def test_a_worker_that_is_killed_while_the_other_starts_costs_only_its_attempts(
     tmp_path: Path,
 ) -> None:
-    config = elastic(tmp_path / "run", idle_s=60.0)
+    config = elastic(tmp_path / "run")
     struck: list[int] = []
 
     def strike(_: Path) -> None:
@@ -108,9 +109,12 @@ def test_a_worker_that_is_killed_while_the_other_starts_costs_only_its_attempts(
     assert replay(config).differing == 0
 
 
-def test_workers_end_while_the_trainer_works_and_start_again_after_it(tmp_path: Path) -> None:
+def test_workers_end_while_the_trainer_works_and_start_again_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole step has no worker; none of them had an attempt when it ended."""
-    config = elastic(tmp_path / "run", idle_s=0.0)
+    monkeypatch.setattr(scaling, "IDLE_S", 0.0)
+    config = elastic(tmp_path / "run")
     assert config.model.path is not None
     hold = Path(config.model.path) / "hold"
     hold.write_text("1000")
@@ -142,7 +146,7 @@ def test_workers_end_while_the_trainer_works_and_start_again_after_it(tmp_path: 
 
 @pytest.mark.extended
 def test_a_resumed_run_starts_workers_from_zero_again(tmp_path: Path) -> None:
-    config = elastic(tmp_path / "run", idle_s=60.0)
+    config = elastic(tmp_path / "run")
     (Path(config.tasks[0].options["where"]) / "open").touch()
     fault(config, "kill-controller-2")
     killed(config)

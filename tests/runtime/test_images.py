@@ -88,11 +88,12 @@ def test_a_run_builds_its_image_and_the_next_one_gets_it_from_the_mirror(
     """The build takes longer than a step may, and is named while it lasts."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.2)
     monkeypatch.setattr("rollweave.runtime.waiting.CHECK_S", 0.1)
-    cache = tmp_path / "cache"
+    cache = tmp_path / "rollweave" / "images"
     named = recipe(tmp_path / "given", base, SLOW)
     mirror = tmp_path / "mirror"
     mirror.mkdir()
-    sandbox = {"cache_dir": str(cache), "mirror": str(mirror)}
+    sandbox = {"mirror": str(mirror)}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = imaged(tmp_path / "first", named, sandbox=sandbox, task={"step_s": 5.0})
     assert prepared(first).startswith(f"not tried: image {named} is not in the cache")
     assert run(first).error == ""
@@ -102,7 +103,7 @@ def test_a_run_builds_its_image_and_the_next_one_gets_it_from_the_mirror(
     assert any(f"s for image {named}: building it" in line for line in named_waits), named_waits
     assert replay(first).differing == 0
     (digest,) = roots(cache)
-    sandbox["cache_dir"] = str(tmp_path / "other cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     second = imaged(tmp_path / "second", f"sha256:{digest}", sandbox=sandbox, workers={"count": 2})
     assert run(second).error == ""
     assert words(second) == words(first)
@@ -120,7 +121,7 @@ def test_one_host_builds_and_the_others_fetch_from_it(
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         agents.start(name)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    cluster = {"address": f"127.0.0.1:{agents.port}", "hosts": 2, "join_s": 60.0}
+    cluster = {"address": f"127.0.0.1:{agents.port}", "hosts": 2}
     config = imaged(tmp_path / "run", named, cluster=cluster, workers={"count": 2})
     assert run(config).error == ""
     (word,) = words(config)
@@ -132,13 +133,16 @@ def test_one_host_builds_and_the_others_fetch_from_it(
 
 
 @pytest.mark.extended
-def test_a_missing_image_is_blamed_on_the_infrastructure(tmp_path: Path, base: str) -> None:
+def test_a_missing_image_is_blamed_on_the_infrastructure(
+    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named = recipe(tmp_path / "given", base, "echo the reason; exit 3")
-    config = imaged(tmp_path / "run", named, sandbox={"cache_dir": str(tmp_path / "cache")})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = imaged(tmp_path / "run", named)
     summary = run(config)
     assert "ended with status 3:\nthe reason" in summary.error
     assert set(stops(config)) == {StopReason.IMAGE_ERROR}
     assert BLAME_OF[StopReason.IMAGE_ERROR] is Blame.INFRASTRUCTURE
     assert summary.account.balanced
     assert summary.account.trained == 0
-    assert roots(tmp_path / "cache") == []
+    assert roots(tmp_path / "cache" / "rollweave" / "images") == []

@@ -24,7 +24,6 @@ group_size = 2
 kv_tokens = 1024
 [warmup]
 steps = 2
-batch = 2
 [eval]
 final_episodes = 6
 """

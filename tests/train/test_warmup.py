@@ -37,7 +37,7 @@ def transcripts() -> Iterator[TokenSequence]:
 def configured(**warmup: object) -> RunConfig:
     config = make_config()
     return config.model_copy(
-        update={"warmup": config.warmup.model_copy(update={"steps": 30, "batch": 4, **warmup})}
+        update={"warmup": config.warmup.model_copy(update={"steps": 30, **warmup})}
     )
 
 

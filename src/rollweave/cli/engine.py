@@ -38,6 +38,7 @@ from rollweave.runtime.hosts.resources import devices as gpus
 from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import parse_address
 from rollweave.schema.errors import ConfigError, EngineLostError, HostError
+from rollweave.schema.hosts import JOIN_S
 from rollweave.schema.serving import EngineSpec, LendSpec
 from rollweave.weights.checkpoint import read_shape
 
@@ -60,7 +61,6 @@ TAKE_BACK = signal.SIGUSR1
 """Signal by which an operator takes a lent engine back."""
 
 RESOURCE = "serving"
-JOIN_S = 600.0
 TTFT_MS, TPOT_MS = 500.0, 150.0
 """Defaults of the options of `--lend`."""
 

@@ -366,7 +366,6 @@ class Run:
         self.mode: Mode = preset(
             config.rollout.mode,
             config.rollout.alpha,
-            config.buffer.max_age,
             early_updates="early_updates" not in config.ablation.without,
         )
         self.scheduling: Scheduling = scheduling(config.rollout, config.ablation)

@@ -13,8 +13,8 @@ from rollweave.schema.errors import ConfigError
 
 def named(config: RunConfig) -> list[tuple[str, str]]:
     """Return the settings that name a function, with its `package.module:function`."""
-    settings = (("buffer.sample", config.buffer.sample), ("buffer.evict", config.buffer.evict))
-    return [(setting, name) for setting, name in settings if ":" in name]
+    name = config.buffer.sample
+    return [("buffer.sample", name)] if ":" in name else []
 
 
 def rule(name: str) -> Rule:

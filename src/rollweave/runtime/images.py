@@ -28,10 +28,8 @@ TOKEN_BYTES = 32
 """Random bytes of the token that peers present."""
 
 
-def cache_folder(config: SandboxConfig) -> Path:
+def cache_folder() -> Path:
     """Return this host's folder of images."""
-    if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME", "")
     return Path(caches if caches.startswith("/") else Path.home() / ".cache", "rollweave", "images")
 
@@ -128,7 +126,7 @@ class Images:
     def _opened(self) -> ImageSupply:
         """Return the supply. Raises ImageError if the cache cannot be opened."""
         if self._supply is None:
-            folder, mirror = cache_folder(self._config), self._config.mirror
+            folder, mirror = cache_folder(), self._config.mirror
             exchange: ImageExchange | None = self._exchange
             try:
                 limit_bytes = max(1, int(self._config.cache_gb * GIGABYTE))
@@ -137,7 +135,7 @@ class Images:
                     self._exchange.serve(cache)
             except OSError as error:
                 raise ImageError(
-                    f"sandbox.cache_dir must be a directory to write to, got {folder}: "
+                    f"XDG_CACHE_HOME must have a directory to write to, got {folder}: "
                     f"{error.strerror or error}"
                 ) from error
             self._supply = ImageSupply(

@@ -313,6 +313,10 @@ ControllerMessage = (
 )
 
 
+JOIN_S = 600.0
+"""Maximum seconds in which an agent and its controller must reach each other."""
+
+
 class AgentSpec(Struct, frozen=True, kw_only=True):
     """An agent that a launcher starts; see `runtime/hosts/agent.HostAgent`.
 

@@ -167,9 +167,9 @@ def pacings_of(base: RunConfig) -> list[Pacing]:
     modes = [ModeName.SYNC, ModeName.ONE_STEP, ModeName.DECOUPLED]
     if base.trainer.minibatches > 1:  # with one mini-batch it is one_step
         modes.append(ModeName.STREAM)
-    alphas = sorted({*ALPHAS, max(1, base.rollout.alpha)})
+    alphas = sorted({*ALPHAS, base.rollout.alpha or 1})
     bounded = [Pacing(mode=ModeName.BOUNDED, alpha=alpha) for alpha in alphas]
-    partial = Pacing(mode=ModeName.PARTIAL, alpha=max(1, base.rollout.alpha))
+    partial = Pacing(mode=ModeName.PARTIAL, alpha=base.rollout.alpha or 1)
     return [*(Pacing(mode=mode) for mode in modes), partial, *bounded]
 
 
@@ -306,7 +306,7 @@ class Splits:
         """
         base, pools, split = self.base, self.pools, one.split
         alone, kv_tokens = len(pools) == 1, EngineConfig.model_fields["kv_tokens"].default
-        rollout = {"mode": one.pacing.mode, "alpha": max(1, one.pacing.alpha)}
+        rollout = {"mode": one.pacing.mode, "alpha": one.pacing.alpha or None}
         trainer = {
             "colocated": split.colocated,
             "pool": None if alone else split.pool,
@@ -344,9 +344,7 @@ class Splits:
             if alone
             else {name: PoolConfig(resource=pool.gpu) for name, pool in pools.items()},
             "sim": section(base).model_copy(update=sim),
-            "tasks": tuple(
-                task.model_copy(update={"pool": None, "pin": False}) for task in base.tasks
-            ),
+            "tasks": tuple(task.model_copy(update={"pool": None}) for task in base.tasks),
             "cluster": None,
             "allocation": None,
             "weights": WeightsConfig(),

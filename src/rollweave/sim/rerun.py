@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollweave.core.policy.modes import preset
 from rollweave.record.report.data import read_run as read_data
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config.loading import validated
@@ -70,7 +71,8 @@ class Reruns:
         """The recorded configuration as a candidate."""
         rollout = self.config.rollout
         bounded = rollout.mode in (ModeName.BOUNDED, ModeName.PARTIAL)
-        pacing = Pacing(mode=rollout.mode, alpha=rollout.alpha if bounded else 0)
+        window = preset(rollout.mode, rollout.alpha).window or 0
+        pacing = Pacing(mode=rollout.mode, alpha=window if bounded else 0)
         return self._candidate(pacing, self.config.engines[0].count)
 
     def screened(self) -> list[Candidate]:
@@ -107,7 +109,7 @@ class Reruns:
         if one.pacing.mode is base.rollout.mode:
             mechanisms = set()
         left = tuple(each for each in base.ablation.without if each not in mechanisms)
-        settings = {"mode": one.pacing.mode, "alpha": max(1, one.pacing.alpha)}
+        settings = {"mode": one.pacing.mode, "alpha": one.pacing.alpha or None}
         settings |= {"spare_groups": 0} if decoupled else {"engine_batch": None}
         update = {
             "rollout": base.rollout.model_copy(update=settings),

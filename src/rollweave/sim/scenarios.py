@@ -172,7 +172,7 @@ def scenario(seed: int) -> RunConfig:
 def _leave_out(data: dict[str, Any]) -> None:
     """Leave out what has no effect beside the settings that were drawn."""
     rollout = data["rollout"]
-    if rollout["mode"] not in ("partial", "bounded"):
+    if rollout["mode"] not in ("partial", "bounded", "decoupled"):
         del rollout["alpha"]
     if rollout["mode"] not in ("sync", "one_step", "bounded"):
         rollout.pop("spare_groups", None)
@@ -223,7 +223,6 @@ def _scale(data: dict[str, Any], draw: random.Random) -> None:
         data["workers"] = {
             "count": draw.randint(1, 4),
             "minimum": 0,
-            "idle_s": draw.choice([0.0, 5.0, 60.0]),
         }
 
 
@@ -236,12 +235,14 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
     data["ablation"]["policies"] = [one for one in policies if one in PRIORITIES]
     if data.pop("allocation", None) is not None:
         data["engines"]["count"] = draw.randint(1, 4)
-    data["rollout"] |= {"mode": "decoupled", "engine_batch": draw.choice([None, 1, 6])}
+    data["rollout"] |= {
+        "mode": "decoupled",
+        "engine_batch": draw.choice([None, 1, 6]),
+        "alpha": draw.choice([None, None, 1, 2]),
+    }
     data["buffer"] = {
         "groups": draw.choice([None, 4, 8]),
         "sample": draw.choice(["fifo", "newest", "advantage", "ratio", "staleness"]),
-        "evict": draw.choice(["age", "size"]),
-        "max_age": draw.choice([None, None, 1, 2]),
     }
 
 

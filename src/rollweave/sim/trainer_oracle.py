@@ -23,9 +23,7 @@ class TrainerOracle:
 
     def __init__(self, config: RunConfig, scored: dict[TrajectoryId, Scored]) -> None:
         self._config, self._scored = config, scored
-        self._window = preset(
-            config.rollout.mode, config.rollout.alpha, config.buffer.max_age
-        ).window
+        self._window = preset(config.rollout.mode, config.rollout.alpha).window
         self._training: c.TrainStep | None = None
         self._saving: c.SaveCheckpoint | None = None
         self._position = (0, 0)  # next step and part

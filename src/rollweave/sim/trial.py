@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
+from rollweave.core.policy.modes import preset
 from rollweave.io.boot import serve_parent
 from rollweave.schema.base import Struct
 from rollweave.schema.config.rollout import ModeName
@@ -59,18 +60,12 @@ def ahead(config: RunConfig) -> int:
     what the buffer holds: by default a batch and what runs at once.
     """
     rollout = config.rollout
-    match rollout.mode:
-        case ModeName.SYNC:
-            return 0
-        case ModeName.ONE_STEP | ModeName.STREAM:
-            return 1
-        case ModeName.PARTIAL | ModeName.BOUNDED:
-            return rollout.alpha
-        case ModeName.DECOUPLED:
-            if config.buffer.groups is not None:
-                return max(2, math.ceil(config.buffer.groups / rollout.groups_per_step))
-            batch = rollout.groups_per_step * rollout.group_size
-            return 1 + math.ceil(rollout.max_running / batch)
+    if rollout.mode is not ModeName.DECOUPLED:
+        return preset(rollout.mode, rollout.alpha).window or 0
+    if config.buffer.groups is not None:
+        return max(2, math.ceil(config.buffer.groups / rollout.groups_per_step))
+    batch = rollout.groups_per_step * rollout.group_size
+    return 1 + math.ceil(rollout.max_running / batch)
 
 
 def try_out(

@@ -60,7 +60,7 @@ from rollweave.train.residence import Residence
 from rollweave.train.rows import Row, batch_rows, overlong_fraction, teacher_kl
 from rollweave.train.tensor_parallel import division_of
 from rollweave.train.update import Update
-from rollweave.train.warmup import SCRATCH_LR, warm_up
+from rollweave.train.warmup import DOMAIN_TRANSCRIPTS, SCRATCH_LR, warm_up
 from rollweave.train.weights import (
     clone_parameters,
     load_named_tensors,
@@ -166,7 +166,8 @@ class Trainer:
         losses = warm_up(
             self._passes,
             transcripts,
-            config.warmup,
+            steps=config.warmup.steps,
+            batch=DOMAIN_TRANSCRIPTS * len(config.tasks),
             lr=SCRATCH_LR if scratch else config.trainer.lr,
             observations=scratch,
             trainer=config.trainer,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollweave.schema.config.training import TrainerConfig, WarmupConfig
+from rollweave.schema.config.training import TrainerConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import SegmentKind, TokenSequence
 from rollweave.train.optimizer import clip_gradients, new_optimizer, set_learning_rate
@@ -23,6 +23,9 @@ SCRATCH_LR = 1e-2
 of training.
 """
 
+DOMAIN_TRANSCRIPTS = 16
+"""Transcripts of each task domain in a step."""
+
 FINAL_SHARE = 0.1
 """Fraction of the learning rate at the last step; it decreases linearly."""
 
@@ -30,14 +33,15 @@ FINAL_SHARE = 0.1
 def warm_up(
     passes: Passes,
     transcripts: Iterator[TokenSequence],
-    warmup: WarmupConfig,
     *,
+    steps: int,
+    batch: int,
     lr: float,
     observations: bool,
     trainer: TrainerConfig,
 ) -> list[float]:
-    """Take `warmup.steps` optimizer steps of `warmup.batch` transcripts each; return
-    the loss (nats per token) of each step.
+    """Take optimizer steps of `batch` transcripts each; return the loss (nats per
+    token) of each step.
 
     Trains on the output tokens, with `observations` on prompt and observation
     tokens, too. Raises `TrainerError` if transcripts run out, and `NonFiniteLossError`.
@@ -49,15 +53,15 @@ def warm_up(
         offload="optimizer" in trainer.save_memory,
     )
     losses = []
-    for step in range(warmup.steps):
+    for step in range(steps):
         examples = [
             warmup_example(sequence, observations=observations)
-            for sequence in _take_transcripts(transcripts, warmup.batch)
+            for sequence in _take_transcripts(transcripts, batch)
         ]
         examples = [example for example in examples if len(example.targets)]
         if not examples:
             raise TrainerError("warm-up needs transcripts with output tokens")
-        set_learning_rate(optimizer, lr * (1 - (1 - FINAL_SHARE) * step / max(1, warmup.steps - 1)))
+        set_learning_rate(optimizer, lr * (1 - (1 - FINAL_SHARE) * step / max(1, steps - 1)))
         optimizer.zero_grad(set_to_none=True)
         weight = 1 / sum(len(example.targets) for example in examples)
         loss = passes.backward(

@@ -24,7 +24,7 @@ def test_weights_after_the_checkpoint_are_lost(
 
 @pytest.mark.parametrize("name", ModeName)
 def test_an_attempt_continues_within_the_window(name: ModeName) -> None:
-    mode = preset(name, alpha=2, max_age=3)
+    mode = preset(name, alpha=2)
     windows = {"sync": 0, "one_step": 1, "stream": 1, "partial": 2, "bounded": 2}
     for initiated, launch, ahead in itertools.product(range(6), range(6), range(4)):
         trained_at = launch + ahead
@@ -50,7 +50,7 @@ def test_only_training_bounds_the_staleness_of_what_continues(name: ModeName) ->
 
 
 def test_decoupled_without_a_maximum_age_needs_only_the_same_weights() -> None:
-    mode = preset(ModeName.DECOUPLED, alpha=1)
+    mode = preset(ModeName.DECOUPLED)
     train = Purpose.TRAIN
     assert may_continue(2, launch=2, next_version=99, mode=mode, purpose=train)
     assert not may_continue(2, launch=3, next_version=3, mode=mode, purpose=train)

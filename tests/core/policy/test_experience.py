@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.policy.experience import (
-    EvictName,
     Experience,
     SampleName,
     advantage,
@@ -184,19 +183,17 @@ def test_groups_of_very_old_weights_can_still_be_drawn() -> None:
 
 
 @settings(max_examples=examples(300))
-@given(buffers(), st.sampled_from(get_args(EvictName)), st.integers(1, 9))
+@given(buffers(), st.integers(1, 9))
 def test_evicts_the_fewest_groups_that_keep_the_bound(
-    buffer: list[Experience], strategy: EvictName, max_groups: int
+    buffer: list[Experience], max_groups: int
 ) -> None:
-    """While there are too many groups, the first one by the strategy goes."""
+    """While there are too many groups, the stalest one goes."""
     left = sorted(buffer, key=lambda one: one.arrived)
     expected = []
     while len(left) > max_groups:
-        weights = [
-            one.tokens if strategy == "size" else abs(VERSION - one.initiated) for one in left
-        ]
+        weights = [abs(VERSION - one.initiated) for one in left]
         expected.append(left.pop(weights.index(max(weights))))
-    evicted = evict(buffer, strategy=strategy, version=VERSION, max_groups=max_groups)
+    evicted = evict(buffer, version=VERSION, max_groups=max_groups)
     assert evicted == [one.id for one in expected]
 
 
@@ -216,12 +213,6 @@ def test_a_function_samples() -> None:
     assert sample(buffer, 3, strategy=last_two, version=VERSION) == []
 
 
-def test_a_function_evicts_and_the_bound_holds() -> None:
-    buffer = [experience(name, arrived, initiated=arrived) for arrived, name in enumerate("abcd")]
-    assert evict(buffer, strategy=last_two, version=VERSION, max_groups=9) == ["c", "d"]
-    assert evict(buffer, strategy=last_two, version=VERSION, max_groups=1) == ["c", "d", "a"]
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -235,8 +226,6 @@ def test_refuses_an_invalid_answer_of_a_function(answer: list[GroupId], message:
     buffer = [experience("a"), experience("b", 1)]
     with pytest.raises(ValueError, match=message):
         sample(buffer, 1, strategy=lambda _buffer, _version: answer, version=VERSION)
-    with pytest.raises(ValueError, match=message):
-        evict(buffer, strategy=lambda _buffer, _version: answer, version=VERSION, max_groups=1)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +268,7 @@ def test_refuses_an_infinite_ratio() -> None:
 
 def test_refuses_an_invalid_bound() -> None:
     with pytest.raises(ValueError, match="max_groups must be at least 1, got 0"):
-        evict([], strategy="age", version=VERSION, max_groups=0)
+        evict([], version=VERSION, max_groups=0)
 
 
 def test_a_group_is_in_the_buffer_once() -> None:
@@ -300,8 +289,6 @@ def test_a_function_must_be_deterministic() -> None:
         match=r"must answer the same .*, got \['second', 'first'\] and then \['first', 'second'\]",
     ):
         sample(buffer, 1, strategy=fickle, version=VERSION)
-    with pytest.raises(ValueError, match="must answer the same"):
-        evict(buffer, strategy=fickle, version=VERSION, max_groups=1)
     assert sample(
         buffer, 2, strategy=lambda groups, _: (one.id for one in groups), version=VERSION
     ) == ["first", "second"]

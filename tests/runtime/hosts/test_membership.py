@@ -317,7 +317,7 @@ async def test_the_wait_for_hosts_names_those_that_hang(
     monkeypatch.setattr("rollweave.core.policy.waiting.FIRST_S", 0.0)
     monkeypatch.setenv("ROLLWEAVE_HOST_SECRET", SECRET.decode())
     shown: asyncio.Queue[str] = asyncio.Queue()
-    cluster = ClusterConfig(address="127.0.0.1:0", hosts=1, join_s=WAIT_S)
+    cluster = ClusterConfig(address="127.0.0.1:0", hosts=1)
     async with asyncio.timeout(WAIT_S), Tasks() as tasks:
         hosts = GatheredHosts(cluster, {}, RunDir(tmp_path), tasks, on_status=shown.put_nowait)
         gathering = asyncio.create_task(hosts.gather())

@@ -15,7 +15,7 @@ __all__ = ["agents", "secret"]  # fixtures
 
 
 def settings(agents: Agents, hosts: int = 2) -> dict[str, object]:
-    return {"address": f"127.0.0.1:{agents.port}", "hosts": hosts, "join_s": 60.0}
+    return {"address": f"127.0.0.1:{agents.port}", "hosts": hosts}
 
 
 def test_workers_run_on_hosts_and_end_with_one(

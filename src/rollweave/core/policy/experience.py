@@ -1,8 +1,8 @@
 """Choose which groups of the experience buffer a training step uses, and which are
 evicted (Laminar §3.1, §6).
 
-The sampler picks groups for a batch, and eviction makes room; both follow a strategy
-from here or a function of the user's. Invariants: chosen ids are ids of the given
+The sampler picks groups for a batch by a strategy from here or a function of the
+user's, and eviction makes room. Invariants: chosen ids are ids of the given
 experiences, each at most once; a batch has exactly the requested number of groups, or
 none; equal inputs give equal choices (random draws are an input); ties go to the
 earlier arrival.
@@ -43,9 +43,6 @@ SampleName = Literal["fifo", "newest", "advantage", "ratio", "staleness"]
 |advantage| first; ratio: nearest to 1 first; staleness: drawn at random, fresher ones
 more often.
 """
-
-EvictName = Literal["age", "size"]
-"""age: the stalest first; size: the groups with the most tokens first."""
 
 Rule = Callable[[Sequence[Experience], int], Sequence[GroupId]]
 """A user's function from the buffer, in order of arrival, and the current version to
@@ -103,26 +100,16 @@ def sample(
 
 
 def evict(
-    experiences: Sequence[Experience], *, strategy: EvictName | Rule, version: int, max_groups: int
+    experiences: Sequence[Experience], *, version: int, max_groups: int
 ) -> list[GroupId]:
-    """Return the groups to evict, so that at most `max_groups` remain.
-
-    Groups go in the order of the strategy. Groups that a user's function names all go;
-    if that is not enough, the stalest follow. Raises ValueError for ids that are not in
-    the buffer or named twice, and for an invalid bound.
+    """Return the groups to evict, the stalest first, so that at most `max_groups`
+    remain. Raises ValueError for a repeated id, and for an invalid bound.
     """
     if max_groups < 1:
         raise ValueError(f"max_groups must be at least 1, got {max_groups}")
     buffer = _in_order(experiences)
-    evicted = _named(strategy, buffer, version) if callable(strategy) else []
-    named = set(evicted)
-    remaining = [one for one in buffer if one.id not in named]
-    if strategy == "size":
-        remaining.sort(key=lambda one: -one.tokens)
-    else:
-        remaining.sort(key=lambda one: -staleness(one.initiated, version))
-    surplus = max(0, len(remaining) - max_groups)
-    return evicted + [one.id for one in remaining[:surplus]]
+    buffer.sort(key=lambda one: -staleness(one.initiated, version))
+    return [one.id for one in buffer[: max(0, len(buffer) - max_groups)]]
 
 
 def _in_order(experiences: Sequence[Experience]) -> list[Experience]:

@@ -49,15 +49,19 @@ class Mode(Struct, frozen=True, kw_only=True):
         return self.update is Update.INDEPENDENT
 
 
-def preset(
-    name: ModeName, alpha: int, max_age: int | None = None, *, early_updates: bool = True
-) -> Mode:
+ALPHA = 1
+"""Window of `partial` and `bounded`, in steps, unless `alpha` is given."""
+
+
+def preset(name: ModeName, alpha: int | None = None, *, early_updates: bool = True) -> Mode:
     """Return the mode called `name`.
 
-    Windows are in steps: `alpha` of `partial` (η) and `bounded` (α), `max_age` of
-    `decoupled`. Without `early_updates`, engines of `bounded` wait for the next batch
-    (RollArt §6.2, where a trajectory is `alpha` − 1 versions behind the engines').
+    `alpha` is the window, in steps, of `partial` (η), `bounded` (α) and `decoupled`,
+    which has none unless it is given. Without `early_updates`, engines of `bounded`
+    wait for the next batch (RollArt §6.2, where a trajectory is `alpha` − 1 versions
+    behind the engines').
     """
+    window = ALPHA if alpha is None else alpha
     match name:
         case ModeName.SYNC:
             return Mode(window=0, update=Update.AT_ONCE)
@@ -66,12 +70,12 @@ def preset(
         case ModeName.STREAM:
             return Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
         case ModeName.PARTIAL:
-            return Mode(window=alpha, update=Update.AT_ONCE, aborts=False)
+            return Mode(window=window, update=Update.AT_ONCE, aborts=False)
         case ModeName.BOUNDED:
             update = Update.AT_ONCE if early_updates else Update.ROLLED_OUT
-            return Mode(window=alpha, update=update)
+            return Mode(window=window, update=update)
         case ModeName.DECOUPLED:
-            return Mode(window=max_age, update=Update.INDEPENDENT, aborts=False)
+            return Mode(window=alpha, update=Update.INDEPENDENT, aborts=False)
 
 
 def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:

@@ -30,7 +30,7 @@ from rollweave.runtime.waiting import name_long_waits
 from rollweave.schema.config.cluster import ClusterConfig, PoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import Event, HostJoined, HostLost
-from rollweave.schema.hosts import HostAccepted, HostSlot, JoinHost, Programs, Resources
+from rollweave.schema.hosts import JOIN_S, HostAccepted, HostSlot, JoinHost, Programs, Resources
 
 SECRET_VARIABLE = "ROLLWEAVE_HOST_SECRET"
 """Environment variable with the secret of the run, which controller and agents may read
@@ -132,17 +132,17 @@ class GatheredHosts:
         else:
             self._launcher.start((host, self._listener.port), secret)
             self._on_status(f"waiting for {wanted} hosts")
-        self._wanted, self._until = wanted, time.monotonic() + cluster.join_s
+        self._wanted, self._until = wanted, time.monotonic() + JOIN_S
         naming = self._tasks.spawn(self._name_long_wait(wanted), "name the wait for hosts")
         try:
-            async with asyncio.timeout(cluster.join_s):
+            async with asyncio.timeout(JOIN_S):
                 await self._until_joined(wanted)
         except TimeoutError:
             refused = [
                 f"refused: {error}" for error in (self._refusal, self._wrong_secret) if error
             ]
             raise ConfigError(
-                f"cluster.hosts: {wanted} hosts must join within {cluster.join_s:g} s, "
+                f"cluster.hosts: {wanted} hosts must join within {JOIN_S:g} s, "
                 f"got {'; '.join([self._present(), *self._pending, *refused])}"
             ) from None
         finally:
@@ -292,10 +292,7 @@ class GatheredHosts:
         missing, left_s = self._wanted - len(self._members), self._until - time.monotonic()
         if self._post is not None or missing < 1 or left_s <= 0:
             return ""
-        return (
-            f"; the run waits up to {left_s:.0f} s for {missing} more of {self._wanted} hosts "
-            "(cluster.join_s)"
-        )
+        return f"; the run waits up to {left_s:.0f} s for {missing} more of {self._wanted} hosts"
 
     def _on_lost(self, remote: RemoteHost, reason: str) -> None:
         member = self._members.pop(remote.name)

@@ -20,6 +20,7 @@ from rollweave.runtime.hosts.resources import resources
 from rollweave.schema.config.cluster import ClusterConfig
 from rollweave.schema.errors import ConfigError, FieldError, HostError
 from rollweave.schema.hosts import (
+    JOIN_S,
     AgentEnded,
     AgentPending,
     AgentSpec,
@@ -112,7 +113,7 @@ class LocalLauncher:
     def __init__(self, cluster: ClusterConfig, logs: Path, programs: Programs) -> None:
         assert cluster.hosts is not None, "it is checked with the configuration"
         self._variables, self._programs = cluster.env, programs
-        self._count, self._join_s, self._logs = cluster.hosts, cluster.join_s, logs
+        self._count, self._logs = cluster.hosts, logs
         self._resources: Resources | None = None
         self._agents: dict[int, ChildProcess] = {}
         self._retries: dict[int, asyncio.TimerHandle] = {}
@@ -136,7 +137,7 @@ class LocalLauncher:
                 address=str(LOOPBACK),
                 controller=controller,
                 secret=secret,
-                join_s=self._join_s,
+                join_s=JOIN_S,
                 cpus=max(1, self._resources.cpus // self._count),
                 devices=tuple(devices[number :: self._count]),
                 variables=self._variables,
@@ -217,7 +218,7 @@ class RayLauncher:
         start = StartAgents(
             controller=controller,
             secret=secret,
-            join_s=self._cluster.join_s,
+            join_s=JOIN_S,
             hosts=self._cluster.hosts,
             labels=self._labels,
             variables=self._cluster.env,

@@ -64,7 +64,7 @@ def _check(config: RunConfig, where: str, image: str) -> Check:
 def _check_source(config: RunConfig, where: str, reference: Reference, *, remote: bool) -> Check:
     """Check that the cache or the mirror has an image of this digest."""
     digest, mirror = reference.digest, config.sandbox.mirror
-    folder = cache_folder(config.sandbox)
+    folder = cache_folder()
     if (folder / "roots" / digest).is_dir():
         return ok(where, f"{reference.text} is in {folder}")
     if mirror is None:

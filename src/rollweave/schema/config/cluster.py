@@ -6,8 +6,6 @@ from pydantic import Field, model_validator
 
 from rollweave.schema.config.values import (
     Count,
-    NotNegative,
-    Positive,
     PositiveInt,
     Section,
     Variable,
@@ -50,7 +48,6 @@ class ClusterConfig(Section):
         "later. With launcher ray, also the maximum number of nodes that the run takes; unset: "
         "all nodes, and the run begins with those that Ray has at the start.",
     )
-    join_s: Positive = Field(600.0, description="Maximum seconds to wait for these hosts.")
     ray: RayAddress = Field(
         "auto",
         description="Address of the Ray cluster, of which this machine is a node; auto: that of "
@@ -118,12 +115,8 @@ class WorkersConfig(Section):
     minimum: Count | None = Field(
         None,
         description="Number of workers that are always there; up to `count` start when attempts "
-        "wait for a place, and end when they are idle. All `count`, always, if unset.",
-    )
-    idle_s: NotNegative = Field(
-        60.0,
-        description="Seconds for which a worker is kept that has not been needed; at least as "
-        "long as a start takes.",
+        "wait for a place, and end when they have not been needed for a minute, or for as long as "
+        "a start takes if that is more. All `count`, always, if unset.",
     )
     pool: str | None = Field(
         None, description="Pool of hosts on which the workers run; any host if unset."

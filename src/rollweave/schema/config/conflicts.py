@@ -184,7 +184,7 @@ def _is_overridden(place: Place) -> bool:
 
 CONFLICTS = (
     # Modes.
-    Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded")),
+    Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded", "decoupled")),
     Conflict("rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "bounded")),
     Conflict("ablation.without=early_updates", _unless("rollout.mode", "bounded")),
     Conflict(
@@ -278,8 +278,6 @@ CONFLICTS = (
             lambda place: not place.config.rewards_of(place.item.name),
         ),
     ),
-    Conflict("tasks.pin", _unless("rollout.affinity", "learned")),
-    Conflict("tasks.pin", _without("tasks.pool")),
     Conflict("rewards.token_env", _beside("rewards.function")),
     Conflict(
         "rewards.judge.scale", _beside("rewards.judge.pairwise"), "whose reward is a share of wins"
@@ -306,7 +304,6 @@ CONFLICTS = (
             lambda place: place.config.placement not in PARTITIONS,
         ),
     ),
-    Conflict("warmup.batch", _without("warmup.steps")),
     Conflict("faults.latency_sigma", _without("faults.latency_s")),
     # Engines.
     Conflict("engines.python engines.args engines.address", _unless("engines.kind", *SERVERS)),
@@ -383,16 +380,9 @@ CONFLICTS = (
         Clause("unless each group of engines is in one of several pools", _lacks_pools),
     ),
     Conflict("workers.pool", _without("workers.count")),
-    Conflict(
-        "workers.idle_s",
-        Clause(
-            "while the number of workers does not change (workers.minimum)",
-            lambda place: not place.config.workers.elastic,
-        ),
-    ),
     Conflict("cluster.ray", _unless("cluster.launcher", "ray")),
     Conflict(
-        "sandbox.mirror sandbox.cache_dir sandbox.cache_gb",
+        "sandbox.mirror sandbox.cache_gb",
         _beside("sandbox.backend", "zygote", "plain"),
         "with the host's image only",
     ),

@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollweave.schema.config.former import FORMER
 from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, FieldError, FieldErrors
@@ -256,6 +257,9 @@ def _lines(
     source = f"{OVERRIDES} (and {name})" if where in touched else name
     field = ".".join(map(str, where))
     if detail["type"] == "extra_forbidden":
+        key = ".".join(part for part in where if isinstance(part, str))
+        if file is RunConfig and key in FORMER:
+            return [f"{source}: {field} is no longer a setting: {FORMER[key]}"]
         return [f"{source}: unknown key {field}{_suggestion(file, where)}{_pointer(file, where)}"]
     if detail["type"] == "missing":
         return [f"{source}: {field} must be set, got nothing"]

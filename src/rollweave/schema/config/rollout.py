@@ -25,9 +25,11 @@ class RolloutConfig(Section):
     """The rollouts: what belongs to a step, and how far they run ahead of training."""
 
     mode: ModeName = Field(ModeName.BOUNDED, description="Preset of the four pacing policies.")
-    alpha: Count = Field(
-        1,
-        description="Maximum staleness in steps (bounded: α of RollArt §6.2; partial: η of AReaL).",
+    alpha: Count | None = Field(
+        None,
+        description="Maximum staleness in steps of what is trained on (bounded: α of RollArt §6.2; "
+        "partial: η of AReaL). Unset: 1 in modes bounded and partial; in mode decoupled unlimited "
+        "(inherent staleness, Laminar §3).",
     )
     groups_per_step: PositiveInt = Field(8, description="Groups in one training batch.")
     group_size: PositiveInt = Field(8, description="Trajectories of one task in a group.")

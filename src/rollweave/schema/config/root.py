@@ -71,7 +71,7 @@ class RunConfig(Sections):
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield FieldError("tasks", "have distinct names (set tag)", names)
-        if rollout.mode is ModeName.BOUNDED and rollout.alpha < 1:
+        if rollout.mode is ModeName.BOUNDED and rollout.alpha == 0:
             rule = "be at least 1 in mode bounded (0 is mode sync)"
             yield FieldError("rollout.alpha", rule, rollout.alpha)
         for name in names:

@@ -135,16 +135,10 @@ class SandboxConfig(Section):
         description="Source of images that no host of the run has: an http or https URL, or a "
         "directory, which also receives the images that the run builds (docs/SANDBOX.md).",
     )
-    cache_dir: (
-        Annotated[str, matching(r"(/|~/)[^\x00]*", "be an absolute path, or begin with ~/")] | None
-    ) = Field(
-        None,
-        description="Directory of each host for images, which runs share; unset: rollweave/images "
-        "in $XDG_CACHE_HOME, or in ~/.cache.",
-    )
     cache_gb: Positive = Field(
         50.0,
-        description="Maximum size of that directory in GB; the least recently used images make "
+        description="Maximum size in GB of each host's directory of images, which runs share: "
+        "rollweave/images in $XDG_CACHE_HOME, or in ~/.cache. The least recently used images make "
         "room for others.",
     )
 

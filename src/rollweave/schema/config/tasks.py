@@ -6,8 +6,6 @@ from pydantic import Field
 
 from rollweave.schema.config.algorithm import TaskAlgorithmConfig
 from rollweave.schema.config.values import (
-    Count,
-    Flag,
     NotNegative,
     Positive,
     PositiveInt,
@@ -31,10 +29,6 @@ class TaskConfig(Section):
         None,
         description="Pool whose engines run the turns of this domain (RollArt §5.2); while none of "
         "them serves, those of its fallbacks, and then any engine. Any engine if unset.",
-    )
-    pin: Flag = Field(
-        False,
-        description="True: this domain stays in its pool, whatever rollout.affinity learns.",
     )
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
     env_weight: NotNegative = Field(
@@ -108,16 +102,4 @@ class BufferConfig(Section):
         "newest, advantage (greatest first), ratio (nearest to 1; costs a forward pass "
         "over the whole buffer before each step that has a choice), staleness (at "
         "random, fresher ones more often), or `package.module:function`.",
-    )
-    evict: Annotated[
-        str, matching(r"age|size|[\w.]+:\w+", "be age, size or package.module:function")
-    ] = Field(
-        "age",
-        description="The order in which groups leave a full buffer: age, size (in tokens), or "
-        "`package.module:function`.",
-    )
-    max_age: Count | None = Field(
-        None,
-        description="Maximum staleness in steps of what is trained on; unlimited if unset (inherent"
-        " staleness).",
     )

@@ -79,8 +79,9 @@ class WarmupConfig(Section):
     The environment says what they contain.
     """
 
-    steps: Count = Field(0, description="Optimizer steps; 0 is no warm-up.")
-    batch: PositiveInt = Field(16, description="Transcripts in one step.")
+    steps: Count = Field(
+        0, description="Optimizer steps of 16 transcripts of each task domain; 0 is no warm-up."
+    )
 
 
 class WeightsConfig(Section):

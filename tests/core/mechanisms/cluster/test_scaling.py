@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.mechanisms.cluster import scaling
 from rollweave.core.state import WorkerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -33,7 +34,7 @@ class Run:
                 "sync",
                 engines={"count": 1},
                 rollout={"groups_per_step": 1, "group_size": 2, "max_running": 6},
-                workers={"count": 3, "minimum": 0, "idle_s": 30.0, **workers},
+                workers={"count": 3, "minimum": 0, **workers},
             )
         )
         self.now = 0.0
@@ -138,7 +139,7 @@ def test_a_worker_takes_its_share_while_others_could_start() -> None:
 def test_an_idle_worker_stops_after_the_window_and_not_before() -> None:
     run, inits = grown()
     run.end(*inits)
-    assert of(run.wait(29.0), c.RemoveWorker) == []
+    assert of(run.wait(59.0), c.RemoveWorker) == []
     assert run.statuses[0] is READY
     (removed,) = of(run.wait(2.0), c.RemoveWorker)
     assert removed.worker_id == "w0"
@@ -146,12 +147,12 @@ def test_an_idle_worker_stops_after_the_window_and_not_before() -> None:
 
 
 def test_a_worker_is_kept_for_as_long_as_a_start_takes() -> None:
-    run = Run(idle_s=0.0)
+    run = Run()
     run.draw(1)
-    run.now += 40.0  # its start
+    run.now += 80.0  # its start
     inits = of(run.join("w0"), c.StartInit)
     run.end(*inits)
-    assert of(run.wait(39.0), c.RemoveWorker) == []
+    assert of(run.wait(79.0), c.RemoveWorker) == []
     assert of(run.wait(2.0), c.RemoveWorker)
 
 
@@ -164,7 +165,7 @@ class Crowd(Run):
                 "sync",
                 engines={"count": 1},
                 rollout={"groups_per_step": 3, "group_size": 2, "max_running": 6},
-                workers={"count": 3, "minimum": 1, "idle_s": 30.0},
+                workers={"count": 3, "minimum": 1},
             )
         )
         self.now, self.drawing = 0.0, []
@@ -193,7 +194,7 @@ def test_a_worker_that_retires_ends_no_attempt_and_is_used_again() -> None:
     run = Crowd()
     for name in ("w0", "w1", "w2"):
         run.end(run.inits[name][0])
-    assert of(run.wait(31.0), c.RemoveWorker) == []
+    assert of(run.wait(61.0), c.RemoveWorker) == []
     assert run.statuses == [READY, READY, RETIRING], "three attempts need two workers"
     (kept,) = run.attempts("w2")
     key = {"trajectory_id": run.inits["w2"][1].trajectory_id, "attempt": 0}
@@ -216,7 +217,7 @@ def test_a_worker_that_retires_is_used_again_if_it_is_needed() -> None:
     run = Crowd()
     for name in ("w0", "w1", "w2"):
         run.end(run.inits[name][0])
-    run.wait(31.0)
+    run.wait(61.0)
     assert run.statuses == [READY, READY, RETIRING]
     epoch = run.core.state.workers["w2"].epoch
     lost = run.lose("w1")  # it starts again; without it, nothing else is needed
@@ -232,7 +233,7 @@ def test_a_worker_that_is_lost_while_it_retires_is_not_started_again() -> None:
     run = Crowd()
     for name in ("w0", "w1", "w2"):
         run.end(run.inits[name][0])
-    run.wait(31.0)
+    run.wait(61.0)
     lost = run.lose("w2")
     assert of(lost, c.RemoveWorker)
     assert of(lost, c.RestartWorker) == []
@@ -267,7 +268,7 @@ def test_a_stopped_worker_that_fails_to_start_is_replaced_by_another() -> None:
 def test_news_of_a_stopped_process_are_late(late: type[Any]) -> None:
     run, inits = grown()
     run.end(*inits)
-    run.wait(31.0)
+    run.wait(61.0)
     more = {"error": "killed"} if late is e.WorkerLost else {}
     assert of(run.send(late(worker_id="w0", epoch=1, **more)), c.RestartWorker) == []
     assert run.statuses == [STOPPED] * 3
@@ -306,23 +307,23 @@ def test_any_run_with_a_changing_number_of_workers_ends_accounted_for(
         eval={"every": 2},
         engines={"count": 2},
         weights={"relays": 2} if hosts else {},
-        workers={"count": count, "minimum": min(minimum, count)}
-        | ({"idle_s": idle_s} if minimum < count else {}),
+        workers={"count": count, "minimum": min(minimum, count)},
         watchdog={"restarts": 1000},
     )
     world = World(run_config, seed, failure=failure, hang=hang)
     world.losing_workers = 0.02 if losing else 0.0
     world.changing_hosts = 0.02 if hosts else 0.0
-    run_accounted_for(world, lost=lost)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaling, "IDLE_S", idle_s)
+        run_accounted_for(world, lost=lost)
     if not (losing or hosts or failure or hang):
         assert StopReason.WORKER_LOST not in world.core.state.counters.stop_reasons
 
 
-def test_the_random_runs_do_grow_and_shrink() -> None:
+def test_the_random_runs_do_grow_and_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above would show nothing."""
-    world = World(
-        config("sync", steps=6, workers={"count": 3, "minimum": 0, "idle_s": 0.0}), seed=1
-    )
+    monkeypatch.setattr(scaling, "IDLE_S", 0.0)
+    world = World(config("sync", steps=6, workers={"count": 3, "minimum": 0}), seed=1)
     world.run()
     commands = [one for commands in world.commands for one in commands]
     assert len(of(commands, c.RestartWorker)) > 3

@@ -23,13 +23,11 @@ HARDWARE = {"compute": FAST_PROMPTS, "bandwidth": FAST_OUTPUT}
 READS, WRITES = {"prompt": 400_000, "output": 100}, {"prompt": 500, "output": 2000}
 
 
-def learned(*, pools: tuple[str | None, ...] = (None, None, None), pin: str = "") -> RunConfig:
-    """A run whose three domains begin in these pools; the one named `pin` stays."""
+def learned(*, pools: tuple[str | None, ...] = (None, None, None)) -> RunConfig:
+    """A run whose three domains begin in these pools."""
     plain = pooled(affinity="learned", steps=12).model_dump(exclude_unset=True)
     for task, pool in zip(plain["tasks"], pools, strict=True):
         task["pool"] = pool
-        if task["env"] == pin:
-            task["pin"] = True
     return RunConfig.model_validate(plain)
 
 
@@ -135,16 +133,6 @@ def test_one_step_with_a_trial_makes_the_pool_known(turns: int) -> None:
     assert tried <= max(turns / 32, 2 * affinity.KNOWN_TURNS) + 1
 
 
-def test_a_pinned_domain_stays_and_others_make_room() -> None:
-    world = ready(learned(pools=("bandwidth", "bandwidth", None), pin="a"))
-    run = world.core._run
-    teach(run, {"a": READS, "b": WRITES})
-    assert affinity.shares_now(run)["a"] == {"bandwidth": 1.0}
-    assert affinity.shares_now(run)["b"] == {"compute": 1.0}
-    assert "a" not in run.state.mechanisms["pools"].shares
-    assert run.state.counters.scheduling.moved_domains == 1
-
-
 def test_a_domain_that_is_where_it_should_be_does_not_move() -> None:
     run = ready(learned(pools=("compute", "compute", None))).core._run
     teach(run, {"a": READS, "b": WRITES | {"output": 8000}})
@@ -220,19 +208,10 @@ def test_a_snapshot_keeps_what_was_learned() -> None:
     assert world.core.state.mechanisms["pools"] == before
 
 
-@pytest.mark.parametrize("changed", [{"rollout": {"affinity": "declared"}}, {"pin": True}])
-def test_a_run_that_is_resumed_with_other_settings_follows_these(changed: dict[str, Any]) -> None:
+def test_a_run_that_is_resumed_with_declared_pools_learns_no_more() -> None:
     world = ready(learned(pools=("bandwidth", "compute", None)))
     world.core.state.mechanisms["pools"].shares = {"a": {"compute": 1.0}}
-    if "pin" in changed:
-        world.config = learned(pools=("bandwidth", "compute", None), pin="a")
-    else:
-        plain = world.config.model_dump(exclude_unset=True)
-        plain["rollout"] |= changed["rollout"]
-        world.config = RunConfig.model_validate(plain)
-    core = Core.restore(world.core.snapshot(), world.config)
-    state = core.state
-    one = next(t for t in state.trajectories.values() if state.groups[t.group_id].name == "a")
-    used = core._run.uses(Pools)
-    assert used is ("pin" in changed)
-    assert not used or affinity.pool_of_attempt(core._run, one) == ""
+    plain = world.config.model_dump(exclude_unset=True)
+    plain["rollout"] |= {"affinity": "declared"}
+    core = Core.restore(world.core.snapshot(), RunConfig.model_validate(plain))
+    assert not core._run.uses(Pools)

@@ -10,11 +10,11 @@ from rollweave.schema.work import Purpose
 from tests.support.hand import Hand, decoupled_config
 
 
-def buffered(*groups: tuple[int, float], sample: str = "newest", evict: str = "age") -> Run:
+def buffered(*groups: tuple[int, float], sample: str = "newest") -> Run:
     """A run whose buffer has groups of two members, given by the oldest version that
     they started on and the measured ratio.
     """
-    run_config = decoupled_config(buffer={"sample": sample, "evict": evict, "groups": 2})
+    run_config = decoupled_config(buffer={"sample": sample, "groups": 2})
     run = Hand(run_config).core._run
     state = run.state
     for number, (initiated, ratio) in enumerate(groups):

@@ -327,7 +327,7 @@ def finish_evaluation(hand: Hand) -> None:
 
 
 def test_a_configured_staleness_bound_is_strict() -> None:
-    hand = Hand(decoupled_config(buffer={"max_age": 0}))
+    hand = Hand(decoupled_config(rollout={"alpha": 0}))
     state = hand.core.state
     slow = hand.on(E1)
     hand.train_without(slow, version=2)

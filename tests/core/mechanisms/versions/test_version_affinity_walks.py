@@ -221,9 +221,14 @@ def test_engines_decide_together_as_they_would_one_by_one(
 ) -> None:
     config = decoupled_config(
         engines,
-        rollout={"groups_per_step": 2, "group_size": 2, "max_running": 12, "engine_batch": batch},
+        rollout={
+            "groups_per_step": 2,
+            "group_size": 2,
+            "max_running": 12,
+            "engine_batch": batch,
+            "alpha": bound,
+        },
         steps=3,
-        buffer={"max_age": bound},
         eval={"every": 2, "episodes": 2, "final_episodes": 2},
         run={"checkpoint_every": 1},
         watchdog={

@@ -20,6 +20,11 @@ from rollweave.schema.work import Purpose
 GONE = (WorkerStatus.RETIRING, WorkerStatus.STOPPED, WorkerStatus.FAILED)
 """Statuses of workers that do not count: they take no attempts, and will not."""
 
+IDLE_S = 60.0
+"""Seconds for which a worker is kept that has not been needed, unless a start takes
+longer.
+"""
+
 
 def resize(run: Run) -> None:
     """Start or wake as many workers as are needed, and retire those that have not been
@@ -33,7 +38,7 @@ def resize(run: Run) -> None:
         part.peaks,
         needed(_wanting(run), workers=_usable(state), at_once=run.config.rollout.max_running),
         now=run.now,
-        window_s=max(wanted.idle_s, part.start_s),
+        window_s=max(IDLE_S, part.start_s),
     )
     part.target = max(wanted.first, part.peaks[0].workers)
     here = [worker for worker in state.workers.values() if worker.status not in GONE]

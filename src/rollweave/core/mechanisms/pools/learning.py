@@ -7,7 +7,7 @@ the division of domains among pools in `mechanisms/pools/shares`. An attempt kee
 pool that it was given, so that its prefix cache is not lost; new attempts follow the
 shares, in the same order whenever the events are the same.
 
-Invariant: the shares of a domain sum to 1, and a pinned domain has none.
+Invariant: the shares of a domain sum to 1.
 """
 
 import statistics
@@ -89,7 +89,7 @@ def pool_of_attempt(run: Run, trajectory: Trajectory) -> str:
     if it has none, or no engine of its pools serves.
     """
     affinity, name = run.part(Pools), run.state.groups[trajectory.group_id].name
-    if not learns_pools(run) or run.tasks[name].pin:  # perhaps since the run was resumed
+    if not learns_pools(run):
         return ""
     shares = affinity.trial.get(name) or affinity.shares.get(name, {})
     live = {pool: share for pool, share in shares.items() if pool in run.fleet.live_pools}
@@ -121,11 +121,7 @@ def plan(run: Run) -> None:
 def _move(run: Run, costs: Mapping[str, Mapping[str, Cost]]) -> None:
     affinity, now = run.part(Pools), shares_now(run)
     seconds = {
-        domain: {
-            pool: needed.seconds
-            for pool, needed in by_pool.items()
-            if not (run.tasks[domain].pin and now[domain]) or pool in now[domain]
-        }
+        domain: {pool: needed.seconds for pool, needed in by_pool.items()}
         for domain, by_pool in costs.items()
     }
     late = {
@@ -144,7 +140,7 @@ def _move(run: Run, costs: Mapping[str, Mapping[str, Cost]]) -> None:
         for pool in shares
     )
     for domain, shares in best.shares.items():
-        if run.tasks[domain].pin or shares == now[domain]:
+        if shares == now[domain]:
             continue
         if certain:
             affinity.shares[domain] = shares
@@ -179,7 +175,7 @@ def shares_now(run: Run) -> Shares:
     shares: dict[str, Mapping[str, float]] = {}
     live = run.fleet.live_pools
     for name, task in run.tasks.items():
-        own = {} if task.pin else run.part(Pools).shares.get(name, {})
+        own = run.part(Pools).shares.get(name, {})
         present = {pool: share for pool, share in own.items() if pool in live}
         declared = serving_pool(run.config.pools_of(task.pool), live)
         if present:
@@ -270,14 +266,13 @@ def _cost_on(
 
 
 def check(run: Run) -> None:
-    """Assert that domains whose pools are learned are divided whole, that a pinned one
-    is not, and that an attempt was given a pool with engines.
+    """Assert that domains whose pools are learned are divided whole, and that an
+    attempt was given a pool with engines.
     """
     part, pools = run.part(Pools), {group.pool for group in run.config.engines}
     for name, shares in (*part.shares.items(), *part.trial.items()):
         assert abs(sum(shares.values()) - 1) < 1e-9, f"{name}: {shares}"
         assert min(shares.values()) >= 0, f"{name}: {shares}"
         assert pools >= shares.keys(), f"{name}: {shares}"
-        assert not run.tasks[name].pin, f"{name} is pinned, and has {shares}"
     for trajectory in run.state.trajectories.values():
         assert not trajectory.pool or (learns_pools(run) and trajectory.pool in pools), trajectory

@@ -57,20 +57,13 @@ def ratio(run: Run, group: Group) -> float | None:
 
 
 def surplus(run: Run) -> list[GroupId]:
-    """The buffered groups that have no place: those beyond the limit, and those that
-    the user's function names.
-    """
-    state, name = run.state, run.config.buffer.evict
-    if not state.buffer:
+    """The buffered groups beyond the limit of the buffer, which have no place."""
+    if not run.state.buffer:
         return []
     most = binding.buffer_limit(run)
-    if len(state.buffer) <= most and FUNCTION_MARK not in name:
+    if len(run.state.buffer) <= most:
         return []
-    return _by(
-        run,
-        name,
-        lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=most),
-    )
+    return evict(_views(run), version=run.next_version(), max_groups=most)
 
 
 def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:

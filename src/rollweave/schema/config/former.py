@@ -1,0 +1,15 @@
+"""The settings of the version `v0.1.0-wide` that are gone, and what to write now.
+
+An error about such a key in a file, and a table of `docs/MIGRATING.md`, say it.
+"""
+
+FORMER = {
+    "buffer.evict": "leave it out: the stalest groups leave a full buffer",
+    "buffer.max_age": "rollout.alpha",
+    "cluster.join_s": "leave it out: hosts have 10 minutes to join",
+    "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
+    "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
+    "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",
+    "workers.idle_s": "leave it out: a worker is kept for 60 s, or as long as a start takes",
+}
+"""Key of a setting or a section → the setting that replaces it, or what to do."""
