@@ -115,7 +115,7 @@ def config(
             "model": model,
             "tasks": [
                 {"env": "benchmarks.phases.reading_tasks:Reading", "tag": "reading"}
-                | {"options": {"words": words}}
+                | {"options": {"words": words, "latency_s": 0.05}}
                 | {"max_turns": 8, "max_tokens": 2048, "max_turn_tokens": 12}
             ],
             "rollout": {
@@ -131,7 +131,6 @@ def config(
             "trainer": {"lr": 1e-12},
             "algorithm": {"advantage": "grpo_no_std"},
             "eval": {"final_episodes": 0},
-            "faults": {"latency_s": 0.05, "latency_sigma": 1.0},
             "watchdog": {} if servers is None else {"train_s": TRAIN_S},
         }
     )

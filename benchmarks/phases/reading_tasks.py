@@ -8,6 +8,7 @@ depend on the task and the turn alone.
 import random
 from collections.abc import Sequence
 
+from benchmarks.slow import pause
 from rollweave.envs.base import Observation, Options, Split, Step, new_task
 from rollweave.schema.base import mix
 from rollweave.schema.work import Task
@@ -20,18 +21,20 @@ ACTION_WORDS = tuple(f" say{index}" for index in range(48))
 
 class Reading:
     """An environment of `turns` turns, whose prompt and observations have `words` words
-    each.
+    each. An answer takes a log-normal time of `latency_s` in the median.
     """
 
-    def __init__(self, *, words: int, turns: int = TURNS) -> None:
-        self._words, self._turns = words, turns
+    def __init__(self, *, words: int, turns: int = TURNS, latency_s: float = 0.0) -> None:
+        self._words, self._turns, self._latency_s = words, turns, latency_s
         self._seed = self._turn = 0
 
     def reset(self, task: Task) -> Observation:
         self._seed = task.seed
         return Observation.of(self._text())
 
-    def step(self, action: str) -> Step:
+    async def step(self, action: str) -> Step:
+        if self._latency_s:
+            await pause(self._latency_s)
         self._turn += 1
         if self._turn == self._turns:
             return Step.of(TEXT_WORDS[0], reward=1.0, done=True, success=True)

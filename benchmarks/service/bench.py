@@ -138,14 +138,21 @@ def added(ours: Sequence[float], theirs: Sequence[float], share: float) -> float
 
 def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0) -> RunConfig:
     limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
+    latency = {"latency_s": step_s, "latency_sigma": 0.25} if step_s else {}
     return RunConfig.model_validate(
         {
             "run": {"name": "service", "dir": str(directory)},
             "model": {"path": str(model)},
-            "tasks": [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits}],
+            "tasks": [
+                {
+                    "env": LAKE if step_s else "frozenlake",
+                    "tag": "lake",
+                    "options": {"maps": "fixed", **latency},
+                    **limits,
+                }
+            ],
             "rollout": {"max_running": max(held, CONCURRENT)},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
-            "faults": {"latency_s": step_s, "latency_sigma": 0.25} if step_s else {},
         }
     )
 

@@ -76,7 +76,7 @@ FULL = SoakPlan(
     settings=(
         "engines.count=4",
         "trainer.lr=2e-3",
-        "faults.latency_s=0.1",
+        *slow_lake(0.1),
         "eval.every=10",
         "eval.episodes=32",
     ),
@@ -91,7 +91,7 @@ QUICK = SoakPlan(
     settings=(
         "engines.count=3",
         "warmup.steps=10",
-        "faults.latency_s=0.02",
+        *slow_lake(0.02),
         "watchdog.turn_s=20",
         "watchdog.train_s=200",
         "eval={final_episodes=64}",

@@ -120,18 +120,3 @@ def test_wrong_input_exits_with_2(
     assert len(errors) == 1
     assert words in errors[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_reports_that_faults_of_real_environments_are_not_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    example = (Path(__file__).parents[2] / "examples" / "simulate.toml").read_text()
-    monkeypatch.chdir(tmp_path)
-    Path("small.toml").write_text(example)
-    small = ("--set", "run.steps=1", "--set", "rollout.groups_per_step=2")
-    for rate, count in (("0.0", 0), ("0.5", 1)):
-        code, text, errors = invoke(
-            "simulate", "small.toml", *small, "--set", f"faults.env_error={rate}"
-        )
-        assert code == 0, (text, errors)
-        assert sum("[faults] is ignored: " in line for line in errors) == count, errors

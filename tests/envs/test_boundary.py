@@ -15,20 +15,17 @@ from hypothesis import strategies as st
 
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, checked_score, score_episode
-from rollweave.envs.faults import Faulty
 from rollweave.envs.threads import EnvThreads
-from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, RewardError
 from rollweave.schema.work import Task
 
 from .worlds import HERE, draw, episode, source
 
-NONE = Faults()
 TASK = new_task(seed=5)
 
 
 def guarded(name: str, **options: Any) -> GuardedEnv:
-    return GuardedEnv(f"{HERE}{name}", options, faults=NONE, seed=0, block=False)
+    return GuardedEnv(f"{HERE}{name}", options)
 
 
 async def test_a_sync_environment() -> None:
@@ -109,7 +106,7 @@ async def test_a_constructor_and_a_close_that_fail() -> None:
     with pytest.raises(EnvError, match="making the environment raised TypeError"):
         guarded("Echo", color="red")
     with pytest.raises(EnvError, match=r"making the environment: .*cannot import nowhere"):
-        GuardedEnv("nowhere:X", {}, faults=NONE, seed=0, block=False)
+        GuardedEnv("nowhere:X", {})
     with pytest.raises(EnvError, match="close raised RuntimeError: cannot close"):
         await guarded("BadClose").close()
 
@@ -124,8 +121,6 @@ async def score(
             f"{HERE}{name}",
             {},
             episode(TASK, *actions, rewards=rewards, success=success),
-            faults=NONE,
-            seed=0,
             via=thread.via,
         )
     finally:
@@ -264,7 +259,7 @@ class RaisingRepr:
 )
 async def test_any_text_of_an_environment_is_made_valid(words: str, how: str) -> None:
     RaisingStr.WORDS = words
-    env = GuardedEnv(f"{__name__}:RaisingStr", {"how": how}, faults=NONE, seed=0, block=False)
+    env = GuardedEnv(f"{__name__}:RaisingStr", {"how": how})
     texts = []
     for call in (lambda: env.reset(TASK), lambda: env.step("a"), env.close):
         try:
@@ -272,9 +267,7 @@ async def test_any_text_of_an_environment_is_made_valid(words: str, how: str) ->
         except EnvError as error:
             texts.append(str(error))
     with pytest.raises(RewardError) as raised:
-        await score_episode(
-            f"{__name__}:RaisingStr", {"how": how}, episode(TASK), faults=NONE, seed=0
-        )
+        await score_episode(f"{__name__}:RaisingStr", {"how": how}, episode(TASK))
     msgspec.msgpack.encode([*texts, str(raised.value)])
 
 
@@ -288,7 +281,7 @@ async def test_keys_stay_different_where_they_are_no_text_or_too_long() -> None:
     keys = []
     for words in (SURROGATE, "\udcfe", "x" * 2000, "y" + "x" * 1999, "plain"):
         RaisingStr.WORDS = words
-        env = GuardedEnv(f"{__name__}:RaisingStr", {"how": ""}, faults=NONE, seed=0, block=False)
+        env = GuardedEnv(f"{__name__}:RaisingStr", {"how": ""})
         keys.append((await env.reset(TASK)).state_key)
     assert len(set(keys)) == 5
     assert keys[-1] == "plain"
@@ -319,7 +312,7 @@ async def test_values_beyond_all_bounds_are_refused(answer: Step, problem: str) 
             return answer
 
     env = guarded("Echo")
-    env._env = Faulty(Unprintable(), NONE, seed=0, block=False)
+    env._env = Unprintable()
     with pytest.raises(EnvError, match="reset must return Observation of the right types"):
         await env.reset(TASK)
     with pytest.raises(EnvError, match=problem):
@@ -334,9 +327,7 @@ def test_a_score_beyond_all_bounds_is_refused(value: Any) -> None:
 
 async def test_a_long_error_is_cut() -> None:
     RaisingStr.WORDS = "x" * 10_000_000
-    env = GuardedEnv(
-        f"{__name__}:RaisingStr", {"how": "reset raises"}, faults=NONE, seed=0, block=False
-    )
+    env = GuardedEnv(f"{__name__}:RaisingStr", {"how": "reset raises"}, block=False)
     with pytest.raises(EnvError) as raised:
         await env.reset(TASK)
     assert len(str(raised.value)) < 10_000

@@ -117,10 +117,10 @@ def test_no_hook_can_change_the_options(tmp_path: Path) -> None:
     transcripts = of.transcripts(seed=0)
 
     async def lived() -> None:
-        env = await of.provider("t").open(task, seed=0)
+        env = await of.provider("t").open(task)
         await env.reset(task)
         await env.close()
-        await of.provider("t").score(episode(task, "a"), seed=0)
+        await of.provider("t").score(episode(task, "a"))
 
     for call in (
         lambda: draw(of, "t", 1, Purpose.EVAL),
@@ -143,10 +143,10 @@ async def test_not_even_in_a_process(tmp_path: Path) -> None:
     task = draw(of, "t")
     try:
         for _ in range(2):
-            env = await of.provider("t").open(task, seed=0)
+            env = await of.provider("t").open(task)
             assert (await env.reset(task)).messages[0].content == "hello"
             await env.close()
-            assert (await of.provider("t").score(episode(task, "a"), seed=0)).reward == 1.0
+            assert (await of.provider("t").score(episode(task, "a"))).reward == 1.0
     finally:
         await of.close()
 
@@ -179,7 +179,7 @@ def test_a_reward_gets_its_own_record(tmp_path: Path) -> None:
             (Message(role="user", content="hello"),)
         ]
         assert Jsonl(**options).reset(task).messages[0].content == "hello"
-        score = asyncio.run(of.provider("t").score(episode(task, "a"), seed=0))
+        score = asyncio.run(of.provider("t").score(episode(task, "a")))
         assert score.reward == 3.0
     path2 = tmp_path / "b.jsonl"
     path2.write_text(json.dumps(record) + "\n\n" + json.dumps({**record, "tests": []}))

@@ -36,7 +36,7 @@ def bad_reward(record: dict[str, Any], answer: str) -> float:
 
 
 def score(of: TaskSource, task: Task, *actions: str) -> Score:
-    return asyncio.run(of.provider(task.tag).score(episode(task, *actions), seed=0))
+    return asyncio.run(of.provider(task.tag).score(episode(task, *actions)))
 
 
 def write(path: Path, *records: Any) -> str:

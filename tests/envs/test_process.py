@@ -48,7 +48,7 @@ async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
 
 
 async def opened(of: TaskSource, name: str = "echo") -> OpenedEnv:
-    env = await of.provider(name).open(draw(of, name), seed=0)
+    env = await of.provider(name).open(draw(of, name))
     await env.reset(draw(of, name))
     return env
 
@@ -62,11 +62,11 @@ def pid(env: OpenedEnv) -> int:
 async def test_code_of_the_users_runs_on_the_main_thread(of: TaskSource) -> None:
     """Signal handlers work in every method, and plain ones may run event loops."""
     task = draw(of, "alarmed")
-    env = await of.provider("alarmed").open(task, seed=0)
+    env = await of.provider("alarmed").open(task)
     assert (await env.reset(task)).messages[0].content == "rung"
     assert (await env.step("a")).messages[0].content == "rung"
     await env.close()
-    assert (await of.provider("alarmed").score(episode(task, "a"), seed=0)).reward == 1.0
+    assert (await of.provider("alarmed").score(episode(task, "a"))).reward == 1.0
     env = await opened(of, "async alarmed")
     await env.close()
 
@@ -75,14 +75,14 @@ async def test_inline_the_error_of_an_alarm_names_the_remedy(of: TaskSource) -> 
     remedy = 'with isolation = "process", environments and the reward function of env jsonl run'
     task = draw(of, "inline alarmed")
     with pytest.raises(EnvError, match=f"signal only works in main thread.*; .*{remedy} there"):
-        await of.provider("inline alarmed").open(task, seed=0)
+        await of.provider("inline alarmed").open(task)
     with pytest.raises(RewardError, match=f"RuntimeError: no limit of time; .*{remedy} there"):
-        await of.provider("inline alarmed").score(episode(task, "a"), seed=0)
+        await of.provider("inline alarmed").score(episode(task, "a"))
 
 
 async def test_two_environments_run_one_after_another_in_one_process(of: TaskSource) -> None:
     task = draw(of, "echo")
-    env = await of.provider("echo").open(task, seed=0)
+    env = await of.provider("echo").open(task)
     assert await env.reset(task) == Observation.of(f"hello {task.seed}")
     assert await env.step("a") == Step.of("you said a", reward=0.25)
     first = pid(env)
@@ -102,7 +102,7 @@ async def test_equals_inline_isolation(of: TaskSource) -> None:
     inline = of.provider("inline lake")
     for index in range(3):
         task = of.draw("inline lake", index, Purpose.TRAIN)
-        here, there = await inline.open(task, seed=0), await of.provider("lake").open(task, seed=0)
+        here, there = await inline.open(task), await of.provider("lake").open(task)
         assert await here.reset(task) == await there.reset(task)
         for action in ("<down>", "nonsense", "<right>", "<right>"):
             step = await here.step(action)
@@ -193,7 +193,7 @@ async def test_child_processes_end_with_the_environment(of: TaskSource) -> None:
 
 async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
     task = draw(of, "echo")
-    env = await of.provider("echo").open(task, seed=0)
+    env = await of.provider("echo").open(task)
     started = pid(env)
     call = asyncio.create_task(env.reset(task))
     await asyncio.sleep(0)
@@ -206,7 +206,7 @@ async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
 
 async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
     task = draw(of, "bad")
-    env = await of.provider("bad").open(task, seed=0)
+    env = await of.provider("bad").open(task)
     with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
         await env.reset(task)
     await env.close()
@@ -217,20 +217,20 @@ async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
 
 async def test_computes_rewards_in_the_process(of: TaskSource) -> None:
     worlds, task = of.provider("scored"), draw(of, "scored")
-    assert await worlds.score(episode(task, "score"), seed=0) == Score(reward=2.0, success=True)
+    assert await worlds.score(episode(task, "score")) == Score(reward=2.0, success=True)
     with pytest.raises(RewardError, match="score raised ValueError: bad"):
-        await worlds.score(episode(task, "raise"), seed=0)
+        await worlds.score(episode(task, "raise"))
     assert len(of.processes) == 1
-    call = asyncio.create_task(worlds.score(episode(task, "block"), seed=0))
+    call = asyncio.create_task(worlds.score(episode(task, "block")))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert await worlds.score(episode(task, "x"), seed=0) == Score(reward=0.75)
+    assert await worlds.score(episode(task, "x")) == Score(reward=0.75)
 
 
 async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
-    score = await of.provider("echo").score(episode(draw(of, "echo"), rewards=(1.0, 0.5)), seed=0)
+    score = await of.provider("echo").score(episode(draw(of, "echo"), rewards=(1.0, 0.5)))
     assert score == Score(reward=1.5)
     assert len(of.processes) == 0
 
@@ -238,8 +238,13 @@ async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
 async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
     tmp_path: Path,
 ) -> None:
-    of = source(tmp_path, ECHO, env_hang=1.0)
-    env = await of.provider("echo").open(draw(of, "echo"), seed=0)
+    hanging = {
+        **ECHO,
+        "env": "tests.support.faulty:FaultyGame",
+        "options": {"faults": {"hangs": 1.0}},
+    }
+    of = source(tmp_path, hanging)
+    env = await of.provider("echo").open(draw(of, "echo"))
     first = pid(env)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -248,7 +253,7 @@ async def test_survives_a_hanging_start_and_a_closed_pool_starts_nothing(
     await has_ended(first)
     await of.close()
     with pytest.raises(EnvError, match="the run is ending"):
-        await of.provider("echo").open(draw(of, "echo"), seed=0)
+        await of.provider("echo").open(draw(of, "echo"))
 
 
 def test_processes_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
@@ -260,7 +265,7 @@ import asyncio, pathlib, sys
 from tests.envs.worlds import HERE, draw, source
 async def main():
     of = source(pathlib.Path({str(tmp_path)!r}), {{"env": "tests.envs.worlds:Echo", "tag": "echo", "isolation": "process"}})
-    env = await of.provider("echo").open(draw(of, "echo"), seed=0)
+    env = await of.provider("echo").open(draw(of, "echo"))
     await env.reset(draw(of, "echo"))
     call = asyncio.create_task(env.step("block"))
     await asyncio.sleep(0)

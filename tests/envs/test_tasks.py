@@ -84,7 +84,7 @@ def test_refuses_an_invalid_configuration_at_once(tmp_path: Path) -> None:
 async def test_inline_environments(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": f"{HERE}Echo", "tag": "echo", "options": {"greeting": "hi"}})
     task = draw(of, "echo")
-    env = await of.provider("echo").open(task, seed=0)
+    env = await of.provider("echo").open(task)
     assert isinstance(env, InlineEnv)
     assert await env.reset(task) == Observation.of(f"hi {task.seed}")
     env.kill()

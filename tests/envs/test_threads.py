@@ -40,7 +40,7 @@ async def of(tmp_path: Path, gate: Gate) -> AsyncIterator[TaskSource]:
 
 
 async def opened(of: TaskSource, kind: str) -> blocking.Plain:
-    env = await of.provider(kind).open(draw(of, kind), seed=0)
+    env = await of.provider(kind).open(draw(of, kind))
     await env.reset(draw(of, kind))
     return env  # type: ignore[return-value]
 
@@ -178,7 +178,7 @@ async def test_bounds_the_abandoned_calls(of: TaskSource, gate: Gate) -> None:
     ):
         await opened(of, "Plain")
     with pytest.raises(RewardError, match=f"at most {MAX_ABANDONED} calls"):
-        await of.provider("Scored").score(episode(draw(of, "Scored")), seed=0)
+        await of.provider("Scored").score(episode(draw(of, "Scored")))
     await opened(of, "Async")  # has none
 
 
@@ -195,11 +195,11 @@ async def test_a_constructor_that_blocks_or_fails(of: TaskSource, gate: Gate) ->
 
 async def test_a_reward_has_a_thread_and_can_be_abandoned(of: TaskSource, gate: Gate) -> None:
     worlds, seen = of.provider("Scored"), episode(draw(of, "Scored"))
-    call = asyncio.create_task(worlds.score(seen, seed=0))
+    call = asyncio.create_task(worlds.score(seen))
     await entered(gate)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert of.threads.abandoned == {f"score of environment {HERE}Scored": 1}
     gate.opened.set()
-    assert await worlds.score(seen, seed=0) == Score(reward=1.0)
+    assert await worlds.score(seen) == Score(reward=1.0)

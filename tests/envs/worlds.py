@@ -19,19 +19,18 @@ from rollweave.schema.work import Purpose, Task
 HERE = f"{__name__}:"
 
 
-def config(*tasks: dict[str, Any], seed: int = 0, **faults: float) -> RunConfig:
+def config(*tasks: dict[str, Any], seed: int = 0) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "seed": seed},
             "model": {"path": "none"},
             "tasks": tasks,
-            "faults": faults,
         }
     )
 
 
-def source(tmp_path: Path, *tasks: dict[str, Any], seed: int = 0, **faults: float) -> TaskSource:
-    return TaskSource(config(*tasks, seed=seed, **faults), logs=tmp_path)
+def source(tmp_path: Path, *tasks: dict[str, Any], seed: int = 0) -> TaskSource:
+    return TaskSource(config(*tasks, seed=seed), logs=tmp_path)
 
 
 def draw(of: TaskSource, name: str, index: int = 0, purpose: Purpose = Purpose.TRAIN) -> Task:

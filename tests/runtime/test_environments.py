@@ -35,9 +35,10 @@ def test_every_mode_keeps_its_bound_of_staleness(tmp_path: Path, mode: str) -> N
 
 
 def test_a_run_survives_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
-    faults = {"env_error": 0.06, "env_hang": 0.04, "env_garbage": 0.06, "reward_error": 0.3}
+    faults = {"raises": 0.06, "hangs": 0.04, "garbage": 0.06, "no_reward": 0.3}
+    task = {"env": "tests.support.faulty:FaultyGame", "step_s": 0.3}
     config = make_config(
-        tmp_path, steps=3, faults=faults, task={"step_s": 0.3}, rollout={"retries": 5}
+        tmp_path, steps=3, options={"faults": faults}, task=task, rollout={"retries": 5}
     )
     summary = run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 3, True)
@@ -53,11 +54,11 @@ def test_a_run_survives_environments_that_raise_hang_or_return_garbage(tmp_path:
 
 def test_a_blocking_environment_is_survived_in_a_process(tmp_path: Path) -> None:
     # a process takes a second to start
-    faults, task = {"env_hang": 0.12}, {"step_s": 3.0, "isolation": "process"}
+    env = {"env": "tests.support.faulty:FaultyGame", "options": {"faults": {"hangs": 0.12}}}
+    task = {**env, "step_s": 3.0, "isolation": "process"}
     config = make_config(
         tmp_path,
         steps=1,
-        faults=faults,
         task=task,
         eval={"final_episodes": 0},
         rollout={"max_running": 4},

@@ -32,7 +32,6 @@ from rollweave.runtime.loopwatch import (
     watched,
 )
 from rollweave.schema.commands import Warn
-from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import DiskError
 from tests.runtime import holding
 from tests.support.fake_runs import ROOT, assert_no_processes, lines, make_config, run, write
@@ -82,7 +81,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
 async def test_an_environment_that_blocks_is_named_with_its_method(
     reports: Reports, kind: str, is_async: bool
 ) -> None:
-    env = GuardedEnv(f"{HERE}:{kind}", {}, faults=Faults(), seed=0, block=False)
+    env = GuardedEnv(f"{HERE}:{kind}", {})
     with reports.watch():
         await env.step("a")  # returns because it was noticed
         while not reports.over:  # noqa: ASYNC110 (the loop is what is watched)

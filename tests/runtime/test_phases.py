@@ -21,7 +21,7 @@ from tests.support.referee import Referee
 pytestmark = pytest.mark.slow
 
 
-def reading(directory: Path, *phases: str, **sections: Any) -> RunConfig:
+def reading(directory: Path, *phases: str, latency_s: float = 0.0, **sections: Any) -> RunConfig:
     """Return the configuration of a run whose agents read long texts, with an engine of
     each phase.
     """
@@ -31,7 +31,7 @@ def reading(directory: Path, *phases: str, **sections: Any) -> RunConfig:
         task={
             "env": "benchmarks.phases.reading_tasks:Reading",
             "tag": "reading",
-            "options": {"words": 70},
+            "options": {"words": 70, "latency_s": latency_s},
             "max_tokens": 1024,
         },
         **{
@@ -84,9 +84,9 @@ def test_a_killed_prefill_engine_loses_nothing(tmp_path: Path) -> None:
         tmp_path,
         "prefill",
         "decode",
+        latency_s=0.1,
         run={"steps": 4},
         watchdog={"restarts": 10},
-        faults={"latency_s": 0.1},
     )
     with living(config) as life:
         life.until(lambda core: core.state.counters.scheduling.split_turns, "a split turn")

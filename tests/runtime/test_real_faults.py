@@ -417,10 +417,16 @@ def test_a_nonfinite_loss_names_its_batch(tmp_path: Path) -> None:
 def test_environments_and_rewards_fail_in_every_way(tmp_path: Path) -> None:
     config = lake(
         tmp_path,
-        task={"isolation": "process", "step_s": 10.0},
+        task={
+            "env": "tests.support.faulty:FaultyLake",
+            "options": {
+                "faults": {"raises": 0.03, "hangs": 0.02, "garbage": 0.03, "no_reward": 0.1}
+            },
+            "isolation": "process",
+            "step_s": 10.0,
+        },
         run={"steps": 6},
         rollout={"max_running": 6},
-        faults={"env_error": 0.03, "env_hang": 0.02, "env_garbage": 0.03, "reward_error": 0.1},
         eval={"every": 0},
     )
     result = run_to_end(config)

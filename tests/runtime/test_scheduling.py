@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.slow import LAKE
 from rollweave.runtime.launch import train
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -23,6 +24,7 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
     """
     return lake(
         directory,
+        task={"env": LAKE, "options": {"maps": "fixed", "latency_s": 0.2, "latency_sigma": 1.0}},
         **{
             "run": {"steps": 4},
             "rollout": {
@@ -32,7 +34,6 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
             },
             "ablation": {"policies": ["rank"]},
             "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096},
-            "faults": {"latency_s": 0.2},
             **sections,
         },
     )

@@ -135,13 +135,13 @@ class ScriptedEnvProvider:
         self.scored: list[Episode] = []
         self.envs: list[ScriptedEnv] = []
 
-    async def open(self, task: Task, *, seed: int) -> ScriptedEnv:
+    async def open(self, task: Task) -> ScriptedEnv:
         self.log.append("open")
         await _play(self.script.open)
         self.envs.append(ScriptedEnv(self.script, self.log))
         return self.envs[-1]
 
-    async def score(self, episode: Episode, *, seed: int) -> Score:
+    async def score(self, episode: Episode) -> Score:
         assert not any(env.is_open for env in self.envs), (
             "the environment is freed before the reward"
         )

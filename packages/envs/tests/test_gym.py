@@ -16,7 +16,7 @@ from tests.envs.worlds import GUESS, draw, episode, source
 
 
 def score(of: TaskSource, task: Task, *actions: str) -> Score:
-    return asyncio.run(of.provider(task.tag).score(episode(task, *actions), seed=0))
+    return asyncio.run(of.provider(task.tag).score(episode(task, *actions)))
 
 
 def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
@@ -135,4 +135,4 @@ def test_refuses_invalid_gymnasium_options() -> None:
 def test_gymnasiums_reward_is_the_sum_of_its_steps(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": "gym", "tag": "g", "options": {"id": GUESS}})
     ended = episode(draw(of, "g"), "1", "2", rewards=(0.25, 1.0), success=True)
-    assert asyncio.run(of.provider("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
+    assert asyncio.run(of.provider("g").score(ended)) == Score(reward=1.25, success=True)

@@ -26,7 +26,6 @@ from rollweave.record.summary import (
 )
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import human_seconds
 from rollweave.sim.fleet import kv_room
@@ -73,11 +72,6 @@ def simulate(
         raise ConfigError("CONFIG must be given unless --faults is, got none")
     config = load(path, overrides)
     without_effect = show_ignored(config)
-    if config.faults != Faults():
-        err.print(
-            "[yellow]\\[faults] is ignored:[/] it applies to real environments; `--faults "
-            "SEED` injects faults into a simulation"
-        )
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
     with directory_of(config) as run:
         with display(err, name=run.path.name, steps=config.run.steps) as progress:

@@ -10,18 +10,17 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
-from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import describe_error, running_task, text_of, type_name
 from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Caller, call_inline
 from rollweave.schema.base import copied
-from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.text import shortened, valid, valid_tree
 from rollweave.schema.work import Task
@@ -71,9 +70,6 @@ class GuardedEnv:
         name: str,
         options: Options,
         *,
-        faults: Faults,
-        seed: int,
-        block: bool,
         via: Caller = call_inline,
     ) -> None:
         try:
@@ -83,7 +79,7 @@ class GuardedEnv:
         except USER_EXCEPTIONS as error:
             raise EnvError(describe_error("making the environment", error)) from error
         self._takes_finish_reason = takes_finish_reason(env)
-        self._env = Faulty(env, faults, seed=seed, block=block, via=via)
+        self._env, self._via = env, via
         self._most_chars = LEAST_CHARS
 
     async def reset(self, task: Task) -> Observation:
@@ -115,7 +111,7 @@ class GuardedEnv:
         return step
 
     async def close(self) -> None:
-        """Call the environment's `close`."""
+        """Call the environment's `close`, if it has one."""
         await self._called("close")
 
     def _check_size(self, answer: Observation | Step, method: str) -> None:
@@ -129,7 +125,9 @@ class GuardedEnv:
     async def _called(self, method: str, *arguments: Any, **more: Any) -> Any:
         task = running_task()
         try:
-            return await getattr(self._env, method)(*arguments, **more)
+            if method == "close" and getattr(self._env, "close", None) is None:
+                return None
+            return await self._via(partial(getattr(self._env, method), **more), *arguments)
         except asyncio.CancelledError as error:
             if _asked_to_cancel():
                 raise
@@ -156,8 +154,6 @@ async def score_episode(
     options: Options,
     episode: Episode,
     *,
-    faults: Faults,
-    seed: int,
     via: Caller = call_inline,
 ) -> Score:
     """Return the reward of an episode: from the class's `score`, otherwise the sum of
@@ -165,7 +161,6 @@ async def score_episode(
     """
 
     async def scored() -> Any:
-        reward_fault(faults, seed=seed)
         hook = getattr(resolve(name), "score", None)
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)

@@ -33,7 +33,6 @@ from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Caller, awaited, call_inline, needs_thread
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.config.run import Faults
 from rollweave.schema.errors import ConfigError, EnvError, RewardError
 
 T = TypeVar("T")
@@ -114,8 +113,6 @@ class IsolatedEnv:
                     spec.env,
                     spec.options,
                     episode,
-                    faults=_faults(spec),
-                    seed=spec.seed,
                     via=self._via,
                 )
                 return Scored(score=score)
@@ -124,13 +121,11 @@ class IsolatedEnv:
 
     async def _opened_by(self, spec: EnvSpec) -> GuardedEnv:
         """Construct the environment. Raises EnvError."""
-        faults, kind = _faults(spec), _kind(spec.env)
+        kind = _kind(spec.env)
         via = self._via if kind is None or needs_thread(kind) else call_inline
 
         def make() -> GuardedEnv:
-            return GuardedEnv(
-                spec.env, spec.options, faults=faults, seed=spec.seed, block=True, via=via
-            )
+            return GuardedEnv(spec.env, spec.options, via=via)
 
         # If `reset` is async, the constructor may need the event loop as well.
         is_async = kind is not None and inspect.iscoroutinefunction(kind.reset)
@@ -147,10 +142,6 @@ def _kind(name: str) -> type[Any] | None:
         return resolve(name)
     except ConfigError:  # which making the environment raises
         return None
-
-
-def _faults(spec: EnvSpec) -> Faults:
-    return Faults.model_validate(spec.faults)
 
 
 def serve(parent: Parent) -> None:

@@ -11,12 +11,8 @@ from rollweave.schema.work import Task
 
 
 class EnvSpec(Struct, frozen=True, kw_only=True):
-    """The environment, and its faults: the fields of `[faults]`, decided by `seed`."""
-
     env: str
     options: dict[str, Any]
-    faults: dict[str, float]
-    seed: int
 
 
 class Open(TaggedStruct, frozen=True, kw_only=True):

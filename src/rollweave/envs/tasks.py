@@ -27,7 +27,6 @@ from rollweave.sandbox.base import HOST, is_reference
 from rollweave.schema.base import TaskId, copied, mix
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.run import Faults
 from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
@@ -57,35 +56,19 @@ class OpenedEnv(Protocol):
 class DomainEnvProvider:
     """Opens environments and scores episodes of one task domain."""
 
-    def __init__(
-        self, config: TaskConfig, faults: Faults, processes: EnvProcesses, threads: EnvThreads
-    ) -> None:
-        self._config, self._faults = config, faults
-        self._processes, self._threads = processes, threads
+    def __init__(self, config: TaskConfig, processes: EnvProcesses, threads: EnvThreads) -> None:
+        self._config, self._processes, self._threads = config, processes, threads
 
-    async def open(self, task: Task, *, seed: int) -> OpenedEnv:
-        """Open a new environment for `task`. `seed` decides injected faults.
-
-        Raises EnvError.
-        """
+    async def open(self, task: Task) -> OpenedEnv:
+        """Open a new environment for `task`. Raises EnvError."""
         config = self._config
         if config.isolation == "process":
-            return ProcessEnv(self._processes, self._spec(seed))
+            return ProcessEnv(self._processes, self._spec())
         kind = resolve(config.env)
         if not needs_thread(kind):
-            return InlineEnv(
-                GuardedEnv(config.env, config.options, faults=self._faults, seed=seed, block=False)
-            )
+            return InlineEnv(GuardedEnv(config.env, config.options))
         thread = self._threads.lease(f"environment {config.env}")
-        make = functools.partial(
-            GuardedEnv,
-            config.env,
-            config.options,
-            faults=self._faults,
-            seed=seed,
-            block=False,
-            via=thread.via,
-        )
+        make = functools.partial(GuardedEnv, config.env, config.options, via=thread.via)
         # Construct the environment where it is reset: if `reset` is async, the
         # constructor may need the event loop as well.
         try:
@@ -99,15 +82,13 @@ class DomainEnvProvider:
             raise
         return InlineEnv(env, thread)
 
-    async def score(self, episode: Episode, *, seed: int) -> Score:
+    async def score(self, episode: Episode) -> Score:
         """Return the reward of an ended episode. Raises RewardError."""
         config = self._config
         hook = getattr(resolve(config.env), "score", None)
         if config.isolation == "process" and hook is not None:
-            return await score_in_process(self._processes, self._spec(seed), episode)
-        score = functools.partial(
-            score_episode, config.env, config.options, episode, faults=self._faults, seed=seed
-        )
+            return await score_in_process(self._processes, self._spec(), episode)
+        score = functools.partial(score_episode, config.env, config.options, episode)
         if hook is None or inspect.iscoroutinefunction(hook):
             return await score(via=call_inline)
         try:
@@ -119,11 +100,8 @@ class DomainEnvProvider:
         finally:
             thread.release()
 
-    def _spec(self, seed: int) -> EnvSpec:
-        config = self._config
-        return EnvSpec(
-            env=config.env, options=config.options, faults=self._faults.model_dump(), seed=seed
-        )
+    def _spec(self) -> EnvSpec:
+        return EnvSpec(env=self._config.env, options=self._config.options)
 
 
 class InlineEnv:
@@ -188,7 +166,7 @@ class TaskSource:
         )
         self.threads = EnvThreads()
         self._providers = {
-            task.name: DomainEnvProvider(task, config.faults, self.processes, self.threads)
+            task.name: DomainEnvProvider(task, self.processes, self.threads)
             for task in config.tasks
         }
 

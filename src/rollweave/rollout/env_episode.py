@@ -59,10 +59,10 @@ class LiveEnv(Protocol):
 class EnvProvider(Protocol):
     """Opens environments and scores episodes of one task domain."""
 
-    async def open(self, task: Task, *, seed: int) -> LiveEnv:
-        """Open a new environment. `seed` decides injected faults. Raises `EnvError`."""
+    async def open(self, task: Task) -> LiveEnv:
+        """Open a new environment. Raises `EnvError`."""
 
-    async def score(self, episode: Episode, *, seed: int) -> Score:
+    async def score(self, episode: Episode) -> Score:
         """Return the reward of a complete episode. Raises `RewardError`."""
 
 
@@ -199,7 +199,7 @@ class EnvEpisode:
         )
         started = self._clock()
         try:
-            call = self._provider.score(episode, seed=self._seed)
+            call = self._provider.score(episode)
             score = await self._budget.run_limited(
                 call,
                 hang=StopReason.REWARD_HANG,
@@ -246,7 +246,7 @@ class EnvEpisode:
     async def _open(self) -> Observation:
         # Assigned before the next await, so that a timeout in `reset` still closes the
         # environment.
-        self._env = await self._provider.open(self._task, seed=self._seed)
+        self._env = await self._provider.open(self._task)
         return await self._env.reset(self._task)
 
     async def _agent_turn(

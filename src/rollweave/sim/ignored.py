@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.run import Faults
 from rollweave.schema.config.sections import SIMULATED_MODEL
 from rollweave.schema.config.values import Section
 
@@ -59,7 +58,6 @@ def ignored(config: RunConfig) -> list[str]:
         names = [name for name in names if not name.startswith("workers.")]
     names += ["lora"] if config.lora is not None else []
     names += ["rewards"] if config.rewards else []
-    names += [f"faults.{field}" for field in _changed(config.faults, tuple(Faults.model_fields))]
     for index, task in enumerate(config.tasks):
         names += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):

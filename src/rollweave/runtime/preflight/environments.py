@@ -32,7 +32,6 @@ from rollweave.runtime.preflight.images import examine_images
 from rollweave.schema.base import Struct, copied
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.run import Faults
 from rollweave.schema.config.tasks import TaskConfig
 from rollweave.schema.config.training import FINAL_TASKS_FROM
 from rollweave.schema.errors import ConfigError, RollweaveError
@@ -279,7 +278,7 @@ def _check_references(config: RunConfig, drawn: Task) -> None:
 
 
 def _only(config: RunConfig, task: TaskConfig) -> RunConfig:
-    return config.model_copy(update={"tasks": (task,), "faults": Faults()})
+    return config.model_copy(update={"tasks": (task,)})
 
 
 @contextlib.asynccontextmanager
@@ -300,7 +299,7 @@ def _first_observation(config: RunConfig, task: TaskConfig, drawn: Task) -> Obse
     async def reset(logs: Path) -> Observation:
         source = TaskSource(_only(config, task), logs=logs)
         try:
-            env = await source.provider(task.name).open(drawn, seed=0)
+            env = await source.provider(task.name).open(drawn)
             try:
                 async with _within(task.step_s, "reset must answer within step_s, got nothing"):
                     return await env.reset(drawn)

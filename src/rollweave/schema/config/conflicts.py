@@ -304,7 +304,6 @@ CONFLICTS = (
             lambda place: place.config.placement not in PARTITIONS,
         ),
     ),
-    Conflict("faults.latency_sigma", _without("faults.latency_s")),
     # Engines.
     Conflict("engines.python engines.args engines.address", _unless("engines.kind", *SERVERS)),
     Conflict(

@@ -7,6 +7,8 @@ FORMER = {
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
     "buffer.max_age": "rollout.alpha",
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",
+    "faults": "leave it out: an environment of your own may fail or wait, as "
+    "examples/slow_lake.py does",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
     "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",

@@ -1,6 +1,4 @@
-"""The sections `[run]`, `[watchdog]`, `[sandbox]`, `[serve]` and the injected
-faults.
-"""
+"""The sections `[run]`, `[watchdog]`, `[sandbox]` and `[serve]`."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,31 +7,11 @@ from pydantic import Field, model_validator
 from rollweave.schema.address import Hosts
 from rollweave.schema.config.values import (
     Count,
-    NotNegative,
     Positive,
     Section,
     Seed,
-    Share,
     matching,
 )
-
-
-class Faults(Section):
-    """Failures injected into real environments, for tests and benches; none in a
-    simulation.
-    """
-
-    env_error: Share = Field(0.0, description="Share of environment calls that raise.")
-    env_hang: Share = Field(0.0, description="Share of environment calls that never return.")
-    env_garbage: Share = Field(
-        0.0, description="Share of environment calls that return no observation."
-    )
-    reward_error: Share = Field(0.0, description="Share of rewards that raise.")
-    latency_s: NotNegative = Field(
-        0.0, description="Median of a log-normal latency added to each step of an environment."
-    )
-    latency_sigma: NotNegative = Field(1.0, description="Sigma of the logarithm of latency_s.")
-
 
 START_S = 900.0
 """Seconds that every start may take: a server that compiles, or reads a large

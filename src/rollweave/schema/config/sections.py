@@ -20,7 +20,6 @@ from rollweave.schema.config.model import HEAD_DIM, VLLM_HEAD_DIM, LoraConfig, M
 from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.config.rollout import RolloutConfig
 from rollweave.schema.config.run import (
-    Faults,
     RunSection,
     SandboxConfig,
     ServeConfig,
@@ -57,7 +56,6 @@ class Sections(Section):
     workers: WorkersConfig = WorkersConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
-    faults: Faults = Faults()
     watchdog: WatchdogConfig = WatchdogConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sim: SimConfig | None = None
