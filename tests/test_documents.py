@@ -270,7 +270,7 @@ def test_defaults_that_are_shown_are_those_of_the_schema() -> None:
         name, field = key.split(".")
         section_of = config.tasks[0] if name == "tasks" else getattr(config, name)
         value = getattr(section_of, field)
-        value = getattr(loss, field) if value is None else value
+        value = getattr(loss, field, "unset") if value is None else value
         text = shown.partition(":")[0]
         assert (float(text) if text[0].isdigit() else text) == value, key
 

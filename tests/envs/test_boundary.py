@@ -327,7 +327,7 @@ def test_a_score_beyond_all_bounds_is_refused(value: Any) -> None:
 
 async def test_a_long_error_is_cut() -> None:
     RaisingStr.WORDS = "x" * 10_000_000
-    env = GuardedEnv(f"{__name__}:RaisingStr", {"how": "reset raises"}, block=False)
+    env = GuardedEnv(f"{__name__}:RaisingStr", {"how": "reset raises"})
     with pytest.raises(EnvError) as raised:
         await env.reset(TASK)
     assert len(str(raised.value)) < 10_000

@@ -81,8 +81,7 @@ def slow_token(
 
 def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[str, torch.Tensor]:
     """Return the weights after `config.trainer.epochs` full-batch updates on each
-    batch. Each component of the loss is averaged alone, and counts by its share of the
-    sequences.
+    batch.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -110,18 +109,14 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
             for trajectory, tensors in zip(trajectories, advantages, strict=True)
             for sequence, advantage in zip(trajectory.sequences, tensors, strict=True)
         ]
-        algorithm_of = [
-            algorithm
-            for group, algorithm in zip(batch.groups, algorithms, strict=True)
-            for _ in group.trajectories
-        ]
         with torch.no_grad():
             proximal = [slow_logprobs(model, sequence.tokens)[0] for sequence, _ in sequences]
             reference = [slow_logprobs(frozen, sequence.tokens)[0] for sequence, _ in sequences]
         for _ in range(trainer.epochs):
             rows = []
-            for (sequence, advantage), near, far, algorithm in zip(
-                sequences, proximal, reference, algorithm_of, strict=True
+            algorithm = config.algorithm
+            for (sequence, advantage), near, far in zip(
+                sequences, proximal, reference, strict=True
             ):
                 chosen, entropy = slow_logprobs(model, sequence.tokens)
                 olds = torch.tensor(sequence.logprobs) if algorithm.correction == "bypass" else near
@@ -142,19 +137,11 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
                     if sampled
                 ]
                 rows.append(torch.stack(losses))
-            mean = torch.zeros(())
-            for component in set(algorithm_of):
-                own = [
-                    row
-                    for row, algorithm in zip(rows, algorithm_of, strict=True)
-                    if algorithm == component
-                ]
-                of_own = torch.cat(own).mean()
-                if component.loss_values.aggregate == "sequence_mean":
-                    of_own = torch.stack([row.mean() for row in own]).mean()
-                elif component.loss_values.aggregate == "budget":
-                    of_own = torch.stack([row.sum() / BUDGET for row in own]).mean()
-                mean = mean + of_own * len(own) / len(rows)
+            mean = torch.cat(rows).mean()
+            if config.algorithm.loss_values.aggregate == "sequence_mean":
+                mean = torch.stack([row.mean() for row in rows]).mean()
+            elif config.algorithm.loss_values.aggregate == "budget":
+                mean = torch.stack([row.sum() / BUDGET for row in rows]).mean()
             optimizer.zero_grad()
             mean.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.max_grad_norm)
@@ -208,7 +195,7 @@ CASES: list[dict[str, Any]] = [
     {
         "advantage": "rloo",
         "kl": 0.1,
-        "own": {"other": {"loss": "cispo", "advantage": "grpo", "correction": "tis"}},
+        "own": {"other": {"advantage": "grpo"}},
     },
 ]
 

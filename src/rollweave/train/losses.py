@@ -7,11 +7,10 @@ temperature on all sides.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from rollweave.schema.config.algorithm import AlgorithmConfig, Correction, LossName, LossValues
+from rollweave.schema.config.algorithm import AlgorithmConfig
 
 IS_CAP = 2.0
 """Cap of the importance weights of all corrections but `icepop`."""
@@ -36,22 +35,6 @@ MAX_LOG_RATIO = 20.0
 """Bound of log-ratios: beyond ±20 the exponential would overflow or dominate the batch,
 and only the sign matters.
 """
-
-
-class Component(NamedTuple):
-    """The settings of one component of the loss.
-
-    Task domains with equal settings share a component; tokens of one component are
-    averaged among themselves.
-    """
-
-    loss: LossName
-    values: LossValues
-    correction: Correction
-
-
-def component_of(algorithm: AlgorithmConfig) -> Component:
-    return Component(algorithm.loss, algorithm.loss_values, algorithm.correction)
 
 
 def token_weights(lengths: Sequence[int], aggregate: str, *, budgets: Sequence[int]) -> list[float]:

@@ -14,14 +14,7 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
 from rollweave.train.critic import Critic
-from rollweave.train.losses import (
-    Component,
-    component_of,
-    k3,
-    kl_coefficient,
-    policy_loss,
-    token_weights,
-)
+from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, GapMeter, age_shares, metrics_from_sums
 from rollweave.train.model import Reference, Scores
 from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
@@ -59,6 +52,7 @@ class Update:
         # the reference's output weights, for the forward divergence
         self._head: torch.Tensor | None = None
         self._kl = kl_coefficient(config.algorithm, step=batch.step, steps=config.run.steps)
+        self._corrects = config.algorithm.correction != "bypass"
         # Without entropy bonus and KL, a row without advantage cannot change the
         # weights, and needs no pass.
         always = bool(config.algorithm.entropy or self._kl)
@@ -89,13 +83,8 @@ class Update:
         """
         chosen = [index for index, needed in enumerate(self._needed) if needed]
         temperature = self._config.rollout.temperature
-        corrected = [
-            index for index in chosen if self._rows[index].algorithm.correction != "bypass"
-        ]
-        if corrected:
-            self._proximal = self._passes.logprobs(
-                self._examples, corrected, temperature=temperature
-            )
+        if chosen and self._corrects:
+            self._proximal = self._passes.logprobs(self._examples, chosen, temperature=temperature)
         if chosen and self._kl and self._reference_weights is not None:
             with swapped_weights(self._passes.model, self._reference_weights):
                 if self._config.algorithm.kl_direction == "forward":
@@ -143,30 +132,14 @@ class Update:
         self._norms.append(norm)
 
     def _weights(self, chosen: Sequence[int]) -> dict[int, float]:
-        """Return the weight of the tokens of each row.
-
-        Each component of the loss is averaged over its own rows, and counts by its
-        share of the rows.
-        """
-        weight_of: dict[int, float] = {}
-        for component, indices in self._by_component(chosen).items():
-            rows = [self._rows[index] for index in indices]
-            weights = token_weights(
-                [row.outputs for row in rows],
-                component.values.aggregate,
-                budgets=[row.budget for row in rows],
-            )
-            share = len(indices) / len(chosen)
-            weight_of |= {
-                index: share * weight for index, weight in zip(indices, weights, strict=True)
-            }
-        return weight_of
-
-    def _by_component(self, indices: Sequence[int]) -> dict[Component, list[int]]:
-        components: dict[Component, list[int]] = {}
-        for index in indices:
-            components.setdefault(component_of(self._rows[index].algorithm), []).append(index)
-        return components
+        """Return the weight of the tokens of each row."""
+        rows = [self._rows[index] for index in chosen]
+        weights = token_weights(
+            [row.outputs for row in rows],
+            self._config.algorithm.loss_values.aggregate,
+            budgets=[row.budget for row in rows],
+        )
+        return dict(zip(chosen, weights, strict=True))
 
     def _reference_of(self, indices: Sequence[int]) -> Reference:
         assert self._head is not None, "called only with a reference"
@@ -185,33 +158,8 @@ class Update:
     def _loss(
         self, indices: Sequence[int], scores: Scores, weight_of: dict[int, float], measure: bool
     ) -> torch.Tensor:
-        """Return the loss of the rows `indices`, summed over its components."""
-        divergence = self._divergence(indices, scores)
-        components = self._by_component(indices)
-        if len(components) == 1:
-            return self._component_loss(indices, scores, divergence, weight_of, measure)
-        # the tokens of each row
-        outputs = [self._rows[index].outputs for index in indices]
-        places = torch.split(torch.arange(sum(outputs), device=scores.logprobs.device), outputs)
-        tokens_of = dict(zip(indices, places, strict=True))
-        losses = []
-        for alike in components.values():
-            tokens = torch.cat([tokens_of[index] for index in alike])
-            own = Scores(*(each[tokens] for each in scores))
-            distance = None if divergence is None else divergence[tokens]
-            losses.append(self._component_loss(alike, own, distance, weight_of, measure))
-        return torch.stack(losses).sum()
-
-    def _component_loss(
-        self,
-        indices: Sequence[int],
-        scores: Scores,
-        divergence: torch.Tensor | None,
-        weight_of: dict[int, float],
-        measure: bool,
-    ) -> torch.Tensor:
+        """Return the loss of the rows `indices`."""
         rows = [self._rows[index] for index in indices]
-        algorithm = rows[0].algorithm
         logprobs = scores.logprobs
         device = logprobs.device
         behavior = torch.cat([row.behavior for row in rows]).to(device)
@@ -226,11 +174,11 @@ class Update:
             weights=weights.to(device),
             lengths=[row.outputs for row in rows],
             proximal=torch.cat([self._proximal[index] for index in indices])
-            if algorithm.correction != "bypass"
+            if self._corrects
             else None,
-            divergence=divergence,
+            divergence=self._divergence(indices, scores),
             kl=self._kl,
-            algorithm=algorithm,
+            algorithm=self._config.algorithm,
         )
         self._sums += sums
         if measure:
@@ -254,7 +202,7 @@ class Update:
         skipped = sum(
             row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed
         )
-        if any(row.algorithm.routing_replay for row in self._rows):
+        if self._config.algorithm.routing_replay:
             metrics["routed_fraction"] = routed_fraction(self._examples)
         return metrics | {
             "loss": math.fsum(self._losses) / max(1, len(self._losses)),

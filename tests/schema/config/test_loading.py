@@ -46,23 +46,22 @@ def test_reads_a_file(tmp_path: Path) -> None:
 
 
 def test_a_domain_has_its_own_algorithm() -> None:
-    """What it leaves unset is the run's; another loss has its own published values."""
+    """What it leaves unset is the run's."""
     config = loads(
         GOOD,
         [
             "algorithm={advantage='rloo',clip_high=0.5,aggregate='sequence_mean',kl=0.1}",
-            "tasks.1.algorithm={loss='gspo',clip_low=0.1,correction='tis'}",
+            "tasks.1.algorithm={advantage='grpo',overlong='drop'}",
         ],
     )
     assert list(config.own_algorithms()) == ["nim"]
     own = config.own_algorithms()["nim"]
-    assert own.loss_values == (0.1, 4e-4, "sequence_mean")
-    assert (own.loss, own.correction, own.advantage, own.kl) == ("gspo", "tis", "rloo", 0.1)
-    assert config.algorithm.loss_values == (0.2, 0.5, "sequence_mean")
-    assert config.algorithm.correction == "bypass"
+    assert own.loss_values == config.algorithm.loss_values == (0.2, 0.5, "sequence_mean")
+    assert (own.overlong, own.advantage, own.kl) == ("drop", "grpo", 0.1)
+    assert (config.algorithm.overlong, config.algorithm.advantage) == ("train", "rloo")
     assert loads(dumps(config)) == config
-    same_loss = loads(GOOD, ["algorithm.clip_high=0.5", "tasks.1.algorithm.loss=ppo"])
-    assert same_loss.own_algorithms() == {}
+    same = loads(GOOD, ["algorithm.advantage=rloo", "tasks.1.algorithm.advantage=rloo"])
+    assert same.own_algorithms() == {}
 
 
 def test_a_group_of_one_is_enough_without_a_group_baseline() -> None:

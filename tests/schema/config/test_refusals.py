@@ -57,7 +57,7 @@ def test_what_has_an_effect_is_accepted() -> None:
 
 
 SCRATCH = TABLE["bases"]["scratch"]
-DEFAULTS = ["rollout.mode=sync", "rollout.alpha=1", "eval.episodes=64", "tasks.0.weight=1"]
+DEFAULTS = ["rollout.mode=sync", "rollout.temperature=1", "eval.episodes=64", "tasks.0.weight=1"]
 
 
 def test_each_row_refuses_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_rows_are_of_settings() -> None:
 
 
 def test_defaults_are_accepted_even_where_they_are_written() -> None:
-    assert loads(SCRATCH, DEFAULTS).rollout.alpha == 1
+    assert loads(SCRATCH, DEFAULTS).rollout.temperature == 1
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded", "decoupled"])

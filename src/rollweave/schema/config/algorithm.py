@@ -65,38 +65,13 @@ class TaskAlgorithmConfig(Section):
     """
 
     advantage: Estimator | None = Field(None, description="Its advantage estimator.")
-    gamma: Discount | None = Field(None, description="Its discount per turn.")
-    reward_weight: NotNegative | None = Field(
-        None, description="Its weight of the reward beside the teacher."
-    )
-    loss: LossName | None = Field(
-        None,
-        description="Its policy loss; another one than the run's has its own published "
-        "clip_low, clip_high and aggregate where the domain leaves them unset.",
-    )
-    clip_low: Share | None = Field(None, description="Its lower bound.")
-    clip_high: NotNegative | None = Field(None, description="Its upper bound.")
-    aggregate: Aggregate | None = Field(None, description="How its token losses are averaged.")
-    correction: Correction | None = Field(
-        None, description="Its correction for stale or differing log-probs."
-    )
     overlong: Overlong | None = Field(
         None, description="What it does with trajectories that reach max_tokens."
     )
 
-    def inherits(self, field: str, algorithm: "AlgorithmConfig") -> bool:
-        """Return whether the domain takes `field` from the run's `algorithm`."""
-        if getattr(self, field) is not None:
-            return False
-        return field not in LossValues._fields or self.loss in (None, algorithm.loss)
-
     def over(self, algorithm: "AlgorithmConfig") -> "AlgorithmConfig":
         """Return the run's `algorithm` with what the domain has instead."""
-        own = {
-            field: getattr(self, field)
-            for field in type(self).model_fields
-            if not self.inherits(field, algorithm)
-        }
+        own = self.model_dump(exclude_none=True)
         return algorithm.model_copy(update=own) if own else algorithm
 
 

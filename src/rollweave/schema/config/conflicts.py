@@ -178,8 +178,11 @@ _OF_ENGINES = [name for name in (*PLACEMENTS, *MIGRATIONS) if name not in ("pinn
 
 
 def _is_overridden(place: Place) -> bool:
-    algorithm, name = place.config.algorithm, place.key.partition(".")[2]
-    return not any(task.algorithm.inherits(name, algorithm) for task in place.config.tasks)
+    section, name = place.key.split(".")
+    return all(
+        getattr(task if section == "rollout" else task.algorithm, name) is not None
+        for task in place.config.tasks
+    )
 
 
 CONFLICTS = (
@@ -204,11 +207,8 @@ CONFLICTS = (
         "the only one that does not train while it rolls out",
     ),
     # Algorithms.
-    Conflict("algorithm.gamma tasks.algorithm.gamma", _unless_estimator(*OF_TURNS)),
-    Conflict(
-        "algorithm.reward_weight tasks.algorithm.reward_weight teacher",
-        _unless_estimator("distill"),
-    ),
+    Conflict("algorithm.gamma", _unless_estimator(*OF_TURNS)),
+    Conflict("algorithm.reward_weight teacher", _unless_estimator("distill")),
     Conflict(_all("critic", CriticConfig), _unless_estimator(*OF_CRITIC)),
     Conflict(
         "lora trainer.tensor_parallel",
@@ -231,7 +231,7 @@ CONFLICTS = (
         "which takes each turn's reward from the environment",
     ),
     Conflict(
-        _all("algorithm", TaskAlgorithmConfig),
+        "rollout.group_size " + _all("algorithm", TaskAlgorithmConfig),
         Clause("where each task domain has its own", _is_overridden),
     ),
     Conflict("algorithm.kl_direction", _without("algorithm.kl")),
@@ -264,13 +264,6 @@ CONFLICTS = (
     ),
     # Task domains, rewards and evaluations.
     Conflict("tasks.weight", Clause("with one task domain", lambda p: len(p.config.tasks) == 1)),
-    Conflict(
-        "rollout.group_size",
-        Clause(
-            "where each task domain has its own",
-            lambda place: len(place.config.own_group_sizes()) == len(place.config.tasks),
-        ),
-    ),
     Conflict(
         "tasks.env_weight",
         Clause(

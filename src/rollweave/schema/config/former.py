@@ -10,6 +10,13 @@ FORMER = {
     "faults": "leave it out: an environment of your own may fail or wait, as "
     "examples/slow_lake.py does",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
+    "tasks.algorithm.aggregate": "algorithm.aggregate, for all task domains",
+    "tasks.algorithm.clip_high": "algorithm.clip_high, for all task domains",
+    "tasks.algorithm.clip_low": "algorithm.clip_low, for all task domains",
+    "tasks.algorithm.correction": "algorithm.correction, for all task domains",
+    "tasks.algorithm.gamma": "algorithm.gamma, for all task domains",
+    "tasks.algorithm.loss": "algorithm.loss, for all task domains",
+    "tasks.algorithm.reward_weight": "algorithm.reward_weight, for all task domains",
     "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",
     "workers.idle_s": "leave it out: a worker is kept for 60 s, or as long as a start takes",
