@@ -20,11 +20,11 @@ from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.serving import ServingCluster
 from rollweave.sim.world import World
-from tests.support.borrowing import Watch, config
+from tests.support.borrowing import Watch, config, lenders
 
 
-def run(config: RunConfig) -> Outcome:
-    outcome = simulate(config)
+def run(config: RunConfig, **serving: Any) -> Outcome:
+    outcome = simulate(config, serving=lenders(**serving))
     assert not outcome.summary.error
     return outcome
 
@@ -39,20 +39,20 @@ def test_borrowed_engines_make_rollouts_faster_within_the_limits_of_users() -> N
 
 def test_users_are_spread_over_engines_that_are_equally_idle() -> None:
     metrics = SimMetrics()
-    world = World(config(most=0, serving={"rate": 1.0}), observer=metrics)
+    world = World(config(most=0), observer=metrics, serving=lenders(rate=1.0))
     metrics.watch(world)
     world.start()
     while world.over is None:
         world.step()
     assert isinstance(world.lending, ServingCluster)
-    lenders = world.lending.lenders.values()
-    busy = [one.serving_s for one in lenders if one.phase == "decode"]
+    engines = world.lending.lenders.values()
+    busy = [one.serving_s for one in engines if one.phase == "decode"]
     assert len(busy) == 3
     assert max(busy) < 1.5 * min(busy)
 
 
 def test_without_admission_users_wait_longer() -> None:
-    lent, spatial = run(config()), run(config(sharing="multiplexing"))
+    lent, spatial = run(config()), run(config(), sharing="multiplexing")
     assert lent.serving is not None
     assert spatial.serving is not None
     assert spatial.serving.requests > 0
@@ -62,7 +62,7 @@ def test_without_admission_users_wait_longer() -> None:
 def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> None:
     watch = Watch()
     metrics = SimMetrics()
-    world = World(config(), observer=metrics, journal=watch)
+    world = World(config(), observer=metrics, journal=watch, serving=lenders())
     metrics.watch(world)
     world.each_event = world.core.check
     world.start()
@@ -107,7 +107,7 @@ def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> Non
 def test_a_run_goes_on_while_borrowed_engines_are_its_only_ones(policies: tuple[str, ...]) -> None:
     """Its own engine is lost, and then those that stood in for it are recalled."""
     metrics = SimMetrics()
-    world = World(config(policies=policies), observer=metrics)
+    world = World(config(policies=policies), observer=metrics, serving=lenders())
     metrics.watch(world)
     world.each_event = world.core.check
     world.start()
@@ -139,7 +139,7 @@ def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
     run_config = config()
     with RunJournal(tmp_path / "journal.bin") as journal:
         metrics = SimMetrics()
-        world = World(run_config, observer=metrics, journal=journal)
+        world = World(run_config, observer=metrics, journal=journal, serving=lenders())
         metrics.watch(world)
         world.start()
 
@@ -163,7 +163,7 @@ def test_a_restarted_controller_borrows_again_at_once(tmp_path: Path) -> None:
 
 def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
     metrics = SimMetrics()
-    world = World(config(), observer=metrics)
+    world = World(config(), observer=metrics, serving=lenders())
     metrics.watch(world)
     world.start()
     assert world.lending is not None
@@ -180,13 +180,16 @@ def test_an_engine_whose_lender_is_silent_is_given_back() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "gpt-9"}, "sim.serving.model must be one of"),
-        ({"model": "qwen2.5-72b"}, "sim.serving.model must leave memory for one trajectory"),
+        ({"model": "gpt-9"}, "the serving engines' model must be one of"),
+        (
+            {"model": "qwen2.5-72b"},
+            "the serving engines' model must leave memory for one trajectory",
+        ),
     ],
 )
 def test_bad_serving_is_one_line(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ValueError)) as raised:
-        simulate(config(serving=change))
+        simulate(config(), serving=lenders(**change))
     assert message in str(raised.value)
 
 

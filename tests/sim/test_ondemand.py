@@ -10,6 +10,7 @@ import pytest
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError
 from rollweave.sim import ondemand
 from rollweave.sim.clock import Clock
@@ -18,14 +19,14 @@ from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.ondemand import DOWN_S, START_S, UP_S, OnDemand, available
 from rollweave.sim.run import simulate
 from rollweave.sim.world import World
-from tests.support.borrowing import Watch, config
+from tests.support.borrowing import Watch, config, lenders
 
 HEADER = "TIMESTAMP,Engines\n"
 
 
-def on_demand(sharing: str, **serving: Any) -> RunConfig:
-    """Return a run with up to four engines without users."""
-    return config(sharing=sharing, serving={"model": None, "prefill": 0, "rate": None, **serving})
+def on_demand(sharing: str, **serving: Any) -> ServingFile:
+    """Return four engines without users."""
+    return lenders(sharing=sharing, **{"model": None, "prefill": 0, "rate": None, **serving})
 
 
 def longer(config: RunConfig) -> RunConfig:
@@ -35,9 +36,9 @@ def longer(config: RunConfig) -> RunConfig:
 class Reports:
     """What the engines report, by the time of it."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, serving: ServingFile) -> None:
         self.clock = Clock()
-        self.engines = OnDemand(config, clock=self.clock, post=self.note)
+        self.engines = OnDemand(config(), serving, clock=self.clock, post=self.note)
         self.there: list[tuple[float, int]] = []
         self.engines.start()
 
@@ -79,7 +80,9 @@ def test_all_serverless_engines_end_with_their_lease_and_others_begin(
     lease_s = 120.0
     monkeypatch.setattr(ondemand, "LEASE_S", lease_s)
     watch, metrics = Watch(), SimMetrics()
-    world = World(longer(on_demand("serverless")), observer=metrics, journal=watch)
+    world = World(
+        longer(config()), observer=metrics, journal=watch, serving=on_demand("serverless")
+    )
     metrics.watch(world)
     world.each_event = world.core.check
     world.start()
@@ -102,7 +105,10 @@ def test_all_serverless_engines_end_with_their_lease_and_others_begin(
 
 
 def test_a_run_with_spot_instances_is_faster_than_without() -> None:
-    alone, spot = (simulate(longer(one)) for one in (config(most=0), on_demand("spot")))
+    alone, spot = (
+        simulate(longer(config(most=0))),
+        simulate(longer(config()), serving=on_demand("spot")),
+    )
     assert not spot.summary.error
     assert spot.serving is None, "there are no users"
     assert spot.summary.wall_s < 0.9 * alone.summary.wall_s

@@ -1,4 +1,4 @@
-"""A simulated run that borrows engines, and all that it does."""
+"""A simulated run that borrows engines, the engines that lend, and all that it does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,25 +6,20 @@ from typing import Any
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 
 
-def config(*, most: int = 4, serving: dict[str, Any] | None = None, **ablation: Any) -> RunConfig:
-    group = {"max_slots": 4, "kv_tokens": 1 << 20}
-    borrowed = [{**group, "count": most, "borrowed": True}] if most else []
+def lenders(**changes: Any) -> ServingFile:
+    """Four engines with users."""
+    engines = {"model": "qwen2.5-7b", "engines": 4, "prefill": 1, "rate": 0.5}
+    return ServingFile.model_validate({**engines, **changes})
+
+
+def config(*, most: int = 4, **ablation: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "borrows", "steps": 2},
-            "sim": {
-                "model": "qwen3-8b",
-                "trainer_gpus": 8,
-                "serving": {
-                    "model": "qwen2.5-7b",
-                    "engines": 4,
-                    "prefill": 1,
-                    "rate": 0.5,
-                    **(serving or {}),
-                },
-            },
+            "sim": {"model": "qwen3-8b", "trainer_gpus": 8},
             "tasks": [
                 {
                     "env": "frozenlake",
@@ -40,7 +35,8 @@ def config(*, most: int = 4, serving: dict[str, Any] | None = None, **ablation: 
                 "group_size": 4,
                 "max_running": 16,
             },
-            "engines": [{**group, "count": 1}, *borrowed],
+            "engines": {"max_slots": 4, "kv_tokens": 1 << 20},
+            "loans": {"engines": most} if most else None,
             "ablation": ablation,
             "eval": {"final_episodes": 0},
             "watchdog": {"turn_s": 3600.0},

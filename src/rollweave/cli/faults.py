@@ -11,16 +11,19 @@ import typer
 from rich.markup import escape
 
 from rollweave.cli.console import FAILED, err, out
-from rollweave.schema.config.loading import load
+from rollweave.schema.config.loading import load, load_serving
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.faults import Report, search
 from rollweave.sim.ignored import ignored
 
 
-def search_seeds(path: Path | None, overrides: Sequence[str], ranges: Sequence[str]) -> None:
+def search_seeds(
+    path: Path | None, overrides: Sequence[str], ranges: Sequence[str], serving: Path | None = None
+) -> None:
     """Search the seeds in `ranges` for faults that break the core: in the configuration
-    at `path`, or without one, in a scenario that the seed generates.
+    at `path` beside the engines that the file `serving` describes, or without one, in
+    a scenario that the seed generates.
 
     Raises ConfigError.
     """
@@ -33,14 +36,16 @@ def search_seeds(path: Path | None, overrides: Sequence[str], ranges: Sequence[s
     config = load(path, overrides) if path is not None else None
     if config is not None:
         show_ignored(config)
+    lenders = load_serving(serving) if serving is not None else None
     failed = False
     for seed in seeds:
-        report = search(seed, config)
+        report = search(seed, config, lenders)
         out.print(outcome_text(report), soft_wrap=True)
         if report.violation:
             failed = True
             out.print(
-                f"  replay with: {escape(replay_command(seed, path, overrides))}", soft_wrap=True
+                f"  replay with: {escape(replay_command(seed, path, overrides, serving))}",
+                soft_wrap=True,
             )
     if failed:
         raise typer.Exit(FAILED)
@@ -83,9 +88,15 @@ def outcome_text(report: Report) -> str:
     return f"seed {report.seed}: {counts}: {verdict}"
 
 
-def replay_command(seed: int, path: Path | None = None, overrides: Sequence[str] = ()) -> str:
+def replay_command(
+    seed: int,
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    serving: Path | None = None,
+) -> str:
     """Return the command line that runs this seed again."""
     words = ["rollweave", "simulate", *([str(path)] if path is not None else [])]
     for override in overrides:
         words += ["--set", override]
+    words += ["--serving", str(serving)] if serving is not None else []
     return shlex.join([*words, "--faults", str(seed)])

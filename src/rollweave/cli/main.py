@@ -310,6 +310,14 @@ def simulate(
         ),
     ] = None,
     overrides: Overrides = None,
+    serving: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A TOML file that describes serving engines beside the run, from which it may "
+            "borrow (docs/SIMULATE.md).",
+        ),
+    ] = None,
     faults: Annotated[
         list[str] | None,
         typer.Option(
@@ -326,7 +334,7 @@ def simulate(
     with errors_reported():
         from rollweave.cli.simulate import simulate as work
 
-        work(config, overrides or [], faults=faults or [], as_json=json_)
+        work(config, overrides or [], serving=serving, faults=faults or [], as_json=json_)
 
 
 @app.command()

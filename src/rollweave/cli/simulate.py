@@ -24,7 +24,7 @@ from rollweave.record.summary import (
     weights_line,
     workers_line,
 )
-from rollweave.schema.config.loading import load
+from rollweave.schema.config.loading import load, load_serving
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import human_seconds
@@ -55,10 +55,16 @@ CAUSES = {
 
 
 def simulate(
-    path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], as_json: bool
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    serving: Path | None,
+    faults: Sequence[str],
+    as_json: bool,
 ) -> None:
-    """Simulate the run that is configured in the file at `path`, and print its outcome;
-    or search the seeds in `faults`.
+    """Simulate the run that is configured in the file at `path`, beside the engines
+    that the file `serving` describes, and print its outcome; or search the seeds in
+    `faults`.
     """
     if faults and as_json:
         raise ConfigError(
@@ -66,17 +72,23 @@ def simulate(
             "prints the figures"
         )
     if faults:
-        search_seeds(path, overrides, faults)
+        search_seeds(path, overrides, faults, serving)
         return
     if path is None:
         raise ConfigError("CONFIG must be given unless --faults is, got none")
     config = load(path, overrides)
     without_effect = show_ignored(config)
+    lenders = load_serving(serving) if serving is not None else None
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
     with directory_of(config) as run:
         with display(err, name=run.path.name, steps=config.run.steps) as progress:
             outcome = run_simulation(
-                config, run=run, on_metrics=progress.line, costs=costs, work=workloads
+                config,
+                run=run,
+                on_metrics=progress.line,
+                costs=costs,
+                work=workloads,
+                serving=lenders,
             )
         page = write_report(run)
     show(outcome, kv=_kv_text(config, costs))

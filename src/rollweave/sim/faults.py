@@ -24,6 +24,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import DiskError
 from rollweave.sim.scenarios import (
     FLEET_CHANGES,
@@ -38,6 +39,7 @@ from rollweave.sim.scenarios import (
     FaultyWorkload,
     rates,
     scenario,
+    serving_of,
 )
 from rollweave.sim.trainer_oracle import TrainerOracle
 from rollweave.sim.workload import Workload
@@ -82,23 +84,29 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def search(
-    seed: int, config: RunConfig | None = None, *, make_core: Callable[[RunConfig], Core] = Core
+    seed: int,
+    config: RunConfig | None = None,
+    serving: ServingFile | None = None,
+    *,
+    make_core: Callable[[RunConfig], Core] = Core,
 ) -> Report:
-    """Run the scenario of `seed`, or `config` under the faults of `seed`, and report
-    violations.
+    """Run the scenario of `seed`, or `config` beside the `serving` engines under the
+    faults of `seed`, and report violations.
 
     `make_core` builds the core under test. Raises ConfigError and DiskError.
     """
     storm_s, max_events = STORM_S, MAX_EVENTS
     if config is None:
         config = scenario(seed)
+        serving = serving_of(seed) if config.loans is not None else None
     else:
-        quiet = World(config, observer=NullObserver())
+        quiet = World(config, observer=NullObserver(), serving=serving)
         quiet.run()
         storm_s, max_events = 3 * quiet.clock.now, max(MAX_EVENTS, MAX_EVENTS_RATIO * quiet.events)
     with tempfile.TemporaryDirectory(prefix="rollweave-faults-") as scratch:
         chaos = Chaos(
             config,
+            serving,
             seed,
             Path(scratch) / "journal.bin",
             storm_s=storm_s,
@@ -136,6 +144,7 @@ class Chaos:
     def __init__(
         self,
         config: RunConfig,
+        serving: ServingFile | None,
         seed: int,
         journal: Path,
         *,
@@ -155,7 +164,9 @@ class Chaos:
         self._ready: dict[str, float] = {}  # sender → arrival time of its last message
         self._in_flight: Counter[str] = Counter()  # sender → delayed messages in flight
         self._life = 0  # of the controller; messages to an earlier one never arrive
-        self.world = World(config, observer=NullObserver(), journal=self._journal, work=work)
+        self.world = World(
+            config, observer=NullObserver(), journal=self._journal, work=work, serving=serving
+        )
         self.world.core = core
         self._oracle = TrainerOracle(config, self.world.rollouts.scored)
         self._seed = seed

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.sim.clock import Clock
 from rollweave.sim.engine import SimEngine
 from rollweave.sim.lending import Lending
@@ -43,16 +44,20 @@ class OnDemand(Lending):
     ConfigError.
     """
 
-    def __init__(self, config: RunConfig, *, clock: Clock, post: Callable[[e.Event], None]) -> None:
-        assert config.sim is not None, "a simulation has [sim]"
-        assert config.sim.serving is not None, "the engines are described there"
-        serving = config.sim.serving
+    def __init__(
+        self,
+        config: RunConfig,
+        serving: ServingFile,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+    ) -> None:
         names = [f"s{number}" for number in range(serving.engines)]
         super().__init__(names, run=config.run.name, clock=clock, post=post)
         self._lent: set[str] = set()
         self._absent: set[str] = set()
         self._draw = random.Random(f"spot/{config.run.seed}")
-        self._serverless = config.ablation.sharing == "serverless"
+        self._serverless = serving.sharing == "serverless"
         self._counts: Iterator[tuple[float, int]] | None = None
         if serving.trace is not None:
             self._counts = iter(available(Path(serving.trace)))

@@ -12,6 +12,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.sim.lending import Latencies
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.serverless import Judges
@@ -84,12 +85,13 @@ def simulate(
     work: dict[str, Workload] | None = None,
     watch: Journal | None = None,
     rewards: Judges | None = None,
+    serving: ServingFile | None = None,
 ) -> Outcome:
     """Simulate `config` and return the outcome.
 
     The run is recorded in the directory `run` if given, else `watch` receives its
-    journal; `on_metrics` is called with every line of metrics; `rewards` are those of
-    `World`. Raises ConfigError, DiskError, StuckError.
+    journal; `on_metrics` is called with every line of metrics; `rewards` and
+    `serving` are those of `World`. Raises ConfigError, DiskError, StuckError.
     """
     sim = section(config)
     metrics = SimMetrics(run.metrics if run is not None else None, on_line=on_metrics)
@@ -105,6 +107,7 @@ def simulate(
         costs=costs,
         work=work,
         rewards=rewards,
+        serving=serving,
     )
     metrics.watch(world)
     core = world.run()

@@ -14,6 +14,7 @@ import msgspec
 
 from rollweave.schema.config.ablation import PARTITIONS, PLACEMENTS, POLICIES, PRIORITIES
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile, Sharing
 from rollweave.schema.work import StopReason
 from rollweave.sim.workload import Plan, Workload
 
@@ -169,6 +170,19 @@ def scenario(seed: int) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
+def serving_of(seed: int) -> ServingFile:
+    """Return the serving engines beside the scenario of a seed that borrows."""
+    draw = random.Random(f"serving/{seed}")
+    ways: tuple[Sharing, ...] = ("cooperative", "ttft", "tpot", "spatial", "partition")
+    return ServingFile(
+        model="qwen2.5-7b",
+        engines=draw.randint(2, 4),
+        prefill=draw.choice([0, 1]),
+        rate=draw.choice([0.05, 0.3, 1.0]),
+        sharing=draw.choice((*ways, "cooperative", "multiplexing")),
+    )
+
+
 def _leave_out(data: dict[str, Any]) -> None:
     """Leave out what has no effect beside the settings that were drawn."""
     rollout = data["rollout"]
@@ -203,18 +217,7 @@ def _lend(data: dict[str, Any], draw: random.Random) -> None:
         or data["weights"]["relays"]
     ):
         return
-    engines = data["engines"] if isinstance(data["engines"], list) else [data["engines"]]
-    lent = {**engines[0], "count": draw.randint(1, 3), "borrowed": True, "phase": "both"}
-    data["engines"] = [*engines, lent]
-    data["ablation"]["sharing"] = draw.choice(
-        ["cooperative", "cooperative", "ttft", "tpot", "spatial", "partition", "multiplexing"]
-    )
-    data["sim"]["serving"] = {
-        "model": "qwen2.5-7b",
-        "engines": draw.randint(2, 4),
-        "prefill": draw.choice([0, 1]),
-        "rate": draw.choice([0.05, 0.3, 1.0]),
-    }
+    data["loans"] = {"engines": draw.randint(1, 3)}
 
 
 def _scale(data: dict[str, Any], draw: random.Random) -> None:

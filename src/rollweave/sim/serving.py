@@ -14,7 +14,7 @@ from pathlib import Path
 from rollweave.core.policy.admission import CHUNK_TOKENS, Slo
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.simulation import SimServingConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.coserving import SHARING, Memory
@@ -37,11 +37,15 @@ class ServingCluster(Lending):
 
     chunk_tokens = CHUNK_TOKENS
 
-    def __init__(self, config: RunConfig, *, clock: Clock, post: Callable[[e.Event], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        serving: ServingFile,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+    ) -> None:
         """Raises ConfigError."""
-        assert config.sim is not None, "a simulation has [sim]"
-        assert config.sim.serving is not None, "the cluster is described there"
-        serving = config.sim.serving
         names = [f"s{number}" for number in range(serving.engines)]
         super().__init__(names, run=config.run.name, clock=clock, post=post)
         self._config = serving
@@ -59,14 +63,14 @@ class ServingCluster(Lending):
                 cost=cost,
                 limits=limits,
                 memory=memory,
-                sharing=SHARING[config.ablation.sharing],
+                sharing=SHARING[serving.sharing],
                 lease_s=serving.lease_s,
             )
             lender.on_first, lender.on_last = self._first(lender), self._last
             lender.on_returned = self._returner(lender.name)
             self.lenders[lender.name] = lender
-        self._reloads = SHARING[config.ablation.sharing].reloads
-        self.prefix_cache = SHARING[config.ablation.sharing].prefix_cache
+        self._reloads = SHARING[serving.sharing].reloads
+        self.prefix_cache = SHARING[serving.sharing].prefix_cache
         self._prompt_engines = [one for one in self.lenders.values() if one.phase != "decode"]
         self._token_engines = [one for one in self.lenders.values() if one.phase != "prefill"]
         self._uses: dict[str, deque[float]] = {
@@ -219,30 +223,29 @@ class ServingCluster(Lending):
         )
 
 
-def _requests(serving: SimServingConfig, *, seed: int) -> Iterator[Arrival] | list[Arrival]:
+def _requests(serving: ServingFile, *, seed: int) -> Iterator[Arrival] | list[Arrival]:
     if serving.trace is not None:
         return recorded(Path(serving.trace))
     assert serving.rate is not None, "a rate or a trace is given"
     return drawn(serving.rate, seed=seed)
 
 
-def _engine(config: RunConfig, serving: SimServingConfig) -> tuple[EngineCost, Memory]:
-    """Return the costs and the memory of a serving engine, on the GPUs of the engines
-    that the run borrows. Raises ConfigError.
+def _engine(config: RunConfig, serving: ServingFile) -> tuple[EngineCost, Memory]:
+    """Return the costs and the memory of a serving engine, on as many GPUs as the first
+    of the run's own. Raises ConfigError.
     """
     assert config.sim is not None, "a simulation has [sim]"
-    number, group = next(
-        ((number, group) for number, group in enumerate(config.engines) if group.borrowed),
-        (0, config.engines[0]),
-    )
+    group = config.engines[0]
     assert serving.model is not None, "engines with users have a model for them"
     name, key = gpu_of(config, group.pool or NO_POOL)
     if name.endswith(".json"):
-        raise ConfigError(f"{key} must name a GPU with [sim.serving], got {name}")
+        raise ConfigError(f"{key} must name a GPU beside serving engines, got {name}")
     try:
         shape = model(serving.model)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model must", "sim.serving.model must", 1)) from error
+        raise ConfigError(
+            str(error).replace("model must", "the serving engines' model must", 1)
+        ) from error
     device, rollout = gpu(name), model(config.sim.model)
     kv = _kv_bytes(device, (shape, rollout), group.degree)
     memory = Memory(
@@ -254,9 +257,9 @@ def _engine(config: RunConfig, serving: SimServingConfig) -> tuple[EngineCost, M
     longest = config.max_tokens * memory.rollout_token
     if kv < longest:
         raise ConfigError(
-            f"sim.serving.model must leave memory for one trajectory beside {rollout.name} on "
-            f"{group.degree} {device.name} ({longest / 1e9:.1f} GB), got {shape.name}, which "
-            f"leaves {max(0.0, kv) / 1e9:.1f} GB (engines.{number})"
+            f"the serving engines' model must leave memory for one trajectory beside "
+            f"{rollout.name} on {group.degree} {device.name} ({longest / 1e9:.1f} GB), "
+            f"got {shape.name}, which leaves {max(0.0, kv) / 1e9:.1f} GB"
         )
     return EngineCost(gpu=device, model=shape, tp=group.degree), memory
 

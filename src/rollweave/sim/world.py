@@ -20,10 +20,9 @@ from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.config.ablation import WITHOUT_USERS
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.simulation import SimConfig
+from rollweave.schema.config.simulation import ServingFile, SimConfig
 from rollweave.schema.errors import ConfigError, FieldError, RollweaveError
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
@@ -92,9 +91,11 @@ class World:
         costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
         rewards: Judges | None = None,
+        serving: ServingFile | None = None,
         keep_partial_turns: bool = False,
     ) -> None:
-        """`rewards` computes them, all at once if None. `keep_partial_turns` is that of
+        """`rewards` computes them, all at once if None; `serving` describes engines
+        beside the run, from which it may borrow. `keep_partial_turns` is that of
         `rollout/pipeline.py`; mode decoupled always keeps them.
         """
         self.config = config
@@ -109,7 +110,7 @@ class World:
         self.relays = SimRelays(
             clock=self.clock, post=self.post, cost=trainer_cost, hosts=self.hosts, trace=trace
         )
-        self.lending = self._lenders()
+        self.lending = self._lenders(serving)
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
@@ -130,7 +131,9 @@ class World:
             seed=config.run.seed,
             trace=trace,
             judges=rewards,
-            keep_partial_turns=keep_partial_turns or _continues_turns(config),
+            keep_partial_turns=keep_partial_turns
+            or self.lending is not None
+            or config.rollout.mode is ModeName.DECOUPLED,
         )
         self.trainer = SimTrainer(
             clock=self.clock,
@@ -179,13 +182,15 @@ class World:
         if self.lending is not None:
             self.lending.start()
 
-    def _lenders(self) -> Lending | None:
+    def _lenders(self, serving: ServingFile | None) -> Lending | None:
         """Return the engines that lend themselves. Raises ConfigError."""
-        if self.config.sim is None or self.config.sim.serving is None:
+        if serving is None:
+            if self.config.loans is not None:
+                rule = "be left out without serving engines (`rollweave simulate --serving FILE`)"
+                raise FieldError("loans", rule, f"engines {self.config.loans.engines}")
             return None
-        users = self.config.ablation.sharing not in WITHOUT_USERS
-        source = ServingCluster if users else OnDemand
-        return source(self.config, clock=self.clock, post=self._report)
+        source = ServingCluster if serving.has_users else OnDemand
+        return source(self.config, serving, clock=self.clock, post=self._report)
 
     def _report(self, event: e.Event) -> None:
         self.post(event)  # which a search for faults replaces
@@ -309,12 +314,6 @@ class World:
 
     def _finish(self, error: str) -> None:
         self.over = error
-
-
-def _continues_turns(config: RunConfig) -> bool:
-    """Return whether turns may continue elsewhere with the tokens that they have."""
-    assert config.sim is not None, "a simulation has [sim]"
-    return config.rollout.mode is ModeName.DECOUPLED or config.sim.serving is not None
 
 
 def section(config: RunConfig) -> SimConfig:

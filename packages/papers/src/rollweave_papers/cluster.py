@@ -18,6 +18,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.families import INIT_TIMEOUT_S
 from rollweave.sim.metrics import SimMetrics
@@ -81,10 +82,10 @@ class Setup(Struct, frozen=True, kw_only=True):
     rollout: Mapping[str, Any] = {}  # further settings of [rollout]
     # degrees from which the core chooses after each step; if empty, all have `tp`
     degrees: tuple[int, ...] = ()
-    # [sim.serving]: serving engines, of whose GPUs rollouts borrow `borrowed`
+    # a `ServingFile` of engines beside the run, of whose GPUs it borrows `borrowed`
     serving: Mapping[str, Any] = {}
     borrowed: int = 0
-    sharing: str = "cooperative"  # of [ablation]
+    sharing: str = "cooperative"
 
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
         """Return the configuration of a run of `steps` steps. Raises ValueError."""
@@ -106,9 +107,6 @@ class Setup(Struct, frozen=True, kw_only=True):
             for kind, gpus in kinds.items()
         ]
         alike = {"count": self.rollout_gpus // self.tp, "degree": self.tp}
-        if self.borrowed:
-            lent = {"count": self.borrowed // self.tp, "degree": self.tp, "borrowed": True}
-            groups = [{**alike, **settings}, {**lent, **settings}]
         return RunConfig.model_validate(
             {
                 "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_every": 0},
@@ -117,7 +115,6 @@ class Setup(Struct, frozen=True, kw_only=True):
                     "gpu": self.gpu,
                     "trainer_gpus": self.trainer_gpus,
                     "link": self.link,
-                    "serving": dict(self.serving) or None,
                 },
                 "tasks": [
                     {
@@ -142,6 +139,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "pools": {kind: {"resource": kind} for kind in kinds},
                 "cluster": {"address": "127.0.0.1:0", "hosts": 1} if self.relayed else None,
                 "engines": groups or {**({} if self.degrees else alike), **settings},
+                "loans": {"engines": self.borrowed // self.tp} if self.borrowed else None,
                 "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees}
                 if self.degrees
                 else None,
@@ -149,7 +147,6 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "ablation": {
                     "policies": self.policies,
                     "without": self.without,
-                    "sharing": self.sharing,
                 },
                 "eval": {"final_episodes": 0},
                 "watchdog": {
@@ -158,6 +155,12 @@ class Setup(Struct, frozen=True, kw_only=True):
                 },
             }
         )
+
+    def serving_engines(self) -> ServingFile | None:
+        """Return the serving engines beside a run; None if there are none."""
+        if not self.serving:
+            return None
+        return ServingFile.model_validate({**self.serving, "sharing": self.sharing})
 
     def rewards(self) -> Judges | None:
         """Return new instances that compute the rewards of a run."""
@@ -250,7 +253,11 @@ def steps_of(
     """
     work = {task: (vary or _as_it_is)(workload(task)) for task in setup.tasks}
     outcome = simulate(
-        setup.config(steps=steps, seed=seed), work=work, watch=watch, rewards=setup.rewards()
+        setup.config(steps=steps, seed=seed),
+        work=work,
+        watch=watch,
+        rewards=setup.rewards(),
+        serving=setup.serving_engines(),
     )
     if outcome.summary.error:
         raise ExperimentError(f"the run ended early: {outcome.summary.error}")

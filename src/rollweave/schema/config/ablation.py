@@ -43,26 +43,6 @@ Mechanism = Literal[
 ]
 
 
-Sharing = Literal[
-    "cooperative",
-    "ttft",
-    "tpot",
-    "spatial",
-    "preemption",
-    "partition",
-    "multiplexing",
-    "autoscaling",
-    "serverless",
-    "spot",
-]
-"""Ways in which serving and rollouts share an engine (sim/coserving.py), and those of
-engines that come and go without serving (sim/ondemand.py).
-"""
-
-WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
-"""Ways of `Sharing` in which engines have no users."""
-
-
 class AblationConfig(Section):
     """Baselines and ablations. They exist for comparisons with the papers' baselines; a
     run for its own sake leaves them out.
@@ -88,17 +68,6 @@ class AblationConfig(Section):
         "engine's batch stays), deltas (relays send whole weights), staging (engines stop while "
         "they receive new weights), prefix_cache (an engine forgets finished turns), "
         "cuda_graphs (an engine on a GPU launches the kernels of each decoding step).",
-    )
-    sharing: Sharing = Field(
-        "cooperative",
-        description="How serving and rollouts share a simulated serving engine (ROSE §6). "
-        "cooperative: rollouts compute while serving meets both of its limits; ttft, tpot: "
-        "while it meets that one; spatial: both compute step by step in turn; preemption: the "
-        "same, and lent engines forget finished turns; partition: and each has half of the "
-        "memory for KV; multiplexing: the one whose next token is due first computes, rollouts "
-        "by four times the limit of serving; autoscaling: an engine holds one model at a time, "
-        "and loads rollouts once it had no requests for a minute. Engines without users that come "
-        "and go: serverless, each for 15 minutes; spot, as they are available.",
     )
 
     @model_validator(mode="after")

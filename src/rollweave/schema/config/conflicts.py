@@ -101,7 +101,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _named(key: str) -> str:
-    return f"[{key}]" if "." not in key or key in ("model.scratch", "sim.serving") else key
+    return f"[{key}]" if "." not in key or key == "model.scratch" else key
 
 
 def _or(values: Iterable[str]) -> str:
@@ -195,7 +195,7 @@ CONFLICTS = (
         _unless("rollout.mode", "decoupled"),
     ),
     Conflict(
-        "tasks.pool rollout.affinity allocation engines.borrowed "
+        "tasks.pool rollout.affinity allocation loans "
         + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
         + " ablation.without=free_stepping ablation.without=reward_overlap",
         _beside("rollout.mode", "decoupled"),
@@ -313,7 +313,7 @@ CONFLICTS = (
         "whose args have --max-num-batched-tokens or --chunked-prefill-size",
     ),
     Conflict(
-        "engines.borrowed trainer.colocated",
+        "loans trainer.colocated",
         _beside("engines.kind", *SERVERS),
         "whose servers keep their memory",
     ),
@@ -322,25 +322,15 @@ CONFLICTS = (
         Clause("with address or kind sglang", lambda place: not place.item.moves_kv),
         "whose engines cannot move KV",
     ),
-    Conflict("engines.borrowed", _unless("engines.phase", "both")),
-    Conflict("engines.borrowed", _without("sim.serving"), "which describes the engines that lend"),
-    Conflict("engines.borrowed allocation ablation.without=staging", _beside("trainer.colocated")),
+    Conflict("loans", _without("sim"), "since live runs borrow no engines yet"),
+    Conflict("loans", _beside("allocation"), "which decides the degrees of all engines"),
+    Conflict("loans allocation ablation.without=staging", _beside("trainer.colocated")),
     Conflict(
         "rollout.top_p",
         Clause(
             "with engines.kind vllm unless all temperatures are 0 or 1",
             lambda place: "vllm" in place.values("engines.kind") and place.config.scales_logprobs,
         ),
-    ),
-    Conflict(
-        "sim.serving.model sim.serving.prefill sim.serving.rate",
-        _beside("ablation.sharing", "serverless", "spot"),
-        "whose engines have no users",
-    ),
-    Conflict(
-        "sim.serving.trace",
-        _beside("ablation.sharing", "serverless"),
-        "whose engines have no users",
     ),
     # Hosts.
     Conflict(

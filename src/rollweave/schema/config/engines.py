@@ -1,4 +1,6 @@
-"""The sections `[[engines]]` and `[allocation]`: where tokens are sampled."""
+"""The sections `[[engines]]`, `[allocation]` and `[loans]`: where tokens are
+sampled.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -56,12 +58,6 @@ class EngineConfig(Section):
     token_env: Variable | None = Field(
         None, description="Environment variable that holds the token of the servers at address."
     )
-    borrowed: Flag = Field(
-        False,
-        description="Borrow up to `count` serving engines that lend their slack, those with the "
-        "lowest use of KV, while they lend it (ROSE §4); so far in simulations with "
-        "[sim.serving].",
-    )
     max_slots: PositiveInt = Field(
         64, description="Maximum number of sequences that one engine decodes at once."
     )
@@ -102,6 +98,18 @@ class EngineConfig(Section):
     def moves_kv(self) -> bool:
         """True if these engines can export KV to others of their kind and import it."""
         return self.kind == "embedded" or (self.kind == "vllm" and not self.address)
+
+
+class LoansConfig(Section):
+    """Serving engines that the run borrows while they lend their slack (ROSE §4), so
+    far in simulations (`rollweave simulate --serving`).
+    """
+
+    engines: PositiveInt = Field(
+        description="Maximum number of serving engines that the run borrows at once, those with "
+        "the lowest use of KV. A borrowed engine computes prompts and samples, and has the other "
+        "settings of the first of [[engines]].",
+    )
 
 
 class AllocationConfig(Section):

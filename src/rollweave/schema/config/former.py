@@ -7,9 +7,12 @@ FORMER = {
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
     "buffer.max_age": "rollout.alpha",
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",
+    "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
+    "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
     "faults": "leave it out: an environment of your own may fail or wait, as "
     "examples/slow_lake.py does",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
+    "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
     "tasks.algorithm.aggregate": "algorithm.aggregate, for all task domains",
     "tasks.algorithm.clip_high": "algorithm.clip_high, for all task domains",
     "tasks.algorithm.clip_low": "algorithm.clip_low, for all task domains",

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from rollweave.schema.config.former import FORMER
 from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError, FieldError, FieldErrors
 from rollweave.schema.hosts import Resources
 from rollweave.schema.packing import DEPTH, LEAST, MOST, is_deep
@@ -71,6 +72,11 @@ def load_hosts(path: Path) -> dict[str, Resources]:
     ConfigError.
     """
     return validated(HostsFile, _parse(_read(path), str(path)), str(path)).by_name()
+
+
+def load_serving(path: Path) -> ServingFile:
+    """Read a TOML file that describes serving engines. Raises ConfigError."""
+    return validated(ServingFile, _parse(_read(path), str(path)), str(path))
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:

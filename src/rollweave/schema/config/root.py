@@ -49,13 +49,8 @@ class RunConfig(Sections):
         for number, group in enumerate(self.engines):
             yield from self._of_engines(number, group)
         yield from self._of_phases()
-        if all(group.borrowed for group in self.engines):
-            rule = "be false for at least one group of engines, with which the run begins"
-            yield FieldError("engines.0.borrowed", rule, "true for all")
         if self.allocation is not None:
             yield from self._of_allocation(self.allocation)
-        if self.sim is not None and self.sim.serving is not None:
-            yield from self.sim.serving.broken_rules(self.ablation.sharing)
         if self.model.device == "cuda" and self.sim is None:
             yield from self._on_gpus(range(len(self.engines)))
 
@@ -147,7 +142,7 @@ class RunConfig(Sections):
             if task.pool in self.pools:
                 field = f"tasks.{number}.pool"
                 yield from _unknown_pool(field, task.pool, "the pools of engines", of_engines)
-        own = sum(group.count for group in self.engines if not group.borrowed)
+        own = sum(group.count for group in self.engines)
         engines = self.allocation.budget if self.allocation is not None else own
         if self.weights.relays > engines:
             yield FieldError(

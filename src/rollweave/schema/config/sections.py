@@ -15,7 +15,7 @@ from rollweave.schema.config.algorithm import (
     TeacherConfig,
 )
 from rollweave.schema.config.cluster import ClusterConfig, PoolConfig, WorkersConfig
-from rollweave.schema.config.engines import AllocationConfig, EngineConfig
+from rollweave.schema.config.engines import AllocationConfig, EngineConfig, LoansConfig
 from rollweave.schema.config.model import HEAD_DIM, VLLM_HEAD_DIM, LoraConfig, ModelConfig
 from rollweave.schema.config.rewards import RewardConfig
 from rollweave.schema.config.rollout import RolloutConfig
@@ -43,6 +43,7 @@ class Sections(Section):
     rollout: RolloutConfig = RolloutConfig()
     engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)] = (EngineConfig(),)
     allocation: AllocationConfig | None = None
+    loans: LoansConfig | None = None
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

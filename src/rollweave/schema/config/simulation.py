@@ -1,12 +1,34 @@
-"""The section `[sim]`: simulated hardware, and serving engines with their users."""
+"""The section `[sim]`: simulated hardware; and the file that describes serving engines
+for `rollweave simulate --serving`, from which a run may borrow (`[loans]`).
+`schema/config/loading.py` reads it.
+"""
 
 from collections.abc import Iterator
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rollweave.schema.config.ablation import WITHOUT_USERS, Sharing
 from rollweave.schema.config.values import Count, Positive, PositiveInt, Section
-from rollweave.schema.errors import FieldError
+from rollweave.schema.errors import FieldError, FieldErrors
+
+Sharing = Literal[
+    "cooperative",
+    "ttft",
+    "tpot",
+    "spatial",
+    "preemption",
+    "partition",
+    "multiplexing",
+    "autoscaling",
+    "serverless",
+    "spot",
+]
+"""Ways in which serving and rollouts share an engine (sim/coserving.py), and those of
+engines that come and go without serving (sim/ondemand.py).
+"""
+
+WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
+"""Ways of `Sharing` in which engines have no users."""
 
 
 class SimPoolConfig(Section):
@@ -24,52 +46,6 @@ class SimPoolConfig(Section):
     )
 
 
-class SimServingConfig(Section):
-    """Simulated serving engines beside a run, and their users' requests (ROSE §3.2)."""
-
-    model: str | None = Field(
-        None,
-        description="Shape of the model that is served (sim/models.py); must be given unless "
-        "ablation.sharing is serverless or spot, whose engines serve none.",
-    )
-    engines: PositiveInt = Field(description="Number of serving engines; all of them lend.")
-    prefill: Count = Field(
-        0,
-        description="Number of these that compute prompts for the others, which sample; 0: each "
-        "does both.",
-    )
-    rate: Positive | None = Field(
-        None, le=100_000, description="Mean number of requests per second, drawn with bursts."
-    )
-    trace: str | None = Field(
-        None,
-        description="CSV file of requests instead, with the columns TIMESTAMP, ContextTokens and "
-        "GeneratedTokens, as the public Azure traces have. With ablation.sharing spot: of the "
-        "columns TIMESTAMP and Engines, the number of them from that second on; drawn if unset.",
-    )
-    ttft_s: Positive = Field(0.5, description="Promised seconds to the first token.")
-    tpot_s: Positive = Field(0.15, description="Promised seconds of each further token.")
-    lease_s: Positive = Field(
-        10.0, description="Seconds for which rollouts keep the KV of a finished turn (ROSE App. C)."
-    )
-
-    def broken_rules(self, sharing: Sharing) -> Iterator[FieldError]:
-        """Yield an error for each rule of the requests that does not hold."""
-        where = "sim.serving"
-        if sharing in WITHOUT_USERS:
-            return
-        if self.model is None:
-            rule = f"be given unless ablation.sharing is {' or '.join(WITHOUT_USERS)}"
-            yield FieldError(f"{where}.model", rule, "none")
-        if (self.rate is None) == (self.trace is None):
-            yield FieldError(
-                where, "have a rate or a trace", f"rate {self.rate} and trace {self.trace}"
-            )
-        if self.prefill >= self.engines:
-            rule = f"be less than the {self.engines} engines"
-            yield FieldError(f"{where}.prefill", rule, self.prefill)
-
-
 class SimConfig(Section):
     """The simulated engines, environments and trainer of `rollweave simulate`
     (sim/).
@@ -84,9 +60,84 @@ class SimConfig(Section):
     )
     pools: dict[str, SimPoolConfig] = Field(default_factory=dict)
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
-    serving: SimServingConfig | None = None
     link: str = Field(
         "rdma",
         description="Link over which weights reach the engines and the relays of other sites, by "
         "name (sim/hardware.py).",
     )
+
+
+class ServingFile(Section):
+    """Simulated serving engines beside a run, and their users' requests (ROSE §3.2)."""
+
+    engines: PositiveInt = Field(
+        description="Number of serving engines, each with as many GPUs as the first of the run's "
+        "own has; all of them lend."
+    )
+    model: str | None = Field(
+        None,
+        description="Shape of the model that is served (sim/models.py); must be given for engines "
+        "with users.",
+    )
+    prefill: Count = Field(
+        0,
+        description="Number of these that compute prompts for the others, which sample; 0: each "
+        "does both.",
+    )
+    rate: Positive | None = Field(
+        None, le=100_000, description="Mean number of requests per second, drawn with bursts."
+    )
+    trace: str | None = Field(
+        None,
+        description="CSV file of requests instead, with the columns TIMESTAMP, ContextTokens and "
+        "GeneratedTokens, as the public Azure traces have. With sharing spot: of the columns "
+        "TIMESTAMP and Engines, the number of them from that second on; drawn if unset.",
+    )
+    ttft_s: Positive = Field(0.5, description="Promised seconds to the first token.")
+    tpot_s: Positive = Field(0.15, description="Promised seconds of each further token.")
+    lease_s: Positive = Field(
+        10.0, description="Seconds for which rollouts keep the KV of a finished turn (ROSE App. C)."
+    )
+    sharing: Sharing = Field(
+        "cooperative",
+        description="How serving and rollouts share an engine (ROSE §6). "
+        "cooperative: rollouts compute while serving meets both of its limits; ttft, tpot: "
+        "while it meets that one; spatial: both compute step by step in turn; preemption: the "
+        "same, and lent engines forget finished turns; partition: and each has half of the "
+        "memory for KV; multiplexing: the one whose next token is due first computes, rollouts "
+        "by four times the limit of serving; autoscaling: an engine holds one model at a time, "
+        "and loads rollouts once it had no requests for a minute. Engines without users that come "
+        "and go: serverless, each for 15 minutes; spot, as they are available.",
+    )
+
+    @property
+    def has_users(self) -> bool:
+        """True if the engines serve users."""
+        return self.sharing not in WITHOUT_USERS
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        rules = self._of_users() if self.has_users else self._without_users()
+        if errors := [*rules]:
+            raise FieldErrors(errors)
+        return self
+
+    def _of_users(self) -> Iterator[FieldError]:
+        if self.model is None:
+            yield FieldError("model", f"be given unless sharing is {_or(WITHOUT_USERS)}", "none")
+        if (self.rate is None) == (self.trace is None):
+            got = "neither" if self.rate is None else "both"
+            yield FieldError("rate", "be given, or a trace in its place", got)
+        if self.prefill >= self.engines:
+            yield FieldError("prefill", f"be less than the {self.engines} engines", self.prefill)
+
+    def _without_users(self) -> Iterator[FieldError]:
+        names = ["model", "prefill", "rate", *(["trace"] if self.sharing == "serverless" else [])]
+        for name in names:
+            if value := getattr(self, name):
+                rule = f"be left out with sharing {self.sharing}, whose engines have no users"
+                yield FieldError(name, rule, value)
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join(names)

@@ -5,8 +5,8 @@ weights while the run's own engines continue, takes turns only with weights that
 least as new as theirs (`core/fleet`), and leaves at once when its lender asks for it:
 its turns continue elsewhere. It is never restarted: another lender takes its place.
 
-Invariants: a lender has at most one engine of the run, and no group has
-more engines than it may borrow.
+Invariants: a lender has at most one engine of the run, and the run has no more borrowed
+engines than `loans.engines`.
 """
 
 import math
@@ -33,8 +33,8 @@ class Loans(msgspec.Struct):
 
 
 def used(config: RunConfig) -> bool:
-    """True if a group of engines is borrowed."""
-    return any(group.borrowed for group in config.engines)
+    """True if the run borrows engines."""
+    return config.loans is not None
 
 
 def on_reported(run: Run, event: LendersReported) -> None:
@@ -59,21 +59,15 @@ def on_reported(run: Run, event: LendersReported) -> None:
             engine.barred[BUSY] = math.inf
             run.fleet_changed()
             dispatching.requeue_from(run, engine)
-    for number, group in enumerate(run.config.engines):
-        if not group.borrowed:
-            continue
-        held = [engine.lender for engine in _borrowed(run) if engine.seat.group == number]
-        others = [engine.lender for engine in _borrowed(run) if engine.seat.group != number]
-        for lender_name in to_borrow(
-            [lender for lender in event.lenders if lender.name not in others],
-            held=held,
-            most=group.count,
-        ):
-            slot = EngineSlot(
-                id=members.next_id(run.state), degree=group.degree, group=number, lender=lender_name
-            )
-            if joining.start(run, slot):
-                run.part(Loans).engines[slot.id] = run.now
+    held = [engine.lender for engine in _borrowed(run)]
+    for lender_name in to_borrow(event.lenders, held=held, most=_most(run)):
+        slot = EngineSlot(
+            id=members.next_id(run.state),
+            degree=run.config.engines[0].degree,
+            lender=lender_name,
+        )
+        if joining.start(run, slot):
+            run.part(Loans).engines[slot.id] = run.now
 
 
 def check_leases(run: Run) -> None:
@@ -96,22 +90,23 @@ def give_back(run: Run, engine: Engine, reason: str) -> None:
     turns.recall_all(run, engine)
 
 
+def _most(run: Run) -> int:
+    assert run.config.loans is not None, "the mechanism is used"
+    return run.config.loans.engines
+
+
 def _borrowed(run: Run) -> list[Engine]:
     return [engine for engine in run.state.engines.values() if engine.lender]
 
 
 def check(run: Run) -> None:
-    """Assert that no group has more engines than it may borrow, and that these have new
-    weights when they take turns.
+    """Assert that the run has no more engines than it may borrow, and that these have
+    new weights when they take turns.
     """
-    engines = [engine for engine in run.state.engines.values() if engine.lender]
+    engines = _borrowed(run)
     lenders = [engine.lender for engine in engines]
     assert len(lenders) == len(set(lenders)), f"a lender has two engines of the run: {lenders}"
-    for number, group in enumerate(run.config.engines):
-        held = [engine for engine in engines if engine.seat.group == number]
-        assert not held or (group.borrowed and len(held) <= group.count), (
-            f"{len(held)} engines of group {number} are borrowed"
-        )
+    assert len(engines) <= _most(run), f"{len(engines)} engines are borrowed"
     for engine in engines:
         load = run.fleet.loads.get(engine.id)
         newest = run.fleet.version

@@ -28,7 +28,6 @@ def first_engines(config: RunConfig) -> tuple[EngineSlot, ...]:
         engines = [
             (group.degree, place)
             for place, group in enumerate(config.engines)
-            if not group.borrowed
             for _ in range(group.count)
         ]
     return _on_one_machine(
@@ -120,8 +119,6 @@ def why_not_join(config: RunConfig, state: State, slot: EngineSlot) -> str:
             f"there are {len(config.engines)} groups of engines, numbered from 0, and no group "
             f"{slot.group}"
         )
-    if config.engines[slot.group].borrowed:
-        return f"engines.{slot.group} are borrowed while serving engines lend themselves"
     addresses = config.engines[slot.group].address
     if addresses and sum(one.seat.group == slot.group for one in state.engines.values()) >= len(
         addresses
