@@ -48,5 +48,5 @@ def test_a_value_is_one_that_the_setting_may_have(span: str) -> None:
 def test_each_former_setting_has_a_row() -> None:
     tables = PAGE.partition("## From an earlier Rollweave\n")[2].partition("\n| what you used")[0]
     rows = {inline_code(former)[0]: now.replace("`", "") for former, now in table_rows(tables)}
-    assert rows == FORMER
+    assert rows == {key: now.replace("`", "") for key, now in FORMER.items()}
     assert not FORMER.keys() & (SETTINGS.keys() | SECTIONS)

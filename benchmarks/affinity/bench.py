@@ -125,16 +125,13 @@ def config(
     return RunConfig.model_validate(
         {
             "run": {"name": "affinity", "steps": steps, "seed": seed, "checkpoint_every": 0},
-            "sim": {
-                "model": "qwen3-8b",
-                "trainer_gpus": 32,
-                "pools": {pool: {"gpu": gpu} for pool, gpu in zip(pools, gpus, strict=True)},
-            },
+            "sim": {"model": "qwen3-8b"},
+            "trainer": {"ranks": 32},
             "tasks": [
                 {"env": env, "pool": pool, **large, **forever}
                 for env, pool in zip(("reading", "thinking"), declared, strict=True)
             ],
-            "pools": {pool: {"resource": pool} for pool in pools},
+            "pools": {pool: {"resource": gpu} for pool, gpu in zip(pools, gpus, strict=True)},
             "rollout": {
                 "mode": mode,
                 "affinity": "learned" if learns else "declared",

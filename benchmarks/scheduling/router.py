@@ -57,7 +57,8 @@ def config(*, trajectories: int = TRAJECTORIES, engines: int = ENGINES) -> RunCo
     return RunConfig.model_validate(
         {
             "run": {"name": "router", "steps": 8},
-            "sim": {"model": "qwen3-14b", "gpu": "h100", "trainer_gpus": 64},
+            "sim": {"model": "qwen3-14b", "gpu": "h100"},
+            "trainer": {"ranks": 64},
             "tasks": [task | {"step_s": 600.0, "time_s": 1e6}],
             "rollout": {
                 "groups_per_step": groups,

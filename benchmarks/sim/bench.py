@@ -45,7 +45,8 @@ def config(gpus: int, layout: str) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": f"sim-{gpus}-{layout}", "steps": 1},
-            "sim": {"model": model, "gpu": "h800", "trainer_gpus": training},
+            "sim": {"model": model, "gpu": "h800"},
+            "trainer": {"ranks": training},
             "tasks": [{"env": "tool-calling", **tokens, "step_s": 600.0, "time_s": 1e6}],
             "rollout": {
                 "groups_per_step": GROUPS,

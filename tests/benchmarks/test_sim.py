@@ -17,7 +17,7 @@ def test_every_size_is_a_possible_placement(layout: str, gpus: int) -> None:
     made = sim.config(gpus, layout)
     costs_of(made)
     assert made.sim is not None
-    assert made.engines[0].count * made.engines[0].degree + made.sim.trainer_gpus == gpus
+    assert made.engines[0].count * made.engines[0].degree + made.trainer.ranks == gpus
     assert made.rollout.groups_per_step * made.rollout.group_size == 8192
 
 

@@ -18,7 +18,8 @@ name = "small"
 [sim]
 model = "qwen2.5-7b"
 gpu = "h100"
-trainer_gpus = 4
+[trainer]
+ranks = 4
 [[tasks]]
 env = "dapo-math"
 max_tokens = 18432

@@ -172,7 +172,7 @@ def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
         ({"gpu": "h900"}, r"^sim\.gpu must be one of"),
         ({"model": "qwen"}, r"^sim\.model must be one of"),
         ({"link": "string"}, r"^sim\.link must be one of"),
-        ({"trainer_gpus": 1, "model": "qwen2.5-7b"}, r"^sim\.trainer_gpus must be at least 2"),
+        ({"model": "qwen2.5-72b"}, r"^trainer\.ranks must be at least"),
         ({"model": "qwen2.5-72b", "gpu": "a100"}, r"engines\.degree must be at least 2"),
     ],
 )
@@ -197,9 +197,7 @@ SHARED = {"colocated": True}
 
 
 def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
-    outcome: Outcome = simulate(
-        config(Path("unused"), mode="sync", sim={"trainer_gpus": 3}, trainer=SHARED)
-    )
+    outcome: Outcome = simulate(config(Path("unused"), mode="sync", trainer={**SHARED, "ranks": 3}))
     assert outcome.gpus == 3
 
 

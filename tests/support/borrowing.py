@@ -19,7 +19,8 @@ def config(*, most: int = 4, **ablation: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "borrows", "steps": 2},
-            "sim": {"model": "qwen3-8b", "trainer_gpus": 8},
+            "sim": {"model": "qwen3-8b"},
+            "trainer": {"ranks": 8},
             "tasks": [
                 {
                     "env": "frozenlake",

@@ -23,7 +23,7 @@ def config(
     return RunConfig.model_validate(
         {
             "run": {"name": "small", "dir": str(directory), "steps": 4, "seed": seed},
-            "sim": {"model": "qwen3-8b", "trainer_gpus": 8, **(sim or {})},
+            "sim": {"model": "qwen3-8b", **(sim or {})},
             "tasks": [
                 {
                     "env": env,

@@ -29,9 +29,8 @@ def in_turn(
             **plain,
             "run": {**plain["run"], "steps": 6},
             "cluster": {"address": "127.0.0.1:0", "hosts": HOSTS},
-            "trainer": {"colocated": True},
+            "trainer": {"colocated": True, "ranks": ranks},
             "engines": {**plain["engines"], "count": engines},
-            "sim": {**plain["sim"], "trainer_gpus": ranks},
         }
     )
 
@@ -146,7 +145,7 @@ def test_a_trainer_on_all_gpus_does_not_wait_for_ever(tmp_path: Path) -> None:
     ("engines", "ranks", "error"),
     [
         (25, 8, r"cluster\.hosts must have 8 GPUs for its engines .* got 3"),
-        (24, 25, r"sim\.trainer_gpus must be at most the number of GPUs \(24\)"),
+        (24, 25, r"trainer\.ranks must be at most the number of GPUs \(24\)"),
     ],
 )
 def test_a_simulated_gpu_has_one_of_each(

@@ -226,7 +226,8 @@ def pools_of(base: RunConfig, asked: Asked) -> dict[str, Pool]:
 
 def _configured(base: RunConfig) -> dict[str, Pool]:
     """Return the GPUs of the simulated run that the configuration describes."""
-    sim, gpus = section(base), dict[str, int]()
+    section(base)  # refuses a run that is not one of [sim]
+    gpus = dict[str, int]()
     for number, group in enumerate(base.engines):
         name = group.pool if base.pools else NO_POOL
         if name is None:
@@ -234,9 +235,9 @@ def _configured(base: RunConfig) -> dict[str, Pool]:
         gpus[name] = gpus.get(name, 0) + group.count * group.degree
     trains = (base.trainer.pool or next(iter(gpus))) if base.pools else NO_POOL
     gpus[trains] = (
-        max(gpus[trains], sim.trainer_gpus)
+        max(gpus[trains], base.trainer.ranks)
         if base.trainer.colocated
-        else gpus.get(trains, 0) + sim.trainer_gpus
+        else gpus.get(trains, 0) + base.trainer.ranks
     )
     chips = {name: gpu(_no_profile(gpu_of(base, name)[0])).name for name in gpus}
     if len(gpus) == 1:
@@ -513,4 +514,4 @@ def lines(table: Splits, one: Candidate) -> list[str]:
     sim = section(table.base)
     text += ["", "[sim]  # for `rollweave simulate`", f'model = "{sim.model}"']
     text += [f'gpu = "{pools[split.pool].gpu}"'] if len(pools) == 1 else []
-    return [*text, f"trainer_gpus = {split.trainer}"]
+    return text

@@ -21,7 +21,6 @@ from rollweave.schema.config.engines import EngineConfig
 from rollweave.schema.config.loading import validated
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.simulation import SimPoolConfig
 from rollweave.schema.config.training import EvalConfig, WeightsConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.candidates import (
@@ -310,20 +309,13 @@ class Splits:
         trainer = {
             "colocated": split.colocated,
             "pool": None if alone else split.pool,
-            "ranks": 1,
+            "ranks": split.trainer,
             "tensor_parallel": 1,
         }
         engine = {
             "address": (),
             "token_env": None,
             "kv_tokens": kv_tokens if base.max_tokens <= kv_tokens else 1 << 30,
-        }
-        sim = {
-            "gpu": pools[split.pool].gpu,
-            "trainer_gpus": split.trainer,
-            "pools": {}
-            if alone
-            else {name: SimPoolConfig(gpu=pool.gpu) for name, pool in pools.items()},
         }
         update = {
             "rollout": base.rollout.model_copy(update={**rollout, "affinity": "declared"}),
@@ -343,7 +335,7 @@ class Splits:
             "pools": {}
             if alone
             else {name: PoolConfig(resource=pool.gpu) for name, pool in pools.items()},
-            "sim": section(base).model_copy(update=sim),
+            "sim": section(base).model_copy(update={"gpu": pools[split.pool].gpu}),
             "tasks": tuple(task.model_copy(update={"pool": None}) for task in base.tasks),
             "cluster": None,
             "allocation": None,

@@ -1,8 +1,8 @@
 """The simulated hosts of a run: those of its pools, its cluster or its relays.
 
-A pool has as many hosts as its engines need, or as `sim.pools` sets, with eight GPUs
+A pool has as many hosts as its engines need, with eight GPUs
 each. The simulated trainer runs on other machines, unless the run is colocated: it then
-has a rank on each of `sim.trainer_gpus` GPUs of these hosts.
+has a rank on each of `trainer.ranks` GPUs of these hosts.
 """
 
 import re
@@ -16,7 +16,6 @@ from rollweave.core.mechanisms.membership.bindings import (
     one_machine,
 )
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.config.simulation import SimPoolConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import EngineSlot, WorkerSlot
 from rollweave.schema.hosts import HostSlot, RankSlot
@@ -110,22 +109,20 @@ class SimHosts:
         slots = tuple(slots)
         if not self.first:
             return slots  # they are placed as on one machine
-        config = self._with_ranks()
+        config = self._config
         placed, self.ranks, unbound = bind_all(
             config, slots, self.first, trainer=config.trainer.colocated
         )
         if unbound:
             raise ConfigError(f"{unbound[0].process}: {unbound[0].reason}")
         if problem := crowded(config, [(one.host, one.devices) for one in self.ranks]):
-            raise ConfigError(f"sim.trainer_gpus {problem}")
+            raise ConfigError(f"trainer.ranks {problem}")
         users = Counter((slot.host, device) for slot in placed for device in slot.devices)
         for slot in placed:
             if any(users[slot.host, device] > 1 for device in slot.devices):
-                hosts = f"sim.pools.{slot.pool}.hosts" if slot.pool else "cluster.hosts"
                 raise ConfigError(
-                    f"{hosts} must have {GPUS_PER_MACHINE} GPUs for its "
-                    f"engines and those that fall back to it, got "
-                    f"{_count(self._config, slot.pool) if slot.pool else len(self.first)}"
+                    f"cluster.hosts must have {GPUS_PER_MACHINE} GPUs for its engines each, got "
+                    f"{len(self.first)}"
                 )
         return placed
 
@@ -134,14 +131,6 @@ class SimHosts:
         hosts = self.first or one_machine(self.relays)
         workers, _ = bind_workers(self._config, hosts, engines, self.ranks)
         return workers[: self._config.workers.first]
-
-    def _with_ranks(self) -> RunConfig:
-        """Return the configuration with a rank for each GPU of the simulated
-        trainer.
-        """
-        assert self._config.sim is not None, "only a simulation has simulated hosts"
-        trainer = self._config.trainer.model_copy(update={"ranks": self._config.sim.trainer_gpus})
-        return self._config.model_copy(update={"trainer": trainer})
 
 
 def relays_of(config: RunConfig) -> int:
@@ -186,34 +175,21 @@ def degrees_of(config: RunConfig) -> dict[str, list[int]]:
 
 
 def gpu_of(config: RunConfig, pool: str) -> tuple[str, str]:
-    """Return the name of the GPU of a pool, and the key of the setting that gives it.
-
-    Raises ConfigError if the pool's resource names no GPU.
+    """Return the name of the GPU of a pool, and the key of the setting that gives it:
+    that of [sim] if the pool's resource names none.
     """
     assert config.sim is not None, "only a simulation has simulated hosts"
     if pool == NO_POOL:
         return config.sim.gpu, "sim.gpu"
-    given = config.sim.pools.get(pool, SimPoolConfig()).gpu
-    if given is not None:
-        return given, f"sim.pools.{pool}.gpu"
-    resource = config.pools[pool].resource
-    named = [word for word in re.split(r"[^a-z0-9]+", resource.lower()) if word in GPUS]
-    if not named:
-        raise ConfigError(
-            f"sim.pools.{pool}.gpu must be given, because pools.{pool}.resource names none of "
-            f"{', '.join(sorted(GPUS))}, got {resource!r}"
-        )
-    return named[0], f"pools.{pool}.resource"
+    words = re.split(r"[^a-z0-9]+", config.pools[pool].resource.lower())
+    named = [word for word in words if word in GPUS]
+    return (named[0], f"pools.{pool}.resource") if named else (config.sim.gpu, "sim.gpu")
 
 
 def _count(config: RunConfig, pool: str) -> int:
-    """Return the number of hosts of a pool: the configured one, or as many as its
-    engines need if the largest ones choose first; one if only workers are there.
+    """Return the number of hosts of a pool: as many as its engines need if the largest
+    ones choose first; one if only workers are there.
     """
-    assert config.sim is not None, "only a simulation has simulated hosts"
-    given = config.sim.pools.get(pool, SimPoolConfig()).hosts
-    if given is not None:
-        return given
     groups = [group for group in config.engines if group.pool == pool]
     degrees = [group.degree for group in groups for _ in range(group.count)]
     free: list[int] = []

@@ -16,7 +16,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "run": ("sinks",),
     "rollout": ("temperature", "top_p"),
     "trainer": (
-        "ranks",
         "tensor_parallel",
         "lr",
         "final_lr",

@@ -93,7 +93,7 @@ def simulate(
     journal; `on_metrics` is called with every line of metrics; `rewards` and
     `serving` are those of `World`. Raises ConfigError, DiskError, StuckError.
     """
-    sim = section(config)
+    section(config)  # refuses a run that is not one of [sim]
     metrics = SimMetrics(run.metrics if run is not None else None, on_line=on_metrics)
     # Success is drawn at random, not learned, so it ends nothing.
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
@@ -125,7 +125,7 @@ def simulate(
         summary=summary,
         lines=metrics.lines,
         events=world.events,
-        gpus=max(engines, sim.trainer_gpus) if shared else engines + sim.trainer_gpus,
+        gpus=max(engines, config.trainer.ranks) if shared else engines + config.trainer.ranks,
         engine_gpus=engines,
         pools_busy=world.pools_busy() if config.pools else {},
         rewards_used=rewards.utilization() if rewards is not None else None,

@@ -111,7 +111,7 @@ def scenario(seed: int) -> RunConfig:
             "checkpoint_every": draw.choice([None, 1, 2]),
             "seed": seed,
         },
-        "sim": {"model": "qwen3-8b", "gpu": "h800", "trainer_gpus": 8},
+        "sim": {"model": "qwen3-8b", "gpu": "h800"},
         "tasks": [
             {"env": env, "max_turns": 8, "max_tokens": 4096, "max_turn_tokens": 512, "step_s": 90.0}
             for env in draw.sample(["frozenlake", "gem-game", "webshop"], draw.randint(1, 2))
@@ -132,7 +132,7 @@ def scenario(seed: int) -> RunConfig:
             "kv_tokens": 65536,
         },
         **_scheduling(seed),
-        "trainer": {"minibatches": draw.choice([1, 2])},
+        "trainer": {"ranks": 8, "minibatches": draw.choice([1, 2])},
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
         "watchdog": {
             "turn_s": 120.0,

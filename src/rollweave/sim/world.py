@@ -347,11 +347,11 @@ def costs_of(config: RunConfig) -> Costs:
     name, key = gpu_of(config, config.trainer.pool or NO_POOL)
     if name.endswith(PROFILE) or name.lower() in ONLY_SERVE:
         name = TRAINER_GPU
-    with _as_settings(gpus="sim.trainer_gpus", gpu=key, link="sim.link"):
+    with _as_settings(gpus="trainer.ranks", gpu=key, link="sim.link"):
         trainer = TrainerCost(
             gpu=gpu(name),
             model=shape,
-            gpus=sim.trainer_gpus,
+            gpus=config.trainer.ranks,
             link=link(sim.link),
         )
     return engines, trainer

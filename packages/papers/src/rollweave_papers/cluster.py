@@ -113,7 +113,6 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "sim": {
                     "model": self.model,
                     "gpu": self.gpu,
-                    "trainer_gpus": self.trainer_gpus,
                     "link": self.link,
                 },
                 "tasks": [
@@ -143,7 +142,7 @@ class Setup(Struct, frozen=True, kw_only=True):
                 "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees}
                 if self.degrees
                 else None,
-                "trainer": {"colocated": self.colocated},
+                "trainer": {"ranks": self.trainer_gpus, "colocated": self.colocated},
                 "ablation": {
                     "policies": self.policies,
                     "without": self.without,

@@ -13,6 +13,8 @@ FORMER = {
     "examples/slow_lake.py does",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
     "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
+    "sim.pools": "leave it out: pools.NAME.resource names the GPU, and the engines the hosts",
+    "sim.trainer_gpus": "trainer.ranks",
     "tasks.algorithm.aggregate": "algorithm.aggregate, for all task domains",
     "tasks.algorithm.clip_high": "algorithm.clip_high, for all task domains",
     "tasks.algorithm.clip_low": "algorithm.clip_low, for all task domains",

@@ -133,8 +133,6 @@ class RunConfig(Sections):
                 for other in pool.fallback
             },
         }
-        if self.sim is not None:
-            named |= {f"sim.pools.{name}": name for name in self.sim.pools}
         for field, name in named.items():
             yield from _unknown_pool(field, name, "the pools", list(self.pools))
         of_engines = list(dict.fromkeys(group.pool for group in self.engines if group.pool))

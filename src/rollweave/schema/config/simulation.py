@@ -31,21 +31,6 @@ WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
 """Ways of `Sharing` in which engines have no users."""
 
 
-class SimPoolConfig(Section):
-    """The simulated hosts of a pool."""
-
-    gpu: str | None = Field(
-        None,
-        description="GPU of these hosts, by name (sim/hardware.py); the one that the pool's "
-        "`resource` names if unset.",
-    )
-    hosts: PositiveInt | None = Field(
-        None,
-        description="Number of these hosts, with eight GPUs each; as many as the pool's engines "
-        "need if unset.",
-    )
-
-
 class SimConfig(Section):
     """The simulated engines, environments and trainer of `rollweave simulate`
     (sim/).
@@ -55,11 +40,9 @@ class SimConfig(Section):
     gpu: str = Field(
         "h800",
         description="GPU of engines and trainer, by name (sim/hardware.py), or a .json file with "
-        "measured step times of an engine; an h800 trains where this one does not. Pools have "
-        "their own.",
+        "measured step times of an engine; an h800 trains where this one does not. A pool has the "
+        "GPU that its `resource` names, if it names one.",
     )
-    pools: dict[str, SimPoolConfig] = Field(default_factory=dict)
-    trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field(
         "rdma",
         description="Link over which weights reach the engines and the relays of other sites, by "

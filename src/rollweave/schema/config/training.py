@@ -35,7 +35,9 @@ class TrainerConfig(Section):
     """The trainer: its processes, and the optimizer."""
 
     ranks: PositiveInt = Field(
-        1, description="Trainer processes (FSDP2 over gloo or NCCL beyond one)."
+        1,
+        description="Trainer processes (FSDP2 over gloo or NCCL beyond one); in a simulation its "
+        "GPUs.",
     )
     tensor_parallel: PositiveInt = Field(
         1,

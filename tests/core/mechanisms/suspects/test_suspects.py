@@ -73,7 +73,8 @@ class HostileWorld(World):
 def config(**changes: Any) -> RunConfig:
     data: dict[str, Any] = {
         "run": {"name": "hostile", "steps": 3},
-        "sim": {"model": "qwen3-8b", "gpu": "h800", "trainer_gpus": 8},
+        "sim": {"model": "qwen3-8b", "gpu": "h800"},
+        "trainer": {"ranks": 8},
         "tasks": [
             {"env": "frozenlake", "max_turns": 6, "max_tokens": 4096, "max_turn_tokens": 512}
         ],
