@@ -181,12 +181,12 @@ def test_train_runs_and_resumes_and_refuses(
 
 
 def test_settings_without_effect_are_refused(config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.predictor must be left out where no policy"):
-        train(config, ["run.steps=0", "rollout.predictor=boosted"], inproc=True)
+    with pytest.raises(ConfigError, match=r"eval\.stop_at must be left out without eval\.every"):
+        train(config, ["run.steps=0", "eval.stop_at=0.5"], inproc=True)
     made = load(config)
-    written = made.rollout.model_copy(update={"predictor": "boosted"})
-    with pytest.raises(ConfigError, match=r"rollout\.predictor: must be left out where no policy"):
-        train(made.model_copy(update={"rollout": written}), inproc=True)
+    written = made.eval.model_copy(update={"stop_at": 0.5})
+    with pytest.raises(ConfigError, match=r"eval\.stop_at: must be left out without eval\.every"):
+        train(made.model_copy(update={"eval": written}), inproc=True)
 
 
 def test_a_run_that_fails_raises(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_training_needs_no_extra(config: Path) -> None:
         ),
         pytest.param(
             ("rollout.scheduling=trajectory",),
-            "rollout.predictor: must have sklearn installed (pip install",
+            "rollout.scheduling: must have sklearn installed (pip install",
             "predict",
             marks=pytest.mark.slow,
         ),
@@ -273,7 +273,7 @@ def test_simulations_that_predict_need_the_extra(tmp_path: Path) -> None:
     code = f"{BLOCKED}\nsys.argv = {arguments!r}\nfrom rollweave.cli.entry import main\nmain()"
     done = python(code, tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "rollout.predictor must have sklearn installed (pip install" in done.stderr
+    assert "rollout.scheduling must have sklearn installed (pip install" in done.stderr
 
 
 def test_a_configuration_for_the_simulator_alone_is_refused() -> None:

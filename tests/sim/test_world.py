@@ -172,7 +172,7 @@ def test_a_run_directory_is_read_like_a_live_one(tmp_path: Path) -> None:
         ({"gpu": "h900"}, r"^sim\.gpu must be one of"),
         ({"model": "qwen"}, r"^sim\.model must be one of"),
         ({"link": "string"}, r"^sim\.link must be one of"),
-        ({"model": "qwen2.5-72b"}, r"^trainer\.ranks must be at least"),
+        ({"model": "qwen2.5-32b"}, r"^trainer\.ranks must be at least"),
         ({"model": "qwen2.5-72b", "gpu": "a100"}, r"engines\.degree must be at least 2"),
     ],
 )

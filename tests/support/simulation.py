@@ -42,7 +42,7 @@ def config(
                 **rollout,
             },
             "ablation": ablation or {},
-            "trainer": trainer or {},
+            "trainer": {"ranks": 8, **(trainer or {})},
             "engines": {"count": 3, "max_slots": 16},
             "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
             "watchdog": {"turn_s": 3600.0},

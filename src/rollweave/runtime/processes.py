@@ -180,7 +180,7 @@ class Processes:
 
         The predictor `lm` uses the run's own model to embed text.
         """
-        name = self._config.rollout.predictor
+        name = self._config.ablation.predictor
         spec = PredictorSpec(
             regressor=name, checkpoint=str(self.model_dir) if name == "lm" else None
         )

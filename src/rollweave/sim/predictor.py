@@ -24,7 +24,7 @@ models and three tasks (0.10 to 0.28).
 
 
 class SimPredictor:
-    """A predictor of the kind `rollout.predictor`, given as `name`.
+    """A predictor, by its name in `ablation.policies`.
 
     Raises ConfigError for `lm`, which needs text.
     """
@@ -32,8 +32,8 @@ class SimPredictor:
     def __init__(self, *, clock: Clock, post: Callable[[e.Event], None], name: str) -> None:
         if name == "lm":
             raise ConfigError(
-                "rollout.predictor must not be lm in a simulation, which has no "
-                "text to read, got 'lm'"
+                "ablation.policies must not have lm in a simulation, which has no "
+                "text to read, got lm"
             )
         self._clock, self._post = clock, post
         self._make = functools.partial(build_regressor, name)

@@ -261,7 +261,7 @@ class World:
         return pool
 
     def _make_predictor(self) -> SimPredictor:
-        name = self.config.rollout.predictor
+        name = self.config.ablation.predictor
         return SimPredictor(clock=self.clock, post=self.post, name=name)
 
     def _make_workers(self, trace: Trace | None) -> SimWorkers | None:

@@ -78,7 +78,7 @@ def batch_rows(
     for group, used, values in zip(batch.groups, algorithms, advantages, strict=True):
         for trajectory, by_sequence in zip(group.trajectories, values, strict=True):
             index += 1
-            if not (used.overlong == "drop" and is_overlong(trajectory)):
+            if not (algorithm.overlong == "drop" and is_overlong(trajectory)):
                 rows += _rows_of(trajectory, index, by_sequence, used, version=batch.version)
     return rows
 

@@ -383,4 +383,4 @@ async def test_the_run_continues_if_no_process_can_be_made(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", KINDS)
 async def test_warns_of_a_regressor_that_cannot_be_built(start: Open, kind: str) -> None:
     bench = start(kind, "rigde")
-    assert "rollout.predictor must be one of" in await bench.warning()
+    assert "a predictor must be one of" in await bench.warning()

@@ -51,14 +51,14 @@ def test_a_domain_has_its_own_algorithm() -> None:
         GOOD,
         [
             "algorithm={advantage='rloo',clip_high=0.5,aggregate='sequence_mean',kl=0.1}",
-            "tasks.1.algorithm={advantage='grpo',overlong='drop'}",
+            "tasks.1.algorithm={advantage='grpo'}",
         ],
     )
     assert list(config.own_algorithms()) == ["nim"]
     own = config.own_algorithms()["nim"]
     assert own.loss_values == config.algorithm.loss_values == (0.2, 0.5, "sequence_mean")
-    assert (own.overlong, own.advantage, own.kl) == ("drop", "grpo", 0.1)
-    assert (config.algorithm.overlong, config.algorithm.advantage) == ("train", "rloo")
+    assert (own.advantage, own.kl) == ("grpo", 0.1)
+    assert config.algorithm.advantage == "rloo"
     assert loads(dumps(config)) == config
     same = loads(GOOD, ["algorithm.advantage=rloo", "tasks.1.algorithm.advantage=rloo"])
     assert same.own_algorithms() == {}

@@ -95,6 +95,6 @@ def test_what_was_dumped_loads_in_each_mode(mode: str) -> None:
 
 def test_a_configuration_that_is_made_in_python_has_the_same_rules() -> None:
     config = loads(SCRATCH)
-    rollout = config.rollout.model_copy(update={"predictor": "boosted"})
-    (error,) = config.model_copy(update={"rollout": rollout}).broken_rules()
-    assert (error.field, error.got) == ("rollout.predictor", "boosted")
+    eval_ = config.eval.model_copy(update={"stop_at": 0.5})
+    (error,) = config.model_copy(update={"eval": eval_}).broken_rules()
+    assert (error.field, error.got) == ("eval.stop_at", "0.5")

@@ -20,7 +20,10 @@ PLACEMENTS = (
     "presorted",
 )
 MIGRATIONS = ("never", "rank", "gain")
-"""The scheduling policies, by what they decide (core/policy/)."""
+PREDICTORS = ("ridge", "boosted", "lm", "prompt", "history")
+"""The scheduling policies, by what they decide (core/policy/), and the predictors of
+lengths (train/lengths/).
+"""
 
 PARTITIONS = ("partition", "presorted")
 """Placements that divide the trajectories among the engines by their length."""
@@ -57,7 +60,8 @@ class AblationConfig(Section):
         "which trajectories are divided by length: partition by their work, presorted by "
         "Heddle's eq. 2. When a trajectory moves to the engine of its new rank: never, "
         "rank (whenever that engine differs), gain (if the predicted gain exceeds the "
-        "exposed cost).",
+        "exposed cost). The predictor of lengths: ridge, unless another one is given; boosted, lm, "
+        "and the baselines prompt and history.",
     )
     without: tuple[Mechanism, ...] = Field(
         (),
@@ -72,11 +76,11 @@ class AblationConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_each_kind(self) -> Self:
-        known = (*PRIORITIES, *PLACEMENTS, *MIGRATIONS)
+        known = (*PRIORITIES, *PLACEMENTS, *MIGRATIONS, *PREDICTORS)
         for name in self.policies:
             if name not in known:
                 raise FieldError("policies", f"be among {', '.join(known)}", repr(name))
-        for kind in (PRIORITIES, PLACEMENTS, MIGRATIONS):
+        for kind in (PRIORITIES, PLACEMENTS, MIGRATIONS, PREDICTORS):
             chosen = [name for name in self.policies if name in kind]
             if len(chosen) > 1:
                 rule = f"have at most one of {', '.join(kind)}"
@@ -97,6 +101,11 @@ class AblationConfig(Section):
     def migration(self) -> str | None:
         """The rule by which trajectories migrate, if it is not the preset's."""
         return self._chosen(MIGRATIONS)
+
+    @property
+    def predictor(self) -> str:
+        """The predictor of lengths."""
+        return self._chosen(PREDICTORS) or PREDICTORS[0]
 
     def _chosen(self, kind: tuple[str, ...]) -> str | None:
         return next((name for name in self.policies if name in kind), None)

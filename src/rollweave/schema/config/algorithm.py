@@ -60,13 +60,10 @@ its own paper gives no number; for dppo arXiv:2602.04879.
 
 
 class TaskAlgorithmConfig(Section):
-    """Settings of a task domain that replace those of the run's [algorithm]; one that
-    is unset is the run's.
-    """
+    """What a task domain has in place of the run's [algorithm]."""
 
-    advantage: Estimator | None = Field(None, description="Its advantage estimator.")
-    overlong: Overlong | None = Field(
-        None, description="What it does with trajectories that reach max_tokens."
+    advantage: Estimator | None = Field(
+        None, description="Its advantage estimator; algorithm.advantage if unset."
     )
 
     def over(self, algorithm: "AlgorithmConfig") -> "AlgorithmConfig":

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rollweave.schema.config.ablation import MIGRATIONS, PARTITIONS, PLACEMENTS, POLICIES
+from rollweave.schema.config.ablation import (
+    MIGRATIONS,
+    PARTITIONS,
+    PLACEMENTS,
+    POLICIES,
+    PREDICTORS,
+)
 from rollweave.schema.config.algorithm import (
     OF_CRITIC,
     OF_TURNS,
@@ -287,7 +293,7 @@ CONFLICTS = (
     Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
     Conflict("rollout.spare_groups=learned", _without("rollout.dynamic_sampling")),
     Conflict(
-        "rollout.predictor",
+        " ".join(f"ablation.policies={name}" for name in PREDICTORS),
         Clause("where no policy predicts lengths", lambda place: not _predicts(place.config)),
     ),
     Conflict(

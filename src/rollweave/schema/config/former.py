@@ -11,6 +11,7 @@ FORMER = {
     "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
     "faults": "leave it out: an environment of your own may fail or wait, as "
     "examples/slow_lake.py does",
+    "rollout.predictor": "ablation.policies, as one of the list",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
     "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
     "sim.pools": "leave it out: pools.NAME.resource names the GPU, and the engines the hosts",
@@ -21,6 +22,7 @@ FORMER = {
     "tasks.algorithm.correction": "algorithm.correction, for all task domains",
     "tasks.algorithm.gamma": "algorithm.gamma, for all task domains",
     "tasks.algorithm.loss": "algorithm.loss, for all task domains",
+    "tasks.algorithm.overlong": "algorithm.overlong, for all task domains",
     "tasks.algorithm.reward_weight": "algorithm.reward_weight, for all task domains",
     "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",

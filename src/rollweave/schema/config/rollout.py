@@ -77,8 +77,3 @@ class RolloutConfig(Section):
         "learned: after each step, those from which the fleet would be done earliest by what "
         "finished turns show; tasks.pool is where a domain begins (RollArt §9).",
     )
-    predictor: Literal["ridge", "boosted", "lm", "prompt", "history"] = Field(
-        "ridge",
-        description="The predictor of trajectory lengths (train/lengths/), for policies that need "
-        "one.",
-    )

@@ -1,4 +1,4 @@
-"""Regressors of remaining lengths, by the names of `rollout.predictor`.
+"""Regressors of remaining lengths, by their names in `ablation.policies`.
 
 Their modules need scikit-learn or torch, and are imported when a regressor is built.
 """
@@ -6,10 +6,9 @@ Their modules need scikit-learn or torch, and are imported when a regressor is b
 from rollweave.core.policy.predict import Regressor
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.io.extras import how_to_install, missing_from
+from rollweave.schema.config.ablation import PREDICTORS
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, FieldError
-
-REGRESSORS = ("ridge", "boosted", "lm", "prompt", "history")
 
 
 def check_installed(config: RunConfig | None = None) -> None:
@@ -22,7 +21,8 @@ def check_installed(config: RunConfig | None = None) -> None:
         return
     if missing := missing_from("predict"):
         rule = f"have {missing[0]} installed ({how_to_install('predict')})"
-        raise FieldError("rollout.predictor", rule, config.rollout.predictor if config else "")
+        name = config.ablation.predictor if config is not None else PREDICTORS[0]
+        raise FieldError("rollout.scheduling", rule, f"the predictor {name}")
 
 
 def build_regressor(name: str, *, checkpoint: str | None = None) -> Regressor:
@@ -34,14 +34,14 @@ def build_regressor(name: str, *, checkpoint: str | None = None) -> Regressor:
     if name == "lm":
         if checkpoint is None:
             raise ConfigError(
-                "rollout.predictor must not be lm without a checkpoint of a "
+                "ablation.policies must not have lm without a checkpoint of a "
                 "language model, got none"
             )
         from rollweave.train.lengths import small_lm
 
         return small_lm.SmallLm(checkpoint)
-    if name not in REGRESSORS:
-        raise ConfigError(f"rollout.predictor must be one of {', '.join(REGRESSORS)}, got {name!r}")
+    if name not in PREDICTORS:
+        raise ConfigError(f"a predictor must be one of {', '.join(PREDICTORS)}, got {name!r}")
     from rollweave.train.lengths import regressors
 
     return regressors.BY_NAME[name]()
