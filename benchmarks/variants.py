@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import Progress, ratio
 from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved, shares, to_target
+from benchmarks.slow import slow_lake
 from rollweave.record.rundir import RunDir
 
 CONFIG = "frozenlake_fixed.toml"
@@ -63,7 +64,7 @@ MODES = Comparison(
     quick=("sync", "bounded_1", "decoupled"),
     common=(
         # median 20 ms, mean 62 ms, one answer in a hundred beyond 0.65 s: a busy tool
-        *("faults.latency_s=0.02", "faults.latency_sigma=1.5", "eval.every=4"),
+        *(*slow_lake(0.02, 1.5), "eval.every=4"),
         # an engine that loads weights alone needs others that continue
         *("engines.count=4", "engines.max_slots=16"),
     ),

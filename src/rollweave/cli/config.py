@@ -68,14 +68,15 @@ def page() -> Iterator[str]:
             yield f"| {' | '.join(cells)} |"
         yield ""
     yield "## Settings that exclude each other\n"
-    yield "| settings | must be left out | because |"
-    yield "|---|---|---|"
+    yield "| about | settings | must be left out | because |"
+    yield "|---|---|---|---|"
     for conflict in CONFLICTS:
-        named = ", ".join(
-            f"`{key}`" + (f" ({', '.join(values)})" if values else "")
-            for key, values in conflict.choices().items()
-        )
-        yield f"| {named} | {conflict.clause.text} | {conflict.why} |"
+        for choices, clause in conflict.cases():
+            named = ", ".join(
+                f"`{key}`" + (f" ({', '.join(values)})" if values else "")
+                for key, values in choices.items()
+            )
+            yield f"| {conflict.of} | {named} | {clause.text} | {clause.why} |"
 
 
 def _code(value: str | None) -> str:

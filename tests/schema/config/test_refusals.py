@@ -61,26 +61,30 @@ DEFAULTS = ["rollout.mode=sync", "rollout.temperature=1", "eval.episodes=64", "t
 
 
 def test_each_row_refuses_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = set[int]()
+    used = set[str]()
 
-    def watched(number: int, row: Conflict) -> Conflict:
+    def watched(settings: str, clause: Clause) -> Clause:
         def applies(place: Place) -> object:
-            if found := row.clause.applies(place):
-                used.add(number)
+            if found := clause.applies(place):
+                used.add(f"{settings} {clause.text}")
             return found
 
-        return row._replace(clause=Clause(row.clause.text, applies, row.clause.said))
+        return clause._replace(applies=applies)
 
-    table = tuple(watched(number, row) for number, row in enumerate(CONFLICTS))
+    table = tuple(
+        Conflict(row.of, {key: watched(key, clause) for key, clause in row.settings.items()})
+        for row in CONFLICTS
+    )
     monkeypatch.setattr(conflicts, "CONFLICTS", table)
     for _, base, overrides, _ in cases():
         assert refused(base, overrides)
-    assert [row for number, row in enumerate(CONFLICTS) if number not in used] == []
+    known = [f"{key} {clause.text}" for row in CONFLICTS for key, clause in row.settings.items()]
+    assert [case for case in known if case not in used] == []
 
 
 def test_rows_are_of_settings() -> None:
     known = {*settings_of(RunConfig), *RunConfig.model_fields}
-    assert {key for row in CONFLICTS for key in row.choices()} <= known
+    assert {key for row in CONFLICTS for choices, _ in row.cases() for key in choices} <= known
 
 
 def test_defaults_are_accepted_even_where_they_are_written() -> None:

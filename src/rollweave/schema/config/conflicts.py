@@ -80,26 +80,35 @@ class Clause(NamedTuple):
     text: str
     applies: Callable[[Place], object]
     said: Callable[[Place], str] | None = None
+    why: str = ""
+
+    def rule(self, place: Place) -> str:
+        """Return the words for one configuration, with the reason."""
+        said = self.text if self.said is None else self.said(place)
+        return f"{said}, {self.why}" if self.why else said
 
 
 class Conflict(NamedTuple):
-    """Settings that must be left out where the clause applies. A setting with a value
-    (`ablation.without=repack`) must not have this value.
+    """Settings of one subject that must be left out, each where its clause applies.
+
+    A setting with a value (`ablation.without=repack`) must not have this value; several
+    settings with the same clause are one key, with spaces between them.
     """
 
-    settings: str
-    clause: Clause
-    why: str = ""
+    of: str
+    """What the settings are about: a mechanism of the core, or a part of a run."""
+    settings: Mapping[str, Clause]
 
-    def choices(self) -> dict[str, list[str]]:
-        """Return the keys of the settings, each with the values that it must not have;
-        with none, it must be left out whatever its value.
+    def cases(self) -> Iterator[tuple[dict[str, list[str]], Clause]]:
+        """Yield the keys of settings, each with the values that it must not have (with
+        none, it must be left out whatever its value), and when.
         """
-        choices: dict[str, list[str]] = {}
-        for setting in self.settings.split():
-            key, _, value = setting.partition("=")
-            choices.setdefault(key, []).extend([value] if value else [])
-        return choices
+        for settings, clause in self.settings.items():
+            choices: dict[str, list[str]] = {}
+            for setting in settings.split():
+                key, _, value = setting.partition("=")
+                choices.setdefault(key, []).extend([value] if value else [])
+            yield choices, clause
 
 
 def _is_list(value: Any) -> bool:
@@ -115,33 +124,36 @@ def _or(values: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _unless(key: str, *values: str) -> Clause:
+def _unless(key: str, *values: str, why: str = "") -> Clause:
     """Return the clause that a setting has another value than these, in any section."""
     text = f"unless {key} is {_or(values)}"
 
     def others(place: Place) -> list[Any]:
         return [value or "unset" for value in place.values(key) if value not in values]
 
-    return Clause(text, others, lambda place: f"{text} (it is {_or(others(place))})")
+    return Clause(text, others, lambda place: f"{text} (it is {_or(others(place))})", why)
 
 
-def _beside(key: str, *values: str) -> Clause:
+def _beside(key: str, *values: str, why: str = "") -> Clause:
     """Return the clause that a setting is given, or has one of these values."""
     text = f"with {_named(key)}"
     if not values:
-        return Clause(text, lambda place: any(place.values(key)))
+        return Clause(text, lambda place: any(place.values(key)), None, why)
 
     def among(place: Place) -> list[Any]:
         return [value for value in place.values(key) if value in values]
 
-    return Clause(f"{text} {_or(values)}", among, lambda place: f"{text} {_or(among(place))}")
+    whole = f"{text} {_or(values)}"
+    return Clause(whole, among, lambda place: f"{text} {_or(among(place))}", why)
 
 
-def _without(*keys: str) -> Clause:
+def _without(*keys: str, why: str = "") -> Clause:
     """Return the clause that none of the settings is given, or that all are 0."""
     return Clause(
         f"without {_or(map(_named, keys))}",
         lambda place: not any(value for key in keys for value in place.values(key)),
+        None,
+        why,
     )
 
 
@@ -155,13 +167,14 @@ def _unless_estimator(*names: Estimator) -> Clause:
     )
 
 
-def _beside_estimator(*names: Estimator) -> Clause:
+def _beside_estimator(*names: Estimator, why: str) -> Clause:
     """Return the clause that a task domain has one of these estimators."""
     text = "with algorithm.advantage"
     return Clause(
         f"{text} {_or(sorted(names))}",
         lambda place: place.estimators & set(names),
         lambda place: f"{text} {_or(sorted(place.estimators & set(names)))}",
+        why,
     )
 
 
@@ -192,187 +205,258 @@ def _is_overridden(place: Place) -> bool:
 
 
 CONFLICTS = (
+    # Mechanisms of the core, by their names there.
+    Conflict(
+        "versions",
+        {
+            f"rollout.engine_batch {_all('buffer', BufferConfig)} ablation.without=repack": _unless(
+                "rollout.mode", "decoupled"
+            ),
+            "tasks.pool rollout.affinity allocation loans "
+            + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
+            + " ablation.without=free_stepping ablation.without=reward_overlap": _beside(
+                "rollout.mode",
+                "decoupled",
+                why="in which each engine launches trajectories of all domains, and keeps them",
+            ),
+        },
+    ),
+    Conflict(
+        "lengths",
+        {
+            " ".join(f"ablation.policies={name}" for name in PREDICTORS): Clause(
+                "where no policy predicts lengths", lambda place: not _predicts(place.config)
+            )
+        },
+    ),
+    Conflict(
+        "placement",
+        {
+            "ablation.policies=rank ablation.policies=gain": Clause(
+                f"unless the placement is {_or(PARTITIONS)}",
+                lambda place: place.config.placement not in PARTITIONS,
+            ),
+            "loans": _beside("allocation", why="which decides the degrees of all engines"),
+        },
+    ),
+    Conflict(
+        "phases",
+        {
+            "engines.phase": Clause(
+                "with address or kind sglang",
+                lambda place: not place.item.moves_kv,
+                why="whose engines cannot move KV",
+            )
+        },
+    ),
+    Conflict(
+        "pools",
+        {
+            "rollout.affinity": Clause(
+                "unless each group of engines is in one of several pools", _lacks_pools
+            )
+        },
+    ),
+    Conflict(
+        "relays",
+        {
+            "weights.transport ablation.without=deltas": _without("weights.relays", "cluster"),
+            "weights.relays": Clause(
+                "with [cluster] or [pools]",
+                lambda place: place.config.cluster is not None or place.config.pools,
+                why="whose hosts have one each",
+            ),
+        },
+    ),
+    Conflict(
+        "cluster",
+        {
+            "pools": _without("cluster", "sim"),
+            "pools.site": _without("cluster"),
+            "workers.pool": _without("workers.count"),
+            "cluster.ray": _unless("cluster.launcher", "ray"),
+        },
+    ),
+    Conflict(
+        "loans",
+        {
+            "loans": _without("sim", why="since live runs borrow no engines yet"),
+        },
+    ),
+    Conflict(
+        "comparison",
+        {
+            "rewards.judge.scale": _beside(
+                "rewards.judge.pairwise", why="whose reward is a share of wins"
+            )
+        },
+    ),
     # Modes.
-    Conflict("rollout.alpha", _unless("rollout.mode", "partial", "bounded", "decoupled")),
-    Conflict("rollout.spare_groups", _unless("rollout.mode", "sync", "one_step", "bounded")),
-    Conflict("ablation.without=early_updates", _unless("rollout.mode", "bounded")),
     Conflict(
-        f"rollout.engine_batch {_all('buffer', BufferConfig)} ablation.without=repack",
-        _unless("rollout.mode", "decoupled"),
+        "modes",
+        {
+            "rollout.alpha": _unless("rollout.mode", "partial", "bounded", "decoupled"),
+            "rollout.spare_groups": _unless("rollout.mode", "sync", "one_step", "bounded"),
+            "rollout.spare_groups=learned": _without("rollout.dynamic_sampling"),
+            "ablation.without=early_updates": _unless("rollout.mode", "bounded"),
+        },
     ),
     Conflict(
-        "tasks.pool rollout.affinity allocation loans "
-        + " ".join(f"ablation.policies={name}" for name in _OF_ENGINES)
-        + " ablation.without=free_stepping ablation.without=reward_overlap",
-        _beside("rollout.mode", "decoupled"),
-        "in which each engine launches trajectories of all domains, and keeps them",
-    ),
-    Conflict(
-        "trainer.colocated",
-        _unless("rollout.mode", "sync"),
-        "the only one that does not train while it rolls out",
+        "taking turns",
+        {
+            "trainer.colocated": _unless(
+                "rollout.mode", "sync", why="the only one that does not train while it rolls out"
+            ),
+            "loans allocation ablation.without=staging": _beside("trainer.colocated"),
+            "loans trainer.colocated": _beside(
+                "engines.kind", *SERVERS, why="whose servers keep their memory"
+            ),
+        },
     ),
     # Algorithms.
-    Conflict("algorithm.gamma", _unless_estimator(*OF_TURNS)),
-    Conflict("algorithm.reward_weight teacher", _unless_estimator("distill")),
-    Conflict(_all("critic", CriticConfig), _unless_estimator(*OF_CRITIC)),
     Conflict(
-        "lora trainer.tensor_parallel",
-        _beside_estimator(*OF_CRITIC),
-        "whose critic is trained in full, and not divided",
+        "estimators",
+        {
+            "algorithm.gamma": _unless_estimator(*OF_TURNS),
+            "algorithm.reward_weight teacher": _unless_estimator("distill"),
+            _all("critic", CriticConfig): _unless_estimator(*OF_CRITIC),
+            "lora trainer.tensor_parallel": _beside_estimator(
+                *OF_CRITIC, why="whose critic is trained in full, and not divided"
+            ),
+            "rollout.temperature": _beside_estimator(
+                "distill", why="whose teacher gives log-probs at temperature 1"
+            ),
+            "rollout.dynamic_sampling": _beside_estimator(
+                "distill", why="which also learns from groups of equal rewards"
+            ),
+            "tasks.env_weight": _beside_estimator(
+                *OF_TURNS, why="which takes each turn's reward from the environment"
+            ),
+        },
     ),
     Conflict(
-        "rollout.temperature",
-        _beside_estimator("distill"),
-        "whose teacher gives log-probs at temperature 1",
+        "divergence",
+        {
+            "algorithm.kl_direction": _without("algorithm.kl"),
+        },
     ),
     Conflict(
-        "rollout.dynamic_sampling",
-        _beside_estimator("distill"),
-        "which also learns from groups of equal rewards",
+        "experts",
+        {
+            "algorithm.routing_replay": _unless(
+                "engines.kind", "vllm", why="which returns the experts that it chooses"
+            ),
+            "algorithm.routing_replay engines.phase": Clause(
+                "without the prefix cache (ablation.without)",
+                lambda place: "prefix_cache" in place.config.ablation.without,
+                why="which keeps the KV to move and the chosen experts",
+            ),
+        },
     ),
     Conflict(
-        "tasks.env_weight",
-        _beside_estimator(*OF_TURNS),
-        "which takes each turn's reward from the environment",
+        "models",
+        {
+            "algorithm.routing_replay lora.path": _beside(
+                "model.scratch", why="which has random weights and no experts"
+            ),
+            "engines.address": _beside("model.scratch", why="which no running server has loaded"),
+        },
     ),
     Conflict(
-        "rollout.group_size " + _all("algorithm", TaskAlgorithmConfig),
-        Clause("where each task domain has its own", _is_overridden),
-    ),
-    Conflict("algorithm.kl_direction", _without("algorithm.kl")),
-    Conflict(
-        "algorithm.kl_direction",
-        Clause("with several trainer.ranks", lambda place: place.config.trainer.ranks > 1),
-    ),
-    Conflict(
-        "algorithm.routing_replay",
-        _unless("engines.kind", "vllm"),
-        "which returns the experts that it chooses",
-    ),
-    Conflict(
-        "algorithm.routing_replay engines.phase",
-        Clause(
-            "without the prefix cache (ablation.without)",
-            lambda place: "prefix_cache" in place.config.ablation.without,
-        ),
-        "which keeps the KV to move and the chosen experts",
-    ),
-    Conflict(
-        "algorithm.routing_replay lora.path",
-        _beside("model.scratch"),
-        "which has random weights and no experts",
-    ),
-    Conflict(
-        "trainer.tensor_parallel",
-        _unless("model.implementation", "transformers"),
-        "whose models have the plan",
+        "ranks",
+        {
+            "trainer.tensor_parallel": _unless(
+                "model.implementation", "transformers", why="whose models have the plan"
+            ),
+            "algorithm.kl_direction": Clause(
+                "with several trainer.ranks", lambda place: place.config.trainer.ranks > 1
+            ),
+        },
     ),
     # Task domains, rewards and evaluations.
-    Conflict("tasks.weight", Clause("with one task domain", lambda p: len(p.config.tasks) == 1)),
     Conflict(
-        "tasks.env_weight",
-        Clause(
-            "without [[rewards]] for the domain",
-            lambda place: not place.config.rewards_of(place.item.name),
-        ),
-    ),
-    Conflict("rewards.token_env", _beside("rewards.function")),
-    Conflict(
-        "rewards.judge.scale", _beside("rewards.judge.pairwise"), "whose reward is a share of wins"
-    ),
-    Conflict("eval.stop_at", _without("eval.every"), "since periodic evaluations reach it"),
-    Conflict(
-        "eval.episodes",
-        Clause(
-            "without eval.every",
-            lambda place: not place.config.eval.every and place.config.eval.final_episodes,
-        ),
-        "since the last evaluation has eval.final_episodes",
-    ),
-    Conflict("eval.temperature", _without("eval.every", "eval.final_episodes")),
-    Conflict("rollout.spare_groups=learned", _without("rollout.dynamic_sampling")),
-    Conflict(
-        " ".join(f"ablation.policies={name}" for name in PREDICTORS),
-        Clause("where no policy predicts lengths", lambda place: not _predicts(place.config)),
-    ),
-    Conflict(
-        "ablation.policies=rank ablation.policies=gain",
-        Clause(
-            f"unless the placement is {_or(PARTITIONS)}",
-            lambda place: place.config.placement not in PARTITIONS,
-        ),
-    ),
-    # Engines.
-    Conflict("engines.python engines.args engines.address", _unless("engines.kind", *SERVERS)),
-    Conflict(
-        "engines.python engines.args engines.degree allocation algorithm.routing_replay",
-        _beside("engines.address"),
-        "whose servers already run",
-    ),
-    Conflict("engines.address", _beside("model.scratch"), "which no running server has loaded"),
-    Conflict("engines.token_env", _without("engines.address")),
-    Conflict("engines.deterministic", _beside("engines.kind", "vllm")),
-    Conflict(
-        "engines.prefill_chunk_tokens",
-        _beside("engines.kind", *SERVERS),
-        "whose args have --max-num-batched-tokens or --chunked-prefill-size",
-    ),
-    Conflict(
-        "loans trainer.colocated",
-        _beside("engines.kind", *SERVERS),
-        "whose servers keep their memory",
-    ),
-    Conflict(
-        "engines.phase",
-        Clause("with address or kind sglang", lambda place: not place.item.moves_kv),
-        "whose engines cannot move KV",
-    ),
-    Conflict("loans", _without("sim"), "since live runs borrow no engines yet"),
-    Conflict("loans", _beside("allocation"), "which decides the degrees of all engines"),
-    Conflict("loans allocation ablation.without=staging", _beside("trainer.colocated")),
-    Conflict(
-        "rollout.top_p",
-        Clause(
-            "with engines.kind vllm unless all temperatures are 0 or 1",
-            lambda place: "vllm" in place.values("engines.kind") and place.config.scales_logprobs,
-        ),
-    ),
-    # Hosts.
-    Conflict(
-        "ablation.without=cuda_graphs trainer.save_memory=optimizer",
-        _beside("model.device", "cpu"),
-    ),
-    Conflict(
-        "ablation.without=cuda_graphs",
-        Clause(
-            "where all engines are servers or deterministic",
-            lambda place: all(
-                group.server is not None or group.deterministic for group in place.config.engines
+        "task domains",
+        {
+            "tasks.weight": Clause(
+                "with one task domain", lambda place: len(place.config.tasks) == 1
             ),
-        ),
+            "rollout.group_size " + _all("algorithm", TaskAlgorithmConfig): Clause(
+                "where each task domain has its own", _is_overridden
+            ),
+        },
     ),
-    Conflict("weights.transport ablation.without=deltas", _without("weights.relays", "cluster")),
     Conflict(
-        "weights.relays",
-        Clause(
-            "with [cluster] or [pools]",
-            lambda place: place.config.cluster is not None or place.config.pools,
-        ),
-        "whose hosts have one each",
+        "rewards",
+        {
+            "tasks.env_weight": Clause(
+                "without [[rewards]] for the domain",
+                lambda place: not place.config.rewards_of(place.item.name),
+            ),
+            "rewards.token_env": _beside("rewards.function"),
+        },
     ),
-    Conflict("pools", _without("cluster", "sim")),
-    Conflict("pools.site", _without("cluster")),
     Conflict(
-        "rollout.affinity",
-        Clause("unless each group of engines is in one of several pools", _lacks_pools),
+        "evaluations",
+        {
+            "eval.stop_at": _without("eval.every", why="since periodic evaluations reach it"),
+            "eval.episodes": Clause(
+                "without eval.every",
+                lambda place: not place.config.eval.every and place.config.eval.final_episodes,
+                why="since the last evaluation has eval.final_episodes",
+            ),
+            "eval.temperature": _without("eval.every", "eval.final_episodes"),
+        },
     ),
-    Conflict("workers.pool", _without("workers.count")),
-    Conflict("cluster.ray", _unless("cluster.launcher", "ray")),
+    # Engines, devices and sandboxes.
     Conflict(
-        "sandbox.mirror sandbox.cache_gb",
-        _beside("sandbox.backend", "zygote", "plain"),
-        "with the host's image only",
+        "servers",
+        {
+            "engines.python engines.args engines.address": _unless("engines.kind", *SERVERS),
+            "engines.python engines.args engines.degree allocation algorithm.routing_replay": (
+                _beside("engines.address", why="whose servers already run")
+            ),
+            "engines.token_env": _without("engines.address"),
+        },
+    ),
+    Conflict(
+        "kinds of engines",
+        {
+            "engines.deterministic": _beside("engines.kind", "vllm"),
+            "engines.prefill_chunk_tokens": _beside(
+                "engines.kind",
+                *SERVERS,
+                why="whose args have --max-num-batched-tokens or --chunked-prefill-size",
+            ),
+            "rollout.top_p": Clause(
+                "with engines.kind vllm unless all temperatures are 0 or 1",
+                lambda place: (
+                    "vllm" in place.values("engines.kind") and place.config.scales_logprobs
+                ),
+            ),
+        },
+    ),
+    Conflict(
+        "devices",
+        {
+            "ablation.without=cuda_graphs trainer.save_memory=optimizer": _beside(
+                "model.device", "cpu"
+            ),
+            "ablation.without=cuda_graphs": Clause(
+                "where all engines are servers or deterministic",
+                lambda place: all(
+                    group.server is not None or group.deterministic
+                    for group in place.config.engines
+                ),
+            ),
+        },
+    ),
+    Conflict(
+        "sandboxes",
+        {
+            "sandbox.mirror sandbox.cache_gb": _beside(
+                "sandbox.backend", "zygote", "plain", why="with the host's image only"
+            )
+        },
     ),
 )
 """The settings, when they must be left out, and why."""
@@ -381,19 +465,16 @@ CONFLICTS = (
 def conflicts(config: Sections) -> list[FieldError]:
     """Return an error for each setting that must be left out."""
     errors: dict[str, FieldError] = {}
-    for conflict in CONFLICTS:
-        clause, why = conflict.clause, conflict.why
-        for key, choices in conflict.choices().items():
+    for choices, clause in (case for conflict in CONFLICTS for case in conflict.cases()):
+        for key, values in choices.items():
             for place, value in _changed(config, key):
                 given = value if _is_list(value) else (value,)
-                chosen = [choice for choice in choices if choice in given]
-                if choices and not chosen:
+                chosen = [choice for choice in values if choice in given]
+                if values and not chosen:
                     continue
                 if place.field not in errors and clause.applies(place):
-                    said = clause.text if clause.said is None else clause.said(place)
-                    rule = f"{said}, {why}" if why else said
                     choice = chosen[0] if chosen else ""
-                    errors[place.field] = _error(place.field, rule, value, choice)
+                    errors[place.field] = _error(place.field, clause.rule(place), value, choice)
     return list(errors.values())
 
 

@@ -152,9 +152,9 @@ def _setting(
 
 def _left_out(key: str) -> Iterator[str]:
     """Yield when a setting, or some of its values, must be left out."""
-    for conflict in CONFLICTS:
-        if (values := conflict.choices().get(key)) is not None:
-            yield f"Leave {', '.join(values) or 'it'} out {conflict.clause.text}."
+    for choices, clause in (case for conflict in CONFLICTS for case in conflict.cases()):
+        if (values := choices.get(key)) is not None:
+            yield f"Leave {', '.join(values) or 'it'} out {clause.text}."
 
 
 def _toml(value: Any) -> str:
