@@ -4,9 +4,6 @@ import asyncio
 import math
 import random
 
-from rollweave.envs.base import Step
-from rollweave.envs.nim import Nim
-
 LAKE = "examples.slow_lake:SlowLake"
 """The frozen lake whose moves take such a time."""
 
@@ -24,17 +21,3 @@ def slow_lake(latency_s: float, latency_sigma: float = 1.0) -> tuple[str, ...]:
 async def pause(latency_s: float, latency_sigma: float = 1.0) -> None:
     """Wait for `latency_s` seconds in the median."""
     await asyncio.sleep(random.lognormvariate(math.log(latency_s), latency_sigma))
-
-
-class SlowNim(Nim):
-    """The environment `nim` with such answers."""
-
-    blocking = False
-
-    def __init__(self, *, latency_s: float, latency_sigma: float, **options: bool) -> None:
-        super().__init__(**options)
-        self._latency = latency_s, latency_sigma
-
-    async def step(self, action: str) -> Step:  # type: ignore[override]  # it may be async
-        await pause(*self._latency)
-        return super().step(action)

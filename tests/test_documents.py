@@ -23,6 +23,7 @@ from rollweave.sandbox.images import Recipe
 from rollweave.schema.config.hosts import HostsFile
 from rollweave.schema.config.loading import settings_of, validated
 from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.simulation import ServingFile
 from tests.support.pages import inline_code
 
 ROOT = Path(__file__).parents[1]
@@ -238,6 +239,8 @@ def test_settings_that_are_shown_are_accepted(path: Path) -> None:
         snippet = tomllib.loads(block)
         if "hosts" in snippet:
             validated(HostsFile, snippet, path.name)
+        elif isinstance(snippet.get("engines"), int):
+            validated(ServingFile, snippet, path.name)
         elif "base" in snippet:
             msgspec.convert(snippet, Recipe)
         elif "project" in snippet:

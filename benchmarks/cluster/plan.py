@@ -104,7 +104,7 @@ def config_of(name: str, settings: tuple[str, ...], hosts: RayHosts | None) -> R
     """
     engines, cluster = f"engines={{count={ENGINES}, max_slots=16}}", []
     if hosts is not None:
-        address = f'cluster={{launcher="ray", ray="{hosts.cluster}", hosts={HOSTS}, join_s=120}}'
+        address = f'cluster={{launcher="ray:{hosts.cluster}", hosts={HOSTS}}}'
         cluster = [address, *POOLS]
     config = load(example(name), [engines, *cluster, *settings])
     return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})

@@ -85,6 +85,5 @@ def config(variant: str, plan: SchedulingPlan, *, seed: int, directory: str) -> 
             "trainer": {"lr": 1e-12},
             "algorithm": {"advantage": "grpo_no_std"},
             "eval": {"final_episodes": 0},
-            "faults": {"latency_s": 0.05, "latency_sigma": 1.0},
         }
     )

@@ -23,6 +23,7 @@ from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import trained
 from benchmarks.service.ablations import ablations, figures_of
 from benchmarks.service.running import Running
+from benchmarks.slow import LAKE
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import RolloutRequest, RolloutStatus

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.runs import conditions_of, example
+from benchmarks.slow import slow_lake
 from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
 from rollweave.record.report.data import read_run

@@ -54,7 +54,7 @@ class Crossing(NamedTuple):
 
 def config_of(settings: tuple[str, ...], hosts: HostsByHand) -> RunConfig:
     """Return the configuration of a run on these hosts. Raises ConfigError."""
-    cluster = f'cluster={{address="{hosts.controller}:{PORT}", hosts={HOSTS}, join_s=120}}'
+    cluster = f'cluster={{address="{hosts.controller}:{PORT}", hosts={HOSTS}}}'
     config = load(example(FIXED), [cluster, *settings])
     return config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
 

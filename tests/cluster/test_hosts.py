@@ -126,7 +126,7 @@ class Lakes(Generic[H]):
 
     def _cluster(self, port: int, hosts: int) -> dict[str, Any]:
         if isinstance(self.hosts, RayHosts):
-            launched = {"launcher": "ray", "ray": self.hosts.cluster}
+            launched = {"launcher": f"ray:{self.hosts.cluster}"}
         else:
             launched = {"address": f"{self.hosts.controller}:{port}"}
         return {**launched, "hosts": hosts}

@@ -124,7 +124,7 @@ def test_an_engine_joins_a_training_run_and_serves_turns(tmp_path: Path, relays:
     config = make_config(
         tmp_path,
         options={"wait": str(gate)},
-        rollout={"mode": "decoupled", "engine_batch": 2},
+        rollout={"mode": "decoupled", "max_running": 4},
         weights={"relays": relays},
     )
     with living(config) as life:
@@ -171,7 +171,7 @@ def test_a_resumed_run_has_the_engines_that_were_requested(tmp_path: Path) -> No
     """
     gate = tmp_path / "gate"
     config = make_config(
-        tmp_path, options={"wait": str(gate)}, rollout={"mode": "decoupled", "engine_batch": 2}
+        tmp_path, options={"wait": str(gate)}, rollout={"mode": "decoupled", "max_running": 4}
     )
     with living(config) as life:
         life.serving("e0", "e1")

@@ -38,7 +38,7 @@ def by_ratio(directory: Path) -> RunConfig:
     config = make_config(
         directory,
         steps=STEPS,
-        rollout={"mode": "decoupled", "groups_per_step": 1, "engine_batch": 16},
+        rollout={"mode": "decoupled", "groups_per_step": 1, "max_running": 16},
         buffer={"sample": "ratio", "groups": 8},
         engines={"count": 1},
     )

@@ -27,7 +27,7 @@ def joined(core: Core) -> bool:
 @pytest.mark.parametrize("mode", ["bounded", "decoupled"])
 def test_an_engine_joins_and_outlives_the_controller(tmp_path: Path, mode: str) -> None:
     gate, lineage = tmp_path / "gate", Lineage()
-    rollout = {"mode": mode, **({"engine_batch": 4} if mode == "decoupled" else {})}
+    rollout = {"mode": mode}
     config = hazardous(
         tmp_path,
         {"gate": str(gate), "at": 20},

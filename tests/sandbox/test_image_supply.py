@@ -319,7 +319,7 @@ async def test_what_was_not_used_for_longest_makes_room_unless_it_is_in_use(
 
     async with supply_at(place, limit=5 * size, mirror=mirror) as supply:  # room for two
         leases = [await supply.take(image, no_backend) for image in images[:2]]
-        with pytest.raises(ImageError, match=r"sandbox\.cache_gb must have room for 0\.0 GB"):
+        with pytest.raises(ImageError, match=r"the cache of images must have room for 0\.0 GB"):
             await supply.take(images[2], no_backend)
         assert kept() == [0, 1]
         leases[1].close()

@@ -45,7 +45,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: Any) -> RunConf
         "max_running": 8,
         **sections.pop("rollout", {}),
     }
-    if mode not in ("partial", "bounded"):
+    if mode not in ("partial", "bounded", "decoupled"):
         rollout.pop("alpha", None)
     if mode not in ("sync", "one_step", "bounded"):
         rollout.pop("spare_groups", None)

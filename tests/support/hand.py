@@ -231,8 +231,7 @@ def decoupled_config(
     rollout = {
         "groups_per_step": groups,
         "group_size": 2,
-        "engine_batch": batch,
-        "max_running": 64,
+        "max_running": batch * engines,
         **sections.pop("rollout", {}),
     }
     return config(
@@ -240,7 +239,7 @@ def decoupled_config(
         steps=steps,
         rollout=rollout,
         tasks=[{"env": "a"}],
-        engines={"count": engines, "max_slots": 2},
+        engines={"count": engines, "max_slots": max(2, -(-batch // 2))},
         eval={"every": 0, "final_episodes": 0, **sections.pop("eval", {})},
         run={"checkpoint_every": None, **sections.pop("run", {})},
         watchdog={

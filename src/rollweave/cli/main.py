@@ -181,7 +181,7 @@ def train(
 
         sets = [*(overrides or []), *([f"rollout.mode={mode}"] if mode is not None else [])]
         if cluster is not None:
-            sets += ["cluster.launcher=ray", f"cluster.ray={cluster}"]
+            sets += [f"cluster.launcher={'ray' if cluster == 'auto' else f'ray:{cluster}'}"]
         work(
             config,
             sets,

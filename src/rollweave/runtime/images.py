@@ -5,12 +5,13 @@ between a rollout worker and the controller.
 import asyncio
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.sandbox.base import Backend
 from rollweave.sandbox.blobs import BlobServer
-from rollweave.sandbox.image_cache import GIGABYTE, ImageCache, Lease
+from rollweave.sandbox.image_cache import ImageCache, Lease
 from rollweave.sandbox.image_supply import ImageExchange, ImageSupply
 from rollweave.schema.config.run import SandboxConfig
 from rollweave.schema.errors import ImageError
@@ -23,6 +24,9 @@ from rollweave.schema.images import (
     ImageWait,
     MissImage,
 )
+
+CACHE_SHARE = 0.5
+"""Maximum share of its file system that the images of a host have."""
 
 TOKEN_BYTES = 32
 """Random bytes of the token that peers present."""
@@ -129,7 +133,8 @@ class Images:
             folder, mirror = cache_folder(), self._config.mirror
             exchange: ImageExchange | None = self._exchange
             try:
-                limit_bytes = max(1, int(self._config.cache_gb * GIGABYTE))
+                folder.mkdir(parents=True, exist_ok=True)
+                limit_bytes = int(CACHE_SHARE * shutil.disk_usage(folder).total)
                 cache = ImageCache(folder, limit_bytes=limit_bytes, mirror=mirror)
                 if self._exchange is not None:
                     self._exchange.serve(cache)

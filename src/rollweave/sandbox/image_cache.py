@@ -193,7 +193,7 @@ class ImageCache:
                     total -= size
         if total + needed > self._limit_bytes:
             raise ImageError(
-                f"sandbox.cache_gb must have room for {(total + needed) / GIGABYTE:.1f} GB, the "
+                f"the cache of images must have room for {(total + needed) / GIGABYTE:.1f} GB, the "
                 f"images in use and the next one, got {self._limit_bytes / GIGABYTE:g}"
             )
 

@@ -110,7 +110,7 @@ class Reruns:
             mechanisms = set()
         left = tuple(each for each in base.ablation.without if each not in mechanisms)
         settings = {"mode": one.pacing.mode, "alpha": one.pacing.alpha or None}
-        settings |= {"spare_groups": 0} if decoupled else {"engine_batch": None}
+        settings |= {"spare_groups": 0} if decoupled else {}
         update = {
             "rollout": base.rollout.model_copy(update=settings),
             "engines": (base.engines[0].model_copy(update={"count": group.count, "address": ()}),),

@@ -240,7 +240,6 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
         data["engines"]["count"] = draw.randint(1, 4)
     data["rollout"] |= {
         "mode": "decoupled",
-        "engine_batch": draw.choice([None, 1, 6]),
         "alpha": draw.choice([None, None, 1, 2]),
     }
     data["buffer"] = {

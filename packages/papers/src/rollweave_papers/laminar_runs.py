@@ -276,7 +276,6 @@ def config_of(
         mode=MODES[system],
         alpha=ALPHA,
         slots=CONCURRENCY,
-        rollout={"engine_batch": concurrency} if system == "Laminar" else {},
         without=_without(system, repack=repack),
         colocated=system == "verl",
         relayed=system == "Laminar",
@@ -421,12 +420,11 @@ def repacking(*, repack: bool, quick: bool, trainer: type[Sliced] = Sliced) -> R
 def _fewer(config: RunConfig) -> RunConfig:
     """Reduce prompts of a step, and trajectories of an engine, for a quick form."""
     rollout = config.rollout
-    assert rollout.engine_batch is not None, "Laminar has engine_batch"
-    batch = max(1, rollout.engine_batch * QUICK_PROMPTS // rollout.groups_per_step)
+    running = max(1, rollout.max_running * QUICK_PROMPTS // rollout.groups_per_step)
     return config.model_copy(
         update={
             "rollout": rollout.model_copy(
-                update={"groups_per_step": QUICK_PROMPTS, "engine_batch": batch}
+                update={"groups_per_step": QUICK_PROMPTS, "max_running": running}
             )
         }
     )

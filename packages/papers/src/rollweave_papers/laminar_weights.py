@@ -245,7 +245,6 @@ def _part(size: str, tp: int, *, quick: bool) -> Watched:
         tp=tp,
         mode="decoupled",
         slots=AT_ONCE,
-        rollout={"engine_batch": AT_ONCE},
         without=("deltas",),
         relayed=True,
     )

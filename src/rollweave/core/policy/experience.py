@@ -99,9 +99,7 @@ def sample(
     return _most([one.id for one in chosen], wanted)
 
 
-def evict(
-    experiences: Sequence[Experience], *, version: int, max_groups: int
-) -> list[GroupId]:
+def evict(experiences: Sequence[Experience], *, version: int, max_groups: int) -> list[GroupId]:
     """Return the groups to evict, the stalest first, so that at most `max_groups`
     remain. Raises ValueError for a repeated id, and for an invalid bound.
     """

@@ -85,7 +85,7 @@ def launcher_of(
     agents start. `on_status` receives lines for the user, and `fail` the reason why an
     agent cannot be started. Raises ConfigError.
     """
-    match cluster.launcher:
+    match cluster.launcher.partition(":")[0]:
         case "local":
             return LocalLauncher(cluster, logs, programs)
         case "ray":
@@ -99,7 +99,7 @@ def launcher_of(
 
 def check_launcher(cluster: ClusterConfig) -> None:
     """Raise FieldError if the launcher needs a package that is not installed."""
-    if cluster.launcher == "ray" and missing_from("ray"):
+    if cluster.on_ray and missing_from("ray"):
         raise FieldError(
             "cluster.launcher", f"be installed ({how_to_install('ray')})", cluster.launcher
         )
@@ -235,7 +235,7 @@ class RayLauncher:
 
     def _unreachable(self, reason: str) -> str:
         return (
-            "cluster.ray must be the address of a Ray cluster that has a node on this machine, got "
+            "cluster.launcher must name a Ray cluster that has a node on this machine, got "
             f"{self._cluster.ray}: {reason}"
         )
 

@@ -102,7 +102,7 @@ async def on_ray_serve(
     names = ", ".join(one.name for one in functions)
     on_status(f"deploying {names} on Ray Serve")
     archive = user_files.pack(files, ())
-    ray = cluster if cluster is not None and cluster.launcher == "ray" else None
+    ray = cluster if cluster is not None and cluster.on_ray else None
     command = DeployFunctions(
         address=None if ray is None else ray.ray,
         owner=owner,

@@ -1,6 +1,6 @@
 """The sections `[cluster]`, `[pools]` and `[workers]`: the hosts of a run."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -17,9 +17,8 @@ ENDPOINT = r"(\[[0-9a-fA-F:.]+\]|[^\[\]:@/?#\s]+):[0-9]{1,5}"
 """Pattern of an address and a port."""
 
 Endpoint = Annotated[str, matching(ENDPOINT, "be an address and a port, HOST:PORT")]
-RayAddress = Annotated[
-    str,
-    matching(f"auto|{ENDPOINT}", "be auto, or HOST:PORT of a Ray cluster with a node here"),
+Launcher = Annotated[
+    str, matching(f"manual|local|ray(:{ENDPOINT})?", "be manual, local, ray, or ray:HOST:PORT")
 ]
 
 
@@ -30,11 +29,12 @@ class ClusterConfig(Section):
     takes part only if an agent is there, too.
     """
 
-    launcher: Literal["manual", "local", "ray"] = Field(
+    launcher: Launcher = Field(
         "manual",
         description="How agents are started: manual, by the user (`rollweave host`); ray, by Ray, "
-        "on its nodes; local, by the controller on this machine, to try a "
-        "configuration.",
+        "on the nodes of the cluster of the node that runs here, or, with ray:HOST:PORT, of the "
+        "cluster with this address, of which this machine is a node; local, by the controller on "
+        "this machine, to try a configuration.",
     )
     address: Endpoint | None = Field(
         None,
@@ -48,11 +48,6 @@ class ClusterConfig(Section):
         "later. With launcher ray, also the maximum number of nodes that the run takes; unset: "
         "all nodes, and the run begins with those that Ray has at the start.",
     )
-    ray: RayAddress = Field(
-        "auto",
-        description="Address of the Ray cluster, of which this machine is a node; auto: that of "
-        "the node that runs here.",
-    )
     env: tuple[Variable, ...] = Field(
         (),
         description="Environment variables of the controller that processes on all hosts get, too; "
@@ -63,6 +58,16 @@ class ClusterConfig(Section):
         description="Files and folders below the working directory that every host gets, beside "
         "the modules and files that the tasks name.",
     )
+
+    @property
+    def on_ray(self) -> bool:
+        """True if Ray starts the agents."""
+        return self.launcher.startswith("ray")
+
+    @property
+    def ray(self) -> str:
+        """The address of the Ray cluster; "auto" for that of the node here."""
+        return self.launcher.partition(":")[2] or "auto"
 
     @property
     def host(self) -> str:
@@ -76,7 +81,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _launcher_has_what_it_needs(self) -> Self:
-        if self.hosts is None and self.launcher != "ray":
+        if self.hosts is None and not self.on_ray:
             raise FieldError("hosts", f"be given with launcher {self.launcher}", "none")
         if self.address is None and self.launcher == "manual":
             raise FieldError("address", "be given with launcher manual", "none")

@@ -209,7 +209,7 @@ CONFLICTS = (
     Conflict(
         "versions",
         {
-            f"rollout.engine_batch {_all('buffer', BufferConfig)} ablation.without=repack": _unless(
+            f"{_all('buffer', BufferConfig)} ablation.without=repack": _unless(
                 "rollout.mode", "decoupled"
             ),
             "tasks.pool rollout.affinity allocation loans "
@@ -274,7 +274,6 @@ CONFLICTS = (
             "pools": _without("cluster", "sim"),
             "pools.site": _without("cluster"),
             "workers.pool": _without("workers.count"),
-            "cluster.ray": _unless("cluster.launcher", "ray"),
         },
     ),
     Conflict(
@@ -302,7 +301,7 @@ CONFLICTS = (
         },
     ),
     Conflict(
-        "taking turns",
+        "colocated",
         {
             "trainer.colocated": _unless(
                 "rollout.mode", "sync", why="the only one that does not train while it rolls out"
@@ -453,7 +452,7 @@ CONFLICTS = (
     Conflict(
         "sandboxes",
         {
-            "sandbox.mirror sandbox.cache_gb": _beside(
+            "sandbox.mirror": _beside(
                 "sandbox.backend", "zygote", "plain", why="with the host's image only"
             )
         },

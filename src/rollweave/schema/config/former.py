@@ -8,12 +8,16 @@ FORMER = {
     "buffer.max_age": "rollout.alpha",
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",
     "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
+    "cluster.ray": "cluster.launcher, as ray:HOST:PORT",
     "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
     "faults": "leave it out: an environment of your own may fail or wait, as "
     "examples/slow_lake.py does",
+    "rollout.engine_batch": "rollout.max_running, of which each engine has its share, or "
+    "engines.max_slots, of which it has twice as many",
     "rollout.predictor": "ablation.policies, as one of the list",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
     "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
+    "sandbox.cache_gb": "leave it out: images have half of the file system of the cache",
     "sim.pools": "leave it out: pools.NAME.resource names the GPU, and the engines the hosts",
     "sim.trainer_gpus": "trainer.ranks",
     "tasks.algorithm.aggregate": "algorithm.aggregate, for all task domains",

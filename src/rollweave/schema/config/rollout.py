@@ -48,7 +48,8 @@ class RolloutConfig(Section):
     max_running: PositiveInt = Field(
         64,
         description="Maximum number of trajectories whose environments are alive at once, and of "
-        "rewards that are computed at once.",
+        "rewards that are computed at once. In mode decoupled an engine has at most its share of "
+        "them, and at most twice its slots.",
     )
     temperature: Annotated[Positive, WARM] = Field(
         1.0, description="Sampling temperature in training."
@@ -58,11 +59,6 @@ class RolloutConfig(Section):
     )
     retries: Count = Field(
         2, description="Number of retries of a turn or an environment start after a failure."
-    )
-    engine_batch: PositiveInt | None = Field(
-        None,
-        description="Maximum number of trajectories on one engine in mode decoupled, within its "
-        "share of max_running; twice its slots if unset.",
     )
     scheduling: Literal["turn", "trajectory"] = Field(
         "turn",

@@ -90,7 +90,7 @@ class RunConfig(Sections):
         names, domains = [one.name for one in self.rewards], [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield FieldError("rewards", "have distinct names", names)
-        launcher = self.cluster.launcher if self.cluster is not None else "local"
+        cluster = self.cluster
         for number, reward in enumerate(self.rewards):
             field = f"rewards.{number}"
             for domain in reward.tasks:
@@ -98,12 +98,13 @@ class RunConfig(Sections):
                     rule = f"be among the task domains {domains}"
                     hint = did_you_mean(domain, domains)
                     yield FieldError(f"{field}.tasks", rule, f"{domain!r}{hint}")
-            if reward.deployed and self.workers.count and launcher not in ("local", "ray"):
+            remote = cluster is not None and cluster.launcher == "manual"
+            if reward.deployed and self.workers.count and remote:
                 rule = (
                     "not be serverless unless cluster.launcher is ray, for a function that "
                     "rollout workers on other hosts call"
                 )
-                yield FieldError(f"{field}.run", rule, f"launcher {launcher}")
+                yield FieldError(f"{field}.run", rule, "launcher manual")
             if reward.pairwise:
                 yield from self._of_opponents(f"{field}.judge.pairwise", reward)
             given = self.cluster.env if self.cluster is not None and self.workers.count else None

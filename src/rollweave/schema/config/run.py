@@ -111,13 +111,8 @@ class SandboxConfig(Section):
     ) = Field(
         None,
         description="Source of images that no host of the run has: an http or https URL, or a "
-        "directory, which also receives the images that the run builds (docs/SANDBOX.md).",
-    )
-    cache_gb: Positive = Field(
-        50.0,
-        description="Maximum size in GB of each host's directory of images, which runs share: "
-        "rollweave/images in $XDG_CACHE_HOME, or in ~/.cache. The least recently used images make "
-        "room for others.",
+        "directory, which also receives the images that the run builds (docs/SANDBOX.md). Each "
+        "host keeps images in rollweave/images in $XDG_CACHE_HOME, or in ~/.cache.",
     )
 
 

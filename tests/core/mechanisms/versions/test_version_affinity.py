@@ -354,25 +354,6 @@ def test_the_buffer_samples_by_its_strategy(strategy: str) -> None:
     ]
 
 
-def test_a_users_function_may_evict() -> None:
-    seen: list[int] = []
-
-    def evict_all(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
-        seen.append(version)
-        return [one.id for one in experiences]
-
-    hand = Hand(
-        decoupled_config(engines=1, buffer={"evict": "mine:evict_all"}),
-        **{"mine:evict_all": evict_all},
-    )
-    for _ in range(4):
-        hand.end(hand.on(E0)[0])
-    assert seen
-    assert hand.steps == []
-    assert hand.core.state.counters.evicted == 2
-    assert hand.core.state.counters.dropped == {"evicted": 4}
-
-
 def test_a_users_function_that_fails_ends_the_run_with_its_name() -> None:
     def broken(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
         raise KeyError("oops")

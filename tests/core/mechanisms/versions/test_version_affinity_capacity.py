@@ -34,16 +34,16 @@ def test_a_batch_is_bounded_by_the_share_of_all_trajectories() -> None:
     assert affinity.batch_size(two_engines(batch=3, max_running=5), engine) == 3
     assert affinity.batch_size(two_engines(batch=3, max_running=4), engine) == 2
     assert affinity.batch_size(two_engines(batch=3, max_running=1), engine) == 1
-    without = two_engines(engine_batch=None)
-    assert affinity.batch_size(without, engine) == BATCH_PER_SLOT * 2
+    large = two_engines(batch=3, max_running=64)
+    assert affinity.batch_size(large, engine) == BATCH_PER_SLOT * engine.abilities.max_slots
 
 
 def test_the_pool_takes_what_engines_have_room_for() -> None:
-    run = two_engines(batch=3)
-    assert affinity.free_capacity(run) == 6
+    run = two_engines(max_running=64)
+    assert affinity.free_capacity(run) == 8
     for pool, name in ((run.state.pools.init, "x"), (run.state.pools.run, "y")):
         pool[TrajectoryId(name)] = None
-    assert affinity.free_capacity(run) == 6, "these have no engine"
+    assert affinity.free_capacity(run) == 8, "these have no engine"
     run = two_engines(batch=3, max_running=6)
     run.state.pools.init[TrajectoryId("x")] = None
     run.state.pools.closing[TrajectoryId("y")] = None

@@ -72,13 +72,7 @@ def compare(run: Run) -> None:
 def slow_batch(run: Run, engine: Engine) -> int:
     rollout = run.config.rollout
     share = -(-rollout.max_running // len(run.state.engines))
-    return max(
-        1,
-        min(
-            rollout.engine_batch or version_affinity.BATCH_PER_SLOT * engine.abilities.max_slots,
-            share,
-        ),
-    )
+    return max(1, min(version_affinity.BATCH_PER_SLOT * engine.abilities.max_slots, share))
 
 
 def slow_residents(run: Run, engine: Engine) -> int:
@@ -211,21 +205,20 @@ def before(run: Run, engine_id: EngineId) -> list[Engine]:
 @given(
     seed=st.integers(0, 10_000),
     engines=st.integers(1, 5),
-    batch=st.sampled_from([None, 1, 3]),
+    batch=st.sampled_from([1, 3, 12]),
     relays=st.sampled_from([0, 2]),
     bound=st.sampled_from([None, 1]),
     failure=st.sampled_from([0.0, 0.05]),
 )
 def test_engines_decide_together_as_they_would_one_by_one(
-    seed: int, engines: int, batch: int | None, relays: int, bound: int | None, failure: float
+    seed: int, engines: int, batch: int, relays: int, bound: int | None, failure: float
 ) -> None:
     config = decoupled_config(
         engines,
         rollout={
             "groups_per_step": 2,
             "group_size": 2,
-            "max_running": 12,
-            "engine_batch": batch,
+            "max_running": batch * engines,
             "alpha": bound,
         },
         steps=3,

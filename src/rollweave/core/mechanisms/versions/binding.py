@@ -60,10 +60,7 @@ def _batch_sizes(run: Run) -> _BatchSizes:
         sizes = run.fleet.derived[_BatchSizes] = _BatchSizes(
             (
                 engine.id,
-                max(
-                    1,
-                    min(rollout.engine_batch or BATCH_PER_SLOT * engine.abilities.max_slots, share),
-                ),
+                max(1, min(BATCH_PER_SLOT * engine.abilities.max_slots, share)),
             )
             for engine in engines.values()
         )
