@@ -1,4 +1,4 @@
-"""The harness of all benches: contenders in turn, programs of their own, and ratios."""
+"""The harness of all benches: contenders in turn, programs, slow moves, and ratios."""
 
 import contextlib
 import functools
@@ -120,3 +120,9 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
+
+
+def slow_lake(latency_s: float, sigma: float = 1.0) -> tuple[str, ...]:
+    """Return the overrides by which the moves of an example's frozen lake take time."""
+    options = f"tasks.0.options.latency_s={latency_s}", f"tasks.0.options.latency_sigma={sigma}"
+    return ("tasks.0.env=rollweave.envs.frozenlake:SlowLake", "tasks.0.tag=frozenlake", *options)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import Progress, ratio
+from benchmarks.harness import Progress, ratio, slow_lake
 from benchmarks.runs import MeasuredRun, conditions_of, example, interleaved, shares, to_target
-from benchmarks.slow import slow_lake
 from rollweave.record.rundir import RunDir
 
 CONFIG = "frozenlake_fixed.toml"

@@ -5,10 +5,10 @@ Nothing is learned here: every episode has reward 1, so all advantages are 0. Th
 depend on the task and the turn alone.
 """
 
+import asyncio
 import random
 from collections.abc import Sequence
 
-from benchmarks.slow import pause
 from rollweave.envs.base import Observation, Options, Split, Step, new_task
 from rollweave.schema.base import mix
 from rollweave.schema.work import Task
@@ -21,7 +21,7 @@ ACTION_WORDS = tuple(f" say{index}" for index in range(48))
 
 class Reading:
     """An environment of `turns` turns, whose prompt and observations have `words` words
-    each. An answer takes a log-normal time of `latency_s` in the median.
+    each, and whose answers take `latency_s`.
     """
 
     def __init__(self, *, words: int, turns: int = TURNS, latency_s: float = 0.0) -> None:
@@ -33,8 +33,7 @@ class Reading:
         return Observation.of(self._text())
 
     async def step(self, action: str) -> Step:
-        if self._latency_s:
-            await pause(self._latency_s)
+        await asyncio.sleep(self._latency_s)
         self._turn += 1
         if self._turn == self._turns:
             return Step.of(TEXT_WORDS[0], reward=1.0, done=True, success=True)

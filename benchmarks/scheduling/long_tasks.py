@@ -9,11 +9,11 @@ see: a longer prompt for harder tasks, and after each turn the number of tests t
 still fail, both with noise.
 """
 
+import asyncio
 import math
 import random
 from collections.abc import Sequence
 
-from benchmarks.slow import pause
 from rollweave.envs.base import Observation, Options, Split, Step, new_task, payload_of
 from rollweave.schema.base import mix
 from rollweave.schema.work import Task
@@ -28,9 +28,6 @@ MOST_TURNS = 40
 
 NOISE = 0.5
 """Sigma of the logarithm of the noise in prompts and failing tests."""
-
-LATENCY_S = 0.05
-"""Median seconds of an answer."""
 
 ACTION_WORDS = tuple(f" say{index}" for index in range(48))
 """Words that the agent may sample: so many that it seldom samples an empty turn, which
@@ -63,7 +60,7 @@ class LongTask:
         return Observation.of(" task" + " part" * (words - 1))
 
     async def step(self, action: str) -> Step:
-        await pause(LATENCY_S)
+        await asyncio.sleep(random.lognormvariate(math.log(0.05), 1.0))
         if not self._started:
             self._started = True
             own = random.Random(mix(self._seed, "member", action))

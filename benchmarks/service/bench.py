@@ -23,7 +23,6 @@ from benchmarks.harness import Progress, scratch_folder
 from benchmarks.runs import trained
 from benchmarks.service.ablations import ablations, figures_of
 from benchmarks.service.running import Running
-from benchmarks.slow import LAKE
 from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import RolloutRequest, RolloutStatus
@@ -139,19 +138,13 @@ def added(ours: Sequence[float], theirs: Sequence[float], share: float) -> float
 
 def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0) -> RunConfig:
     limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
-    latency = {"latency_s": step_s, "latency_sigma": 0.25} if step_s else {}
+    lake = "rollweave.envs.frozenlake:SlowLake"
+    options = {"maps": "fixed", "latency_s": step_s, "latency_sigma": 0.25}
     return RunConfig.model_validate(
         {
             "run": {"name": "service", "dir": str(directory)},
             "model": {"path": str(model)},
-            "tasks": [
-                {
-                    "env": LAKE if step_s else "frozenlake",
-                    "tag": "lake",
-                    "options": {"maps": "fixed", **latency},
-                    **limits,
-                }
-            ],
+            "tasks": [{"env": lake, "tag": "lake", "options": options, **limits}],
             "rollout": {"max_running": max(held, CONCURRENT)},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
         }

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import slow_lake
 from benchmarks.runs import conditions_of, example
-from benchmarks.slow import slow_lake
 from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
 from rollweave.record.report.data import read_run

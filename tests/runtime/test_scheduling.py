@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.slow import LAKE
 from rollweave.runtime.launch import train
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -24,7 +23,10 @@ def moving(directory: Path, **sections: Any) -> RunConfig:
     """
     return lake(
         directory,
-        task={"env": LAKE, "options": {"maps": "fixed", "latency_s": 0.2, "latency_sigma": 1.0}},
+        task={
+            "env": "rollweave.envs.frozenlake:SlowLake",
+            "options": {"maps": "fixed", "latency_s": 0.2, "latency_sigma": 1.0},
+        },
         **{
             "run": {"steps": 4},
             "rollout": {

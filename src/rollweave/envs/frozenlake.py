@@ -6,9 +6,11 @@ training map is ever held out; the tasks of a held-out split are distinct maps u
 begin at the map's start.
 """
 
+import asyncio
 import copy
 import functools
 import itertools
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -160,6 +162,28 @@ class FrozenLake:
             if step.done:
                 break
         return messages
+
+
+class SlowLake(FrozenLake):
+    """The same lake with slow tools: a move takes a log-normal time, of `latency_s`
+    seconds in the median; `latency_sigma` is the sigma of its logarithm.
+    """
+
+    blocking = False
+
+    def __init__(self, *, latency_s: float, latency_sigma: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        self._latency = latency_s, latency_sigma
+
+    async def step(self, action: str) -> Step:  # type: ignore[override]  # it may be async
+        median_s, sigma = self._latency
+        if median_s:
+            await asyncio.sleep(random.lognormvariate(math.log(median_s), sigma))
+        return super().step(action)
+
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        return FrozenLake.transcript(rng, {"maps": options.get("maps", "random")})
 
 
 @functools.lru_cache(64)

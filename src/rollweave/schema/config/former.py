@@ -10,8 +10,8 @@ FORMER = {
     "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
     "cluster.ray": "cluster.launcher, as ray:HOST:PORT",
     "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
-    "faults": "leave it out: an environment of your own may fail or wait, as "
-    "examples/slow_lake.py does",
+    "faults": "leave it out: an environment of your own may fail, or wait as "
+    "rollweave.envs.frozenlake:SlowLake does",
     "rollout.engine_batch": "rollout.max_running, of which each engine has its share, or "
     "engines.max_slots, of which it has twice as many",
     "rollout.predictor": "ablation.policies, as one of the list",
