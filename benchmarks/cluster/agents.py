@@ -8,9 +8,6 @@ from pathlib import Path
 from benchmarks.cluster.hosts import MEGABITS, Hosts
 from rollweave.runtime.hosts.cluster import SECRET_VARIABLE
 
-JOIN_S = 120.0
-"""Maximum seconds that an agent searches for a controller."""
-
 APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Runs a command in a namespace of processes."""
 
@@ -59,7 +56,7 @@ class HostsByHand(Hosts):
                 *(APART if apart else ()),
                 *(sys.executable, "-m", "rollweave.cli.main", "host"),
                 *("--join", f"{self.controller}:{port}", "--name", name),
-                *("--join-s", f"{JOIN_S:g}", "--user-code", *options),
+                *("--user-code", *options),
             ]
             with (self._directory / f"agent-{name}.out").open("ab") as output:
                 self._agents[name] = self.launch(host, command, output)

@@ -15,9 +15,6 @@ from benchmarks.coserve.serving_engine import ROOT
 from benchmarks.soak.run_under_test import die_with_us, source_path
 from rollweave.schema.config.root import RunConfig
 
-JOIN_S = 120.0
-"""Maximum seconds until the hosts have joined the run."""
-
 END_S = 120.0
 """Maximum seconds for the run to end once it was asked to."""
 
@@ -96,7 +93,6 @@ class BorrowingRun(ClusterRun):
                 [
                     *(sys.executable, "-m", "rollweave.cli.main", "host"),
                     *("--join", self.address, "--name", "own", "--resource", "own"),
-                    *("--join-s", f"{JOIN_S:g}"),
                 ],
                 stdout=output,
                 stderr=subprocess.STDOUT,

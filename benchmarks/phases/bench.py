@@ -114,9 +114,8 @@ def config(
             "run": {"name": variant, "dir": directory, "seed": seed, "steps": plan.steps},
             "model": model,
             "tasks": [
-                {"env": "benchmarks.phases.reading_tasks:Reading", "tag": "reading"}
-                | {"options": {"words": words, "latency_s": 0.05}}
-                | {"max_turns": 8, "max_tokens": 2048, "max_turn_tokens": 12}
+                {"env": "benchmarks.phases.reading_tasks:Reading", "tag": "reading", "max_turns": 8}
+                | {"max_tokens": 2048, "max_turn_tokens": 12, "options": {"words": words}}
             ],
             "rollout": {
                 "mode": "sync",

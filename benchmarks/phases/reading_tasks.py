@@ -24,7 +24,7 @@ class Reading:
     each, and whose answers take `latency_s`.
     """
 
-    def __init__(self, *, words: int, turns: int = TURNS, latency_s: float = 0.0) -> None:
+    def __init__(self, *, words: int, turns: int = TURNS, latency_s: float = 0.05) -> None:
         self._words, self._turns, self._latency_s = words, turns, latency_s
         self._seed = self._turn = 0
 

@@ -137,14 +137,13 @@ def added(ours: Sequence[float], theirs: Sequence[float], share: float) -> float
 
 
 def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0) -> RunConfig:
-    limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
-    lake = "rollweave.envs.frozenlake:SlowLake"
+    limits = {"tag": "lake", "max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
     options = {"maps": "fixed", "latency_s": step_s, "latency_sigma": 0.25}
     return RunConfig.model_validate(
         {
             "run": {"name": "service", "dir": str(directory)},
             "model": {"path": str(model)},
-            "tasks": [{"env": lake, "tag": "lake", "options": options, **limits}],
+            "tasks": [{"env": "rollweave.envs.frozenlake:SlowLake", "options": options, **limits}],
             "rollout": {"max_running": max(held, CONCURRENT)},
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
         }

@@ -169,7 +169,7 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
     config = with_device(config, hosts)
     plan = _Plan(config, hosts)
     idle = (interpreter(setting="model"),)
-    predictor = config.rollout.predictor
+    predictor = config.ablation.predictor
     predicts = scheduling(config.rollout, config.ablation).predicts
     processes = [
         Process(kind=CONTROLLER, name="", host=plan.controller, needs=idle),
