@@ -17,18 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from rollweave import (
-    ChatCodec,
-    Gateway,
-    GenerateRequest,
-    GenerateResult,
-    Sampling,
-    SessionLimits,
-    SessionRecording,
-    TokenDelta,
-    serve_gateway,
-    start_engine,
-)
+from rollweave.engine.embedded import start_engine
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.gateway.server import Gateway, SessionRecording, serve_gateway
+from rollweave.rollout.gateway.sessions import SessionLimits
+from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling, TokenDelta
 
 
 async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int, SessionRecording]:

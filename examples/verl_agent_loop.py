@@ -35,9 +35,9 @@ from rollweave import (
     RolloutRequest,
     RollweaveError,
     Trajectory,
-    refused_field,
-    row_of,
 )
+from rollweave.io.http.fields import refused_field
+from rollweave.service.adapters.rows import row_of
 
 try:
     from verl.experimental.agent_loop.agent_loop import (

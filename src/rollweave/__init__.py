@@ -1,9 +1,9 @@
 """Rollweave trains LLM agents with reinforcement learning, each trajectory at its own
 pace.
 
-The public interface is the names of `__all__`, and what the pages in docs/ import from
-`rollweave.sandbox`, `rollweave.service.adapters` and `rollweave.weights.delta`; every
-other name may change between versions. The names of `__all__` are imported on first
+The public interface is the names of `__all__`, and what the pages in docs/ and the
+examples import from the modules of the package; every other name may change between
+versions. The names of `__all__` are imported on first
 use, so that `import rollweave` is fast and loads neither torch nor numpy.
 """
 
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from rollweave.package import VERSION
 
 if TYPE_CHECKING:
-    from rollweave.core.policy.dapo import DapoRule
-    from rollweave.engine.embedded import start_engine
     from rollweave.envs.base import (
         Env,
         Episode,
@@ -31,29 +29,17 @@ if TYPE_CHECKING:
     from rollweave.envs.handlers.base import Agent, AgentHandler, Job, Tool
     from rollweave.envs.handlers.toolbox import toolbox
     from rollweave.envs.handlers.tools import converse
-    from rollweave.io.http.fields import refused_field
     from rollweave.record.summary import Summary
-    from rollweave.rollout.chat.codec import ChatCodec
-    from rollweave.rollout.gateway.server import Gateway, SessionRecording, serve_gateway
-    from rollweave.rollout.gateway.sessions import SessionLimits
     from rollweave.runtime.roles.cluster import Cluster
-    from rollweave.runtime.roles.role import WorkerResources
-    from rollweave.runtime.roles.worker import Worker, hw_mapping, register, register_serverless
+    from rollweave.runtime.roles.worker import Worker, register
     from rollweave.sandbox.base import SandboxSpec
     from rollweave.sandbox.tools import Bash, IPython
     from rollweave.schema.base import mix
     from rollweave.schema.chat import Message
     from rollweave.schema.config.root import RunConfig
     from rollweave.schema.errors import ConfigError, RollweaveError
-    from rollweave.schema.roles import WorkerError, WorkerLostError
+    from rollweave.schema.roles import WorkerError
     from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
-    from rollweave.schema.serving import (
-        EngineSpec,
-        GenerateRequest,
-        GenerateResult,
-        Sampling,
-        TokenDelta,
-    )
     from rollweave.schema.work import (
         Decoding,
         SegmentKind,
@@ -62,8 +48,6 @@ if TYPE_CHECKING:
         TokenSequence,
         Trajectory,
     )
-    from rollweave.service.adapters.dapo import DapoBatches, DapoRollouts
-    from rollweave.service.adapters.rows import row_of
     from rollweave.service.client import RolloutClient, Rollouts
 
 __version__ = VERSION
@@ -72,20 +56,12 @@ __all__ = [
     "Agent",
     "AgentHandler",
     "Bash",
-    "ChatCodec",
     "Cluster",
     "ConfigError",
-    "DapoBatches",
-    "DapoRollouts",
-    "DapoRule",
     "Decoding",
     "EngineRequest",
-    "EngineSpec",
     "Env",
     "Episode",
-    "Gateway",
-    "GenerateRequest",
-    "GenerateResult",
     "IPython",
     "Job",
     "MemberStatus",
@@ -97,45 +73,29 @@ __all__ = [
     "Rollouts",
     "RollweaveError",
     "RunConfig",
-    "Sampling",
     "SandboxSpec",
     "Score",
     "SegmentKind",
-    "SessionLimits",
-    "SessionRecording",
     "Split",
     "Step",
     "StopReason",
     "Summary",
     "Task",
-    "TokenDelta",
     "TokenSequence",
     "Tool",
     "Trajectory",
     "Worker",
     "WorkerError",
-    "WorkerLostError",
-    "WorkerResources",
     "converse",
-    "hw_mapping",
     "mix",
     "new_task",
     "payload_of",
-    "refused_field",
     "register",
-    "register_serverless",
-    "row_of",
-    "serve_gateway",
-    "start_engine",
     "toolbox",
     "train",
 ]
 
 _NAMES_OF = {
-    "service.adapters.rows": ("row_of",),
-    "rollout.chat.codec": ("ChatCodec",),
-    "io.http.fields": ("refused_field",),
-    "engine.embedded": ("start_engine",),
     "envs.base": (
         "Env",
         "Episode",
@@ -147,33 +107,21 @@ _NAMES_OF = {
         "new_task",
         "payload_of",
     ),
-    "rollout.gateway.server": ("Gateway", "SessionRecording", "serve_gateway"),
-    "rollout.gateway.sessions": ("SessionLimits",),
     "envs.handlers.base": ("Agent", "AgentHandler", "Job", "Tool"),
     "envs.handlers.toolbox": ("toolbox",),
     "envs.handlers.tools": ("converse",),
-    "core.policy.dapo": ("DapoRule",),
     "record.summary": ("Summary",),
     "runtime.roles.cluster": ("Cluster",),
-    "runtime.roles.role": ("WorkerResources",),
-    "runtime.roles.worker": ("Worker", "hw_mapping", "register", "register_serverless"),
+    "runtime.roles.worker": ("Worker", "register"),
     "sandbox.base": ("SandboxSpec",),
     "sandbox.tools": ("Bash", "IPython"),
     "schema.base": ("mix",),
     "schema.chat": ("Message",),
     "schema.config.root": ("RunConfig",),
     "schema.errors": ("ConfigError", "RollweaveError"),
-    "schema.roles": ("WorkerError", "WorkerLostError"),
+    "schema.roles": ("WorkerError",),
     "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
-    "schema.serving": (
-        "EngineSpec",
-        "GenerateRequest",
-        "GenerateResult",
-        "Sampling",
-        "TokenDelta",
-    ),
     "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),
-    "service.adapters.dapo": ("DapoBatches", "DapoRollouts"),
     "service.client": ("RolloutClient", "Rollouts"),
 }
 """The public names of each module, which `__getattr__` imports."""

@@ -50,7 +50,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from rollweave import Cluster, Worker, WorkerResources, hw_mapping, register
+from rollweave import Cluster, Worker, register
+from rollweave.runtime.roles.role import WorkerResources
+from rollweave.runtime.roles.worker import hw_mapping
 
 class Ring(Worker):
     def __init__(self) -> None:

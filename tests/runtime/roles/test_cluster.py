@@ -16,19 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollweave import (
-    Cluster,
-    ConfigError,
-    Worker,
-    WorkerError,
-    WorkerLostError,
-    WorkerResources,
-    hw_mapping,
-    register,
-)
+from rollweave import Cluster, ConfigError, Worker, WorkerError, register
 from rollweave.core.policy import waiting as policy
 from rollweave.runtime import waiting
 from rollweave.runtime.roles import group
+from rollweave.runtime.roles.role import WorkerResources
+from rollweave.runtime.roles.worker import hw_mapping
+from rollweave.schema.roles import WorkerLostError
 from tests.runtime.roles.workers import Adder, Ring, Sum
 from tests.support.processes import alive
 

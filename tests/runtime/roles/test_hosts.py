@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollweave import Cluster, ConfigError, WorkerLostError, WorkerResources
+from rollweave import Cluster, ConfigError
+from rollweave.runtime.roles.role import WorkerResources
+from rollweave.schema.roles import WorkerLostError
 from tests.runtime.roles.workers import Adder, Ring
 from tests.support.host_agents import Agents, agents, secret
 from tests.support.processes import alive, parent

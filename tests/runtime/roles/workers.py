@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from rollweave import Worker, hw_mapping, register
+from rollweave import Worker, register
+from rollweave.runtime.roles.worker import hw_mapping
 from rollweave.schema.base import Struct
 
 
