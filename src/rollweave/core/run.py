@@ -62,8 +62,8 @@ class EngineFailure:
 
 
 class Pacing(Protocol):
-    """The way engines and trajectories keep pace with the trainer. What has a body here
-    holds if any engine can run any turn.
+    """The way engines and trajectories keep pace with the trainer. The answers given
+    here are those of a run in which any engine can run any turn.
     """
 
     interchangeable: bool = True
@@ -204,7 +204,8 @@ class Chooser(Protocol):
 class RecordMove(enum.Enum):
     """A move of a record."""
 
-    __hash__ = object.__hash__  # many are looked up, and that of an Enum is slow
+    # moves are looked up at every event, and the hash of an Enum is slow
+    __hash__ = object.__hash__
 
 
 class TurnMove(RecordMove):
