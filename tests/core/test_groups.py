@@ -341,6 +341,7 @@ def test_groups_of_a_lost_step_return_to_the_buffer() -> None:
     assert run.state.counters.trained == 6
     assert run.state.counters.dropped == {StopReason.WORLD_LOST: 2}
     assert run.state.drawing.swept_for_version == -1
+    whole.status = GroupStatus.TAKEN
     groups.return_to_buffer(run, [whole.id], trained=False)
     assert run.state.counters.trained == 6
 

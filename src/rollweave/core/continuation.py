@@ -100,8 +100,9 @@ def restored(run: Run, step: int) -> None:
 
 
 def take(run: Run, trajectory: Trajectory, launch: int) -> tuple[int, Continuation | None]:
-    """Return the version from which the attempt's staleness is counted if it is
-    launched now under version `launch`, and the attempt that it continues.
+    """Return `launch` and None; or, if the attempt continues one that is kept, the
+    version at which that one was launched, and the continuation. The attempt's
+    staleness is counted from the version.
     """
     kept, trajectory.past.kept, trajectory.past.restored_to = trajectory.past.kept, None, None
     trajectory.past.continues = False

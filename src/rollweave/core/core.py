@@ -18,22 +18,24 @@ What happens in `handle` (`core/kernel`), in this order:
     then the kernel's. A handler changes the records of its own sub-machine, emits
     commands (`run.emit`), and posts facts. Late and repeated events find a record in
     another attempt, epoch or dispatch, and are ignored.
- 3. Facts. The only fact is that an attempt is over (`AttemptOver`). `core/lifecycle`
-    acts on facts until none is left: another attempt, or a gain or loss for the owner
-    of the group. What this entails posts further facts, so nothing is re-entered, and
-    calls go downward only.
+ 3. Facts. The only fact is that an attempt is over (`AttemptOver`). Whatever ends an
+    attempt posts the fact, and `core/lifecycle` settles one fact after the other, until
+    none is left: another attempt, or a gain or loss for the owner of the group. So no
+    function is re-entered, and a module calls only modules that it stands above
+    (`run`, `attempts`, the sub-machines, `lifecycle`, `kernel`, the lowest first).
  4. Steps. An event may have made something possible: `kernel.STEPS` asks each
-    sub-machine in a fixed order, in which one step enables the next (drain, end, drop,
-    update weights, train, evaluate, launch, start, dispatch). A step that finds nothing
-    to do costs a few comparisons. After the most frequent events, about turns, only
-    dispatching is asked.
+    sub-machine in a fixed order, in which one step enables the next: end, drop, update
+    weights, train, evaluate, launch, start, dispatch. Mechanisms insert steps of their
+    own. A step that finds nothing to do costs a few comparisons. After the most
+    frequent events, about turns, only dispatching is asked.
 
 The records, and their life:
 
   group       drawn → active → (comparing) → buffered → taken → trained → covered
   attempt     QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED (`attempts.LEGAL`)
   turn        requested → queued → on an engine → done, or held while KV moves
-  engine      STARTING → STALE → LOADING → SERVING ⇄ SUSPENDING (`engines.LEGAL`)
+  engine      STARTING → STALE → LOADING → SERVING → SUSPENDING → LOADING → …
+              (`engines.LEGAL`; a STALE engine has no weights that it may serve)
   trainer     STARTING → IDLE ⇄ MEASURING, TRAINING → PUBLISHING → SAVING
 
 One step in the life of a run, with the module that acts: a group is drawn (`groups`),
@@ -42,17 +44,20 @@ engines (`dispatching`), rewards come (`trajectories`), the group is complete an
 buffered (`groups`), the trainer takes a batch (`training`), publishes its weights, and
 engines load them (`weight_updates`). How far rollouts run ahead, and when engines
 update, is one `Pacing` (`core/pacing`). `examples/one_step.py` drives these by hand.
+The sub-machines ask pure functions for their decisions, one in each file of
+`core/policy`: `staleness` says what may still be trained on, `routing` which engine
+gets a turn. Rewards are computed by worlds (`rollout/reward_sources`), not here.
 
-Mechanisms (`core/mechanisms`) are what a step can be trained without: each has its
-state (a part of the snapshot), handlers, steps, invariants and waits in a room of its
-own, and the kernel imports none. Its hooks are fields of `run.Mechanism`: `follows`
-names moves of records at which it is called (an attempt's new stage, a turn that an
-engine gets or has answered, an engine that has joined or failed, a step that is
+Mechanisms (`core/mechanisms`) are optional behaviors, without which a run trains, too:
+each has its state (a part of the snapshot), handlers, steps, invariants and waits in a
+room of its own, and the kernel imports none. Its hooks are fields of `run.Mechanism`:
+`follows` names moves of records at which it is called (an attempt's new stage, a turn
+that an engine gets or has answered, an engine that has joined or failed, a step that is
 trained); `pacing`, `carrier`, `choose_engine` and `choose_worker` take the place of a
 decision of the kernel; `waits` and `check` are for viewers and tests. Hooks of one move
 run in the order of `mechanisms.MECHANISMS`, which is the order of their commands. What
-a configuration does not use is not in its run: no field, no call. Two mechanisms are in
-every run, and act only when engines fail, join or leave.
+a configuration does not use is not in its run: no field, no call. `membership` and
+`suspects` are in every run, and act only when engines fail, join or leave.
 
 Readers (`core/reading`) look at the state, and change nothing; the kernel imports none.
 
@@ -75,7 +80,8 @@ from rollweave.schema.status import RunStatus
 class Core(Kernel):
     """The state of one run. `restore(snapshot)` returns an equal core.
 
-    `rules` are the user's functions that the configuration names.
+    `rules` are the user's functions that choose batches from the buffer, by the names
+    that the configuration has for them.
     """
 
     mechanisms = MECHANISMS

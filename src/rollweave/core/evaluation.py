@@ -325,7 +325,7 @@ def _cancel_episodes(run: Run, evaluation: Evaluation) -> None:
         if group.status is GroupStatus.DRAWING:
             groups.forget(run, group)
             continue
-        group.status = GroupStatus.DROPPED
+        groups.enter(run, group, GroupStatus.DROPPED)
         for member in [state.trajectories[member] for member in group.members]:
             if member.stage is not Stage.ENDED:
                 trajectories.cancel(run, member, StopReason.CANCELLED)

@@ -7,7 +7,7 @@ complete groups enter the buffer; a dropped group takes all its members with it.
 member that is too old leaves its group, if enough others stay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollweave.core import attempts, trajectories
 from rollweave.core.policy.mixture import next_domain
@@ -35,6 +35,24 @@ All others count as dropped.
 
 STOP_REASONS = frozenset(reason.value for reason in StopReason)
 
+LEGAL: Mapping[GroupStatus, frozenset[GroupStatus]] = {
+    GroupStatus.DRAWING: frozenset({GroupStatus.ACTIVE, GroupStatus.DROPPED}),
+    GroupStatus.ACTIVE: frozenset(
+        {GroupStatus.COMPARING, GroupStatus.BUFFERED, GroupStatus.DROPPED}
+    ),
+    GroupStatus.COMPARING: frozenset(
+        {GroupStatus.COMPARING, GroupStatus.ACTIVE, GroupStatus.BUFFERED, GroupStatus.DROPPED}
+    ),
+    GroupStatus.BUFFERED: frozenset({GroupStatus.TAKEN, GroupStatus.DROPPED}),
+    GroupStatus.TAKEN: frozenset({GroupStatus.TRAINED, GroupStatus.BUFFERED}),
+    GroupStatus.TRAINED: frozenset({GroupStatus.COVERED, GroupStatus.BUFFERED}),
+    GroupStatus.COVERED: frozenset(),
+    GroupStatus.DROPPED: frozenset(),
+}
+"""Legal transitions of a group. A lost trainer returns its groups to the buffer, and a
+lost controller begins comparisons anew.
+"""
+
 
 # Drawing and launching.
 
@@ -55,7 +73,8 @@ def _draw(run: Run, count: int) -> None:
 
 
 def enter(run: Run, group: Group, status: GroupStatus) -> None:
-    """Change the status of the group, which some mechanisms follow."""
+    """Change the status of the group; nothing else does. Mechanisms may follow it."""
+    assert status in LEGAL[group.status], f"{group.id}: {group.status} → {status}"
     group.status = status
     run.follow(status, group)
 
@@ -82,7 +101,8 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
     group = run.state.groups.get(event.group_id)
     if group is None or group.status is not GroupStatus.DRAWING:
         return
-    group.status, group.task = GroupStatus.ACTIVE, event.task
+    enter(run, group, GroupStatus.ACTIVE)
+    group.task = event.task
     rollout = run.config.rollout
     size = (
         run.group_sizes[group.name] + rollout.spare_members if group.purpose is Purpose.TRAIN else 1
@@ -232,7 +252,7 @@ def resume_comparison(run: Run, group: Group) -> None:
         _compare(run, group)
         return
     decision = _decide(run, group)
-    group.status = GroupStatus.ACTIVE  # no comparison is under way that can be cancelled
+    enter(run, group, GroupStatus.ACTIVE)  # no comparison is under way that can be cancelled
     _conclude(run, group, decision)
 
 
@@ -301,8 +321,8 @@ def drop_expired(run: Run) -> None:
     """Drop the trajectories that no step from the next one on would accept (RollArt
     §6.2), and groups of which too few others are left.
 
-    A mode that does not abort drops only buffered ones, and others when their group is
-    complete.
+    In a mode that does not abort, running members finish first: they are checked when
+    their group is complete.
     """
     state, version = run.state, run.next_version()
     if state.drawing.swept_for_version == version:
@@ -315,8 +335,8 @@ def drop_expired(run: Run) -> None:
 
 
 def drop_surplus(run: Run) -> None:
-    """Drop what is in flight, and could only be trained on in steps whose batches are
-    complete (RollArt §6.3): spare groups, and those that younger ones have overtaken.
+    """Drop running groups that no incomplete batch could still accept (RollArt §6.3):
+    spare groups, and groups that younger ones have overtaken.
 
     A mode that does not abort lets them end.
     """
@@ -376,7 +396,7 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
     """
     for group_id in group_ids:
         group = run.state.groups[group_id]
-        group.status = GroupStatus.BUFFERED
+        enter(run, group, GroupStatus.BUFFERED)
         run.state.buffer[group_id] = None
         if trained:
             run.state.counters.trained -= len(group.chosen)
@@ -408,7 +428,7 @@ def mark_checkpointed(run: Run, group: Group) -> None:
     """Release the group's tokens: a checkpoint covers its step, which no restored
     trainer will lose.
     """
-    group.status = GroupStatus.COVERED
+    enter(run, group, GroupStatus.COVERED)
     run.emit(Evict(trajectory_ids=tuple(group.chosen), reason="trained"))
     forget_if_stopped(run, group)
 

@@ -42,7 +42,8 @@ from rollweave.schema.packing import packed
 class Kernel:
     """The state of one run, with those of `mechanisms` that its configuration uses.
 
-    `rules` are the user's functions that the configuration names.
+    `rules` are the user's functions that choose batches from the buffer, by the names
+    that the configuration has for them.
     """
 
     mechanisms: ClassVar[tuple[Mechanism, ...]] = ()
@@ -164,7 +165,7 @@ HANDLERS: Mapping[type[Event], Handler] = {
 """The sub-machine that handles each kind of event."""
 
 FREES_NOTHING: frozenset[type[Event]] = frozenset({e.TurnsProgressed, e.AttemptDelayed})
-"""Events after which nothing is possible that was not before."""
+"""Events that make no step possible."""
 
 FREES_TURNS: frozenset[type[Event]] = frozenset(
     {e.TurnRequested, e.PrefillDone, e.TurnDone, e.PredictionReady}

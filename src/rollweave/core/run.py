@@ -64,6 +64,9 @@ class EngineFailure:
 class Pacing(Protocol):
     """The way engines and trajectories keep pace with the trainer. The answers given
     here are those of a run in which any engine can run any turn.
+
+    A version is the number of the step that the weights came from; each publication of
+    weights has an id of its own.
     """
 
     interchangeable: bool = True
@@ -86,7 +89,9 @@ class Pacing(Protocol):
         """The number of training groups to draw now; none if negative."""
 
     def launch_version(self, run: "Run", trajectory: Trajectory, purpose: Purpose) -> int | None:
-        """Launch the trajectory; return the version, or None if no engine takes it."""
+        """Return the version under which the trajectory is launched, to which it is
+        bound if trajectories are; None if no engine takes it.
+        """
 
     def takes_episodes(self, run: "Run") -> bool:
         """True if an engine takes episodes of the evaluation now."""
@@ -109,7 +114,9 @@ class Pacing(Protocol):
         return True
 
     def wanted_weights(self, run: "Run", engine: Engine) -> int | None:
-        """The weights that a suspended engine is to load; None if there are none."""
+        """The publication id of the weights that a suspended engine is to load; None if
+        there are none.
+        """
 
     def updates(self, run: "Run") -> Iterator[tuple[Engine, int | None]]:
         """The stale and serving engines that are to load other weights now."""
@@ -181,7 +188,9 @@ class Carrier:
         return set()
 
     def accuse(self, run: "Run", engine: Engine, publication_id: int) -> None:
-        """The engine cannot load these weights: either of the two may be at fault."""
+        """The engine cannot load these weights. The engine may be at fault, or the relay
+        or trainer that has them.
+        """
 
 
 class Chooser(Protocol):
@@ -230,7 +239,7 @@ class EngineMove(RecordMove):
 
     JOINED = "joined"  # with the event: it is ready
     FAILED = "failed"  # with its EngineFailure: its turns are about to fail
-    SOUGHT = "sought"  # without an engine: suspects wait for engines of their own
+    SOUGHT = "sought"  # suspects are queued for engines of their own; passes no engine
     GIVEN_UP = "given up"  # with the reason: it has failed too often
     REMOVED = "removed"  # for good
     LOST = "lost"  # with the reason: it was removed, and not meant to go
@@ -454,11 +463,8 @@ class Run:
         return next(iter(self.pools_of(trajectory)), "")
 
     def next_version(self) -> int:
-        """The version at which the next mini-batch to be taken will be trained: the
-        step that follows a running one.
-
-        While a streamed step still lacks mini-batches, groups that complete now belong
-        to it.
+        """The step to which the next batch or mini-batch that is taken belongs: the
+        trainer's, or the one after it if the trainer's has all its mini-batches.
         """
         trainer = self.state.trainer
         step_is_full = (
@@ -478,7 +484,9 @@ class Run:
         return sum(self.groups_in_minibatch(part) for part in done) + len(trainer.batch)
 
     def open_version(self) -> int:
-        """The version at which a group is trained on that completes now."""
+        """The step in which a group that completes now would be trained on, behind all
+        that is buffered.
+        """
         return trained_at(
             buffered=len(self.state.buffer),
             taken=self.taken_groups(),

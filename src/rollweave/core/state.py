@@ -102,8 +102,8 @@ class Turn(msgspec.Struct, kw_only=True):
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that was lost with its worker or its controller, and whose turns are
-    recorded: its number, the version at its launch, and the newest version that is not
-    lost; None if none is.
+    recorded: its number, the version at its launch, and the newest version that the
+    loss of the trainer left; None if no version was lost.
     """
 
     attempt: int
@@ -193,7 +193,7 @@ class Group(msgspec.Struct):
 
 class EngineStatus(enum.StrEnum):
     STARTING = "starting"
-    STALE = "stale"  # ready, no weights yet
+    STALE = "stale"  # ready, without weights that it may serve
     SUSPENDING = "suspending"
     LOADING = "loading"
     SERVING = "serving"
@@ -437,7 +437,7 @@ class Drawing(msgspec.Struct):
 
 
 class Membership(msgspec.Struct):
-    """The engines that join and leave (owner: `core/engines`)."""
+    """The engines that join and leave (owner: the mechanism `membership`)."""
 
     next_number: int = 0
     withdrawn: list[EngineId] = []  # configured engines that are gone for good, in later worlds too

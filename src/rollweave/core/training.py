@@ -128,7 +128,7 @@ def take_batch(run: Run) -> None:
         return
     for group in taken:
         del state.buffer[group.id]
-        group.status = GroupStatus.TAKEN
+        groups.enter(run, group, GroupStatus.TAKEN)
         trainer.batch.append(group.id)
     run.emit(
         TrainStep(
@@ -211,7 +211,7 @@ def _count_trained(run: Run) -> None:
     counters = state.counters
     for group_id in trainer.batch:
         group = state.groups[group_id]
-        group.status = GroupStatus.TRAINED
+        groups.enter(run, group, GroupStatus.TRAINED)
         counters.trained += len(group.chosen)
         for member in group.chosen:
             initiated = state.trajectories[member].initiated

@@ -1,9 +1,9 @@
-"""The life of a trajectory: queued → INIT → RUN → EVAL → scored, through three bounded
-pools; or cancelled, retried, ended.
+"""The life of a trajectory: queued → INIT → RUN → EVAL (its reward) → scored; or
+cancelled, retried, ended. Each of the three stages has a bounded number of slots.
 
-Invariant: an attempt holds a pool slot from the command that starts its stage until the
-world reports that the stage is over. A cancelled attempt keeps its slot while it
-closes, so what the world holds never exceeds the pools.
+Invariant: an attempt holds a slot of its stage from the command that starts the stage
+until the world reports that it is over. A cancelled attempt keeps its slot while it
+closes, so what the world holds never exceeds the slots.
 """
 
 from rollweave.core import attempts, continuation
@@ -218,9 +218,10 @@ def finish(run: Run, trajectory: Trajectory) -> None:
 
 
 def start_inits(run: Run) -> None:
-    """Fill the INIT pool, as far as the limit on living environments allows.
+    """Start as many attempts as the stage INIT has slots for and the limit on living
+    environments allows.
 
-    Evaluations go first.
+    Episodes of evaluations go first.
     """
     state, pools, rollout = run.state, run.state.pools, run.config.rollout
     while (
@@ -305,7 +306,7 @@ def _is_episode(run: Run, trajectory_id: TrajectoryId) -> bool:
 
 
 def start_evals(run: Run) -> None:
-    """Fill the EVAL pool.
+    """Start as many rewards as the stage EVAL has slots for.
 
     Without `reward_overlap`, they wait until no environment is running, and none can
     start.

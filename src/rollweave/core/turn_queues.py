@@ -64,7 +64,7 @@ class TurnQueues:
 
     def add(self, queued: QueuedTurn) -> None:
         """Add a turn that is queued, or requeued with another rank or key. Its former
-        entry becomes stale.
+        entry is outdated then.
         """
         trajectory, turn, place = queued
         key = _key(queued)

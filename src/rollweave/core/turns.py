@@ -36,7 +36,7 @@ from rollweave.schema.events import (
 from rollweave.schema.work import StopReason
 
 RESTS = "rests"
-"""The reason why an engine gets no turns that has given some back."""
+"""Why an engine that has given turns back gets no new ones for a while."""
 
 
 def on_requested(run: Run, event: TurnRequested) -> None:

@@ -3,9 +3,9 @@ load now.
 
 The trainer keeps these versions in memory and releases all others; what carries them to
 the engines, if it is not that memory, is a mechanism's (`core/run.Carrier`). In mode
-decoupled any engine can also read a version from a
-checkpoint that holds it (§3.3), since all hosts see the run's directory. Publication
-ids only grow.
+decoupled any engine can also read a version from a checkpoint that holds it (Laminar
+§3.3), since all hosts see the run's directory. Functions name versions by their
+publication ids, which only grow.
 
 Invariants: `state.publication.retained` has the newest published version, and of
 earlier ones those that are `needed`; `state.publication.checkpointed` has no version
@@ -26,8 +26,9 @@ Older versions are in checkpoints alone.
 
 
 def needed(run: Run) -> tuple[int, ...]:
-    """Return the versions that an engine or relay has, receives or is loading, that a
-    trajectory began with, or that are to be evaluated; and the newest one.
+    """Return the publication ids of the versions that an engine or relay has, receives
+    or is loading, that a trajectory began with, or that are to be evaluated; and that
+    of the newest one.
 
     Of the retained ones, ascending, the newest MAX_VERSIONS.
     """
@@ -133,8 +134,8 @@ def newest(run: Run, engine: Engine) -> int | None:
     held = run.carrier.reach(run, engine)
     if held is not None:
         if run.colocated:
-            held = [version for version in held if version == published]
-        in_memory = next((version for version in reversed(held) if version in retained), -1)
+            held = [held_id for held_id in held if held_id == published]
+        in_memory = next((held_id for held_id in reversed(held) if held_id in retained), -1)
     else:
         in_memory = published if published in retained else -1
     saved = max(run.state.publication.checkpointed, default=-1) if published not in retained else -1

@@ -29,7 +29,7 @@ def test_an_attempt_continues_within_the_window(name: ModeName) -> None:
     for initiated, launch, ahead in itertools.product(range(6), range(6), range(4)):
         trained_at = launch + ahead
         if name is ModeName.DECOUPLED:
-            expected = initiated == launch and ahead <= 3
+            expected = initiated == launch and ahead <= 2
         else:
             expected = initiated <= launch and trained_at - initiated <= windows[name]
         assert expected == may_continue(

@@ -110,7 +110,7 @@ def test_the_random_runs_do_have_engines_that_join_and_leave() -> None:
 
 
 def test_an_engine_that_joins_is_stale_until_loaded_and_launches_a_batch() -> None:
-    hand = Hand(decoupled_config(engines=1))
+    hand = Hand(decoupled_config(engines=1, rollout={"max_running": 8}))
     state = hand.core.state
     hand.feed(registered(next_id(state)))
     assert state.engines[E1].status is EngineStatus.STARTING
@@ -178,7 +178,7 @@ def test_a_planned_fleet_refuses_joins_and_withdrawals() -> None:
 
 
 def test_an_engine_that_joins_while_the_trainer_is_down_loads_the_newest_checkpoint() -> None:
-    hand = Hand(decoupled_config(run={"checkpoint_every": 1}))
+    hand = Hand(decoupled_config(run={"checkpoint_every": 1}, rollout={"max_running": 12}))
     state = hand.core.state
     misassigned(hand)
     assert (state.publication.version, max(state.publication.checkpointed.values())) == (1, 1)
