@@ -33,6 +33,7 @@ def simulated(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, P
         directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}}
     )
     data = run_config.model_dump() | {"sim": {"model": "qwen3-8b"}}
+    data["trainer"] |= {"ranks": 8}  # the simulated GPUs
     data["tasks"] = [
         task | {"env": "frozenlake", "tag": task["tag"] or "game"} for task in data["tasks"]
     ]

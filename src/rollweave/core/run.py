@@ -188,8 +188,8 @@ class Carrier:
         return set()
 
     def accuse(self, run: "Run", engine: Engine, publication_id: int) -> None:
-        """The engine cannot load these weights. The engine may be at fault, or the relay
-        or trainer that has them.
+        """The engine cannot load these weights. It may be at fault, or the relay or
+        trainer that has them.
         """
 
 
