@@ -167,8 +167,10 @@ class LiveWorld:
                     await self.predictor.close()
                     self.tasks.cancel_all()
         finally:
-            self._status.end()
-            await self._episodes.close()
+            try:
+                self._status.end()
+            finally:
+                await self._episodes.close()
         assert self.error is not None, "the pump ends with Finish"
         return self.error
 
