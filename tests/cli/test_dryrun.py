@@ -24,7 +24,7 @@ from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.runtime.launch import train
 from rollweave.runtime.preflight import dryrun
 from rollweave.runtime.preflight.checks import Status, failures
-from rollweave.runtime.preflight.dryrun import leave_out_overlong
+from rollweave.runtime.preflight.dryrun import examine_service
 from rollweave.runtime.preflight.environments import examine_domain
 from rollweave.runtime.preflight.examiner import RULE
 from rollweave.schema.config.loading import dumps, loads
@@ -325,9 +325,9 @@ def test_leaves_overlong_prompts_out_where_asked_to(
         f"workers.count={workers}",
     ]
     with pytest.raises(ConfigError, match=r"tasks.0.max_tokens: .* 400 of 400 are not shorter"):
-        leave_out_overlong(config(tmp_path, *sets, "tasks.0.max_tokens=8"))
-    served, (warning,) = leave_out_overlong(config(tmp_path, *sets))
-    assert leave_out_overlong(served) == (served, [])
+        examine_service(config(tmp_path, *sets, "tasks.0.max_tokens=8"))
+    served, (warning,) = examine_service(config(tmp_path, *sets))
+    assert examine_service(served) == (served, [])
     calls, start = list[int](), ChatCodec.start
 
     def counted(codec: ChatCodec, messages: Any, tools: Any = ()) -> Any:

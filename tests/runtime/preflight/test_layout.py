@@ -203,10 +203,7 @@ def test_a_full_gpu_and_shared_cores_are_warned_of() -> None:
     planned = Site(described={"a": tight, "b": host(1, R=1, gib=24)}).hosts(run)
     checks = list(check_layout(run, lay_out(run, SHAPE, planned), planned))
     warnings = {check.name: check.detail for check in checks if check.status is Status.WARN}
-    assert (
-        warnings["cores"]
-        == "a: 1 trainer ranks compute with 1 threads on 0 cores, which they share"
-    )
+    assert warnings["cores"] == "a: 1 trainer rank with 1 thread on 0 cores, which they share"
     assert warnings["GPU memory"].endswith("on GPU 0 of a: tight")
 
 

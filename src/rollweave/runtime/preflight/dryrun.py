@@ -142,20 +142,14 @@ def plan(
 
 def examine_service(config: RunConfig) -> tuple[RunConfig, list[Check]]:
     """Check that the model has room for the longest sequences, unless only registered
-    engines compute them. Leave out overlong prompts, as `leave_out_overlong` does.
+    engines compute them, and drop overlong prompts of domains whose `overlong` is
+    "drop". Return the configuration, and a warning for each of these domains.
+
+    Raises ConfigError, also for a domain of which no prompt would be left, and for a
+    model whose tokenizer cannot be read.
     """
     if config.serve.engines == "local":
         must_pass(check_context(config))
-    return leave_out_overlong(config)
-
-
-def leave_out_overlong(config: RunConfig) -> tuple[RunConfig, list[Check]]:
-    """Drop overlong prompts of domains whose `overlong` is "drop". Return the
-    configuration, and a warning for each of them. Make no other check.
-
-    Raises ConfigError for a domain of which no prompt would be left, and for a model
-    whose tokenizer cannot be read.
-    """
     domains = list[Domain]()
     for index, task in enumerate(config.tasks):
         if drops_overlong(task):

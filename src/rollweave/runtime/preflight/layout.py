@@ -168,56 +168,42 @@ def lay_out(config: RunConfig, shape: ModelShape, hosts: Sequence[PlannedHost] |
         unbound = [*unbound, *more]
     config = with_device(config, hosts)
     plan = _Plan(config, hosts)
-    idle = (interpreter(setting="model"),)
-    predictor = config.ablation.predictor
-    predicts = scheduling(config.rollout, config.ablation).predicts
-    processes = [
-        Process(kind=CONTROLLER, name="", host=plan.controller, needs=idle),
-        *[Process(kind=PREDICTOR, name=predictor, host=plan.controller, needs=idle)] * predicts,
-        *(
-            plan.process(
-                WORKER,
-                slot.id,
-                slot.host,
-                pool=config.workers.pool,
-                threads=1,
-                # without environments and sandboxes
-                needs=[interpreter(setting="workers.count")],
-            )
-            for slot in workers
-        ),
-        *(
-            plan.process(
-                RELAY, str(number), number, needs=relay_needs(config, shape, stores=stores)
-            )
-            for number, stores in plan.relays(ranks, engines)
-        ),
-        *(
+    processes = [plan.beside_the_controller(CONTROLLER)]
+    if scheduling(config.rollout, config.ablation).predicts:
+        processes.append(plan.beside_the_controller(PREDICTOR, config.ablation.predictor))
+    for worker in workers:
+        needs = [interpreter(setting="workers.count")]  # without environments and sandboxes
+        pool = config.workers.pool
+        processes.append(plan.process(WORKER, worker.id, worker.host, needs, pool=pool, threads=1))
+    for number, stores in plan.relays(ranks, engines):
+        needs = relay_needs(config, shape, stores=stores)
+        processes.append(plan.process(RELAY, str(number), number, needs))
+    for number, rank in enumerate(ranks):
+        processes.append(
             plan.process(
                 RANK,
-                str(rank),
-                slot.host,
+                str(number),
+                rank.host,
+                rank_needs(config, shape, rank=number),
                 pool=config.trainer.pool,
-                devices=slot.devices,
+                devices=rank.devices,
                 threads=1,
-                needs=rank_needs(config, shape, rank=rank),
             )
-            for rank, slot in enumerate(ranks)
-        ),
-        *(
+        )
+    for engine in engines:
+        group = config.engines[engine.group]
+        processes.append(
             plan.process(
                 ENGINE,
-                slot.id,
-                slot.host,
-                pool=config.engines[slot.group].pool,
-                devices=slot.devices,
-                threads=slot.degree,
-                group=slot.group,
-                needs=engine_needs(config, shape, config.engines[slot.group]),
+                engine.id,
+                engine.host,
+                engine_needs(config, shape, group),
+                pool=group.pool,
+                devices=engine.devices,
+                threads=engine.degree,
+                group=engine.group,
             )
-            for slot in engines
-        ),
-    ]
+        )
     order = {host.name: number for number, host in enumerate(hosts or ())}
     processes.sort(key=lambda process: order.get(process.host, -1))
     return Layout(
@@ -233,33 +219,44 @@ class _Plan:
     def __init__(self, config: RunConfig, hosts: Sequence[PlannedHost] | None) -> None:
         self._config, self._hosts = config, hosts
         self._names = {host.slot.number: host.name for host in hosts or ()}
-        cluster, self._on_gpu = config.cluster, config.model.device == "cuda"
-        self.controller = self._names.get(0, "") if cluster is None else cluster.host
-        """The name of the controller's host."""
+        self._on_gpu = config.model.device == "cuda"
+        self._gpus = [device.index for host in (hosts or ())[:1] for device in host.devices]
+
+    def beside_the_controller(self, kind: str, name: str = "") -> Process:
+        """Return a process on the controller's machine."""
+        cluster = self._config.cluster
+        here = self._names.get(0, "") if cluster is None else cluster.host
+        return Process(kind=kind, name=name, host=here, needs=(interpreter(setting="model"),))
 
     def process(
         self,
         kind: str,
         name: str,
         host: int,
+        needs: Sequence[Need],
         *,
         pool: str | None = None,
         devices: tuple[int, ...] | None = None,
         threads: int = 0,
-        needs: Sequence[Need],
         group: int = 0,
     ) -> Process:
-        """Return a process on a host of this number. It computes on these `devices`;
+        """Return a process on a host of this number. It is bound to these `devices`;
         None for a process that uses none.
         """
-        on_gpu = devices is not None and self._is_on_gpu(devices)
+        is_cluster, usable = self._config.cluster is not None, devices or ()
+        if is_cluster and self._hosts is not None:
+            on_gpu = bool(devices)  # each process is bound
+        else:
+            on_gpu = devices is not None and self._on_gpu
+        if on_gpu and not (usable or is_cluster):
+            usable = tuple(self._gpus)  # it is not bound, and may use all
         return Process(
             kind=kind,
             name=name,
             host=self._names.get(host, ""),
             pool=pool or "",
             on_gpu=on_gpu,
-            devices=self._usable(devices or ()) if devices is not None else (),
+            devices=usable,
             group=group,
             threads=1 if on_gpu else threads,
             needs=tuple(needs),
@@ -283,21 +280,6 @@ class _Plan:
         for number in range(count):
             elsewhere = self._hosts is None or number in with_engines
             yield number, apart if number == first else elsewhere
-
-    def _is_on_gpu(self, devices: tuple[int, ...]) -> bool:
-        """Return whether a process that is bound to these devices runs on a GPU. Only
-        on known hosts of a cluster is every process bound.
-        """
-        bound = self._hosts is not None and self._config.cluster is not None
-        return bool(devices) if bound else self._on_gpu
-
-    def _usable(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the GPUs that a process may use: those to which it is bound, or, on
-        one machine where it is not bound, all.
-        """
-        if devices or not self._on_gpu or self._config.cluster is not None:
-            return devices
-        return tuple(device.index for host in (self._hosts or ())[:1] for device in host.devices)
 
 
 def check_layout(
@@ -386,12 +368,17 @@ def _check_cores(
         counts = Counter(user.kind for user in users if user.threads)
         threads = sum(user.threads for user in users)
         count = next(iter(members.values())).cpus
-        kinds = " + ".join(f"{number} {kind}s" for kind, number in counts.items())
-        text = f"{machine}: {kinds} compute with {threads} threads on {count} cores"
+        kinds = " + ".join(_counted(number, kind) for kind, number in counts.items())
+        on = f"{_counted(threads, 'thread')} on {_counted(count, 'core')}"
+        text = f"{machine}: {kinds} with {on}"
         if threads > count:
             yield warn("cores", f"{text}, which they share")
         elif config.cluster is None:
             yield ok("cores", text)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _check_memory(config: RunConfig, memories: Iterable[Memory]) -> Iterator[Check]:
