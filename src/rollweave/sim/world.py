@@ -98,13 +98,12 @@ class World:
         beside the run, from which it may borrow. `keep_partial_turns` is that of
         `rollout/pipeline.py`; mode decoupled always keeps them.
         """
-        self.config = config
+        self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
         self.clock = Clock()
         self.inbox: deque[e.Event] = deque()
         self.events = 0
         self.over: str | None = None
-        self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         self.hosts = SimHosts(config)
         self.relays = SimRelays(

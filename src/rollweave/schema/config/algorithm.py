@@ -60,7 +60,7 @@ its own paper gives no number; for dppo arXiv:2602.04879.
 
 
 class TaskAlgorithmConfig(Section):
-    """What a task domain has in place of the run's [algorithm]."""
+    """The settings of a task domain in place of the run's [algorithm]."""
 
     advantage: Estimator | None = Field(
         None, description="Its advantage estimator; algorithm.advantage if unset."

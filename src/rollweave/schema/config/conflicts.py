@@ -96,7 +96,7 @@ class Conflict(NamedTuple):
     """
 
     of: str
-    """What the settings are about: a mechanism of the core, or a part of a run."""
+    """The subject of the settings: a mechanism of the core, or a part of a run."""
     settings: Mapping[str, Clause]
 
     def cases(self) -> Iterator[tuple[dict[str, list[str]], Clause]]:
