@@ -27,11 +27,11 @@ from benchmarks.placement.drawn import (
     Workload,
     draw_workload,
 )
-from benchmarks.placement.heddle_baselines import anneal, place_dp
 from benchmarks.placement.whole_lists import allocate, by_length, place
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import ByTable, Placement, Problem, in_order
 from rollweave.core.mechanisms.placement.policy.allocation import Allocation
+from rollweave_papers.heddle_placement import anneal, place_dp
 
 CASES = (
     (256, 16),

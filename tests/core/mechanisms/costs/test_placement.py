@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.placement.heddle_baselines import place_dp
 from benchmarks.placement.whole_lists import by_length, place
 from rollweave.core.mechanisms.costs.interference import CostTable
 from rollweave.core.mechanisms.costs.placement import (
@@ -23,6 +22,7 @@ from rollweave.core.mechanisms.costs.placement import (
     by_degree,
     in_order,
 )
+from rollweave_papers.heddle_placement import place_dp
 from tests.core.mechanisms.costs.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples
 

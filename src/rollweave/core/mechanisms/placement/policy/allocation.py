@@ -5,7 +5,7 @@ The paper anneals over degrees with a placement inside. Under its own cost model
 joint problem has an exact answer that costs no more than one placement: let reach[g] be
 how far `g` GPUs get along the sorted list within a makespan; then reach[g] = max over d
 of extend_d(reach[g - d]), because a worker never reaches less far from a later start
-(`mechanisms/costs/placement` has this search). `benchmarks/placement/heddle_baselines`
+(`mechanisms/costs/placement` has this search). `rollweave_papers.heddle_placement`
 has the paper's algorithm.
 """
 
