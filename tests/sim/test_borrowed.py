@@ -15,6 +15,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.sim import serving
 from rollweave.sim.lender import ACTIVATION_S
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.run import Outcome, simulate
@@ -51,12 +52,14 @@ def test_users_are_spread_over_engines_that_are_equally_idle() -> None:
     assert max(busy) < 1.5 * min(busy)
 
 
-def test_without_admission_users_wait_longer() -> None:
-    lent, spatial = run(config()), run(config(), sharing="multiplexing")
-    assert lent.serving is not None
-    assert spatial.serving is not None
-    assert spatial.serving.requests > 0
-    assert lent.serving.late_first <= spatial.serving.late_first
+def test_a_way_of_sharing_that_is_not_installed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "SHARING", dict.fromkeys(serving.OWN, ServingCluster))
+    monkeypatch.setattr(serving, "entry_points", lambda group: ())
+    file = lenders(sharing="spot", model=None, prefill=0, rate=None)
+    with pytest.raises(ConfigError, match="needs the package rollweave-papers"):
+        World(config(), observer=SimMetrics(), serving=file)
 
 
 def test_a_recalled_engine_is_given_back_at_once_and_its_turns_continue() -> None:

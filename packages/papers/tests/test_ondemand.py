@@ -12,13 +12,13 @@ from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError
-from rollweave.sim import ondemand
 from rollweave.sim.clock import Clock
 from rollweave.sim.lending import REPORT_S
 from rollweave.sim.metrics import SimMetrics
-from rollweave.sim.ondemand import DOWN_S, START_S, UP_S, OnDemand, available
 from rollweave.sim.run import simulate
 from rollweave.sim.world import World
+from rollweave_papers import ondemand
+from rollweave_papers.ondemand import DOWN_S, START_S, UP_S, OnDemand, available
 from tests.support.borrowing import Watch, config, lenders
 
 HEADER = "TIMESTAMP,Engines\n"

@@ -2,12 +2,12 @@
 them computes at a time (ROSE §4.1).
 
 The serving model computes whole prompts and, for all its answers at once, one token a
-step. The rollout model is a `SimEngine` on a second clock, which stands still while
-the device serves. Whenever the device is free, the rules of `Sharing` decide which of
-the two computes next; a step is never interrupted. KV memory is counted in bytes: what
-rollouts may hold is fixed when a step of the run begins, by what serving has used since
-the last one and a headroom; it is halved when serving reaches into the headroom, and
-stays so until the next step.
+step. The rollout model is a `SimEngine` on a second clock, which stands still while the
+device serves. Whenever the device is free, rollouts compute if serving then still meets
+its limits; a step is never interrupted. KV memory is counted in bytes: what rollouts
+may hold is fixed when a step of the run begins, by what serving has used since the last
+one and a headroom; it is halved when serving reaches into the headroom, and stays so
+until the next step.
 
 Invariants: the device computes one step at a time; the clock of the rollouts never runs
 faster than the wall's; a turn that is given back has no answer.
@@ -30,7 +30,7 @@ from rollweave.core.policy.admission import (
     ttft_slack,
 )
 from rollweave.core.policy.kv_budget import HEADROOM, LEASE_S, KvBudget
-from rollweave.sim.coserving import Memory, Sharing, profiled
+from rollweave.sim.coserving import Memory, profiled
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.engine import Done, SimEngine
 
@@ -43,16 +43,6 @@ FULL = 0.9
 ACTIVATION_S = 5.0
 """Seconds until the rollout model of an engine that begins to lend is in memory (ROSE
 §4.1: at most).
-"""
-
-RELOAD_S = 20.0
-"""Seconds in which an engine that holds one model at a time loads the other one.
-Assumption: "tens of seconds" (ROSE §3.2; the values of Fig. 3c are not in the text).
-"""
-
-KEPT_S = 60.0
-"""Seconds without requests after which such an engine loads the rollout model: the
-window over which Knative decides to scale down.
 """
 
 
@@ -69,12 +59,19 @@ class Served:
 class Lender:
     """One serving engine, named `name`.
 
-    `phase` is the part of requests that it computes: prefill, decode or both. Times are
-    virtual seconds in the order of the calls; `next_at` gives the time of the next
-    `advance`. `on_first(request, now)` is called when a prompt is computed, and
-    `on_last(request, now)` with the last token; `on_returned(keys)` when turns of
-    rollouts are given back, with the tokens that each has sampled.
+    `phase` is the part of requests that it computes: prefill, decode or both. `ttft`
+    and `tpot` tell which of the limits admission keeps. Times are virtual seconds in
+    the order of the calls; `next_at` gives the time of the next `advance`.
+    `on_first(request, now)` is called when a prompt is computed, and `on_last(request,
+    now)` with the last token; `on_returned(keys)` when turns of rollouts are given
+    back, with the tokens that each has sampled.
     """
+
+    idle: tuple[str, ...] = ("",)
+    """Names of what the device does while it waits for a request."""
+
+    shrinks = True
+    """True if the memory of rollouts shrinks when serving needs it."""
 
     def __init__(
         self,
@@ -84,7 +81,8 @@ class Lender:
         cost: EngineCosts,
         limits: Slo,
         memory: Memory,
-        sharing: Sharing,
+        ttft: bool = True,
+        tpot: bool = True,
         lease_s: float = LEASE_S,
     ) -> None:
         self.name, self.phase = name, phase
@@ -94,8 +92,8 @@ class Lender:
         self.engine: SimEngine | None = None
         self.serving_s = 0.0
         self.stalls = 0
-        self._cost, self._limits, self._memory, self._sharing = cost, limits, memory, sharing
-        self._lease_s = lease_s
+        self._cost, self._limits, self._memory = cost, limits, memory
+        self._ttft, self._tpot, self._lease_s = ttft, tpot, lease_s
         self._profile, self._corrections = profiled(cost), Corrections()
         self._pages = KvBudget(
             max(1, int(memory.kv // PAGE_BYTES)),
@@ -115,11 +113,8 @@ class Lender:
         self._until = math.inf  # end of what it computes
         self._began = 0.0
         self._run = 0  # steps in which answers grow, without a choice in between
-        self._computes = ""  # prompt, tokens, rollouts, kept or reload; "" if idle
+        self._computes = ""  # prompt, tokens, rollouts or a subclass's own; "" if idle
         self._last = ""
-        # The model in memory, where one has it at a time: serving or rollouts.
-        self._holds, self._wanted = "serving", ""
-        self._idle_at = 0.0
         # The rollouts' clock: `_tau` at `_wall`, which runs while they compute.
         self._tau = self._wall = self._target = 0.0
         self._resizes = False
@@ -149,40 +144,12 @@ class Lender:
     def takes(self) -> bool:
         """Return whether rollouts may begin more turns: they have memory for them."""
         engine = self.engine
-        if not self.holds_rollouts:
-            return False
         return engine is None or engine.kv_used < FULL * engine.kv_tokens
 
     @property
     def holds_rollouts(self) -> bool:
-        """Return whether the rollout model can compute without a reload."""
-        return not self._sharing.reloads or (self._holds == "rollouts" and not self._wanted)
-
-    @property
-    def holds_serving(self) -> bool:
-        """Return whether the serving model can compute without a reload."""
-        return not self._sharing.reloads or self._holds == "serving"
-
-    def has_room(self, request: Served, *, prompt: bool) -> bool:
-        """Return whether the prompt of a request, or its answer, would meet its limit
-        here by the profile, without a reload.
-        """
-        if not self.holds_serving:
-            return False
-        if prompt:
-            tokens = request.prompt_tokens + sum(one.prompt_tokens for one in self._prompts)
-            return self._profile.prefill_s(tokens, PrefillMode.MONOLITHIC) <= self._limits.ttft_s
-        waiting = sum(one.prompt_tokens for one in self._joining) + request.prompt_tokens
-        batch = len(self._ends) + len(self._joining) + 1
-        fits = (self._context + waiting) * self._memory.serving_token <= self._memory.kv
-        return fits and self._profile.decode.seconds(batch) <= self._limits.tpot_s
-
-    def wake(self, now: float) -> None:
-        """Load the serving model again, for requests to come."""
-        self.advance_to(now)
-        if self._holds == "rollouts" and self._wanted != "serving":
-            self._wanted = "serving"
-            self._changed(now)
+        """Return whether the rollout model can compute now."""
+        return True
 
     def use(self, now: float) -> float:
         """Return the mean share of the memory for KV that serving has used since the
@@ -210,7 +177,7 @@ class Lender:
         self._count_use(now)
         self._admit()
         self._peak = max(self._peak, self.serving_bytes)
-        if self._computes in ("", "kept"):
+        if self._computes in self.idle:
             self._choose(now)
         elif self._computes == "rollouts" and self.engine is not None:
             tau = self._now(now)
@@ -238,7 +205,7 @@ class Lender:
 
     def _admit(self) -> None:
         """Let answers begin that have room beside what rollouts may hold."""
-        room = self._memory.kv - (0.0 if self._sharing.reloads else self._budget)
+        room = self._room()
         token = self._memory.serving_token
         while self._joining:
             first = self._joining[0]
@@ -249,6 +216,10 @@ class Lender:
             self._oldest = min(self._oldest, first.first_at)
             last = self._steps + max(1, first.output_tokens - 1)
             heapq.heappush(self._ends, (last, next(self._numbers), first))
+
+    def _room(self) -> float:
+        """Return the bytes of KV that serving may use."""
+        return self._memory.kv - self._budget
 
     # Rollouts.
 
@@ -264,7 +235,7 @@ class Lender:
         self.advance_to(now)
         self.engine, self._budget = None, 0.0
         self._done.clear()
-        if self._computes in ("rollouts", "kept"):
+        if self._computes in ("rollouts", *self.idle):
             self._computes, self._until = "", math.inf
         self._admit()
         if not self._computes:
@@ -272,13 +243,14 @@ class Lender:
 
     def begin_step(self, now: float) -> None:
         """Set the memory of rollouts for a step of the run."""
-        if self._sharing.shrinks:
-            used = max(self._peak, self.serving_bytes)
-            self._budget = self._pages.begin_step(_pages(used)) * PAGE_BYTES
-        else:
-            self._budget = self._memory.kv / (1 if self._sharing.reloads else 2)
+        self._budget = self._step_budget()
         self._peak = self.serving_bytes
         self._resize(now)
+
+    def _step_budget(self) -> float:
+        """Return the bytes of KV that rollouts may hold in a step of the run."""
+        used = max(self._peak, self.serving_bytes)
+        return self._pages.begin_step(_pages(used)) * PAGE_BYTES
 
     def _resize(self, now: float) -> None:
         """Make the rollouts fit their memory, and give the turns back that do not."""
@@ -294,7 +266,7 @@ class Lender:
         """Shrink the memory of rollouts when serving reaches too far into the
         headroom.
         """
-        if self.engine is None or not self._sharing.shrinks:
+        if self.engine is None or not self.shrinks:
             return
         waiting = sum(one.prompt_tokens for one in self._joining)
         wanted = self.serving_bytes + waiting * self._memory.serving_token
@@ -384,9 +356,6 @@ class Lender:
         self._last = computed
         if computed in ("prompt", "tokens"):
             self.serving_s += at - self._began
-            self._idle_at = at
-        elif computed == "reload":
-            self._holds, self._wanted, self._idle_at = self._wanted, "", at
         self._count_use(at)
         if computed == "prompt":
             self._learn(StepKind.SERVING_PREFILL, at - self._began)
@@ -423,7 +392,7 @@ class Lender:
         """
         rollouts = False
         serves = bool(self._prompts or self._ends)
-        if self._sharing.reloads and self._reloads(now, serves):
+        if self._is_busy(now, serves):
             return
         if self.engine is not None and self.holds_rollouts:
             self._expire(now)
@@ -449,60 +418,24 @@ class Lender:
             return
         self._began, self._until = now, now + seconds
 
-    def _reloads(self, now: float, serves: bool) -> bool:
-        """Load the other model, if it is needed now or serving was idle for long.
-
-        Returns whether the device does, or waits for that.
-        """
-        if self._holds == "rollouts":
-            if not (serves or self._wanted):
-                return False
-            if self.engine is not None:
-                self.on_returned(self.engine.give_all(self._tau))
-            wanted = "serving"
-        elif serves or self.engine is None:
-            return False
-        elif now < self._idle_at + KEPT_S:
-            self._computes, self._until = "kept", self._idle_at + KEPT_S
-            return True
-        else:
-            wanted = "rollouts"
-        self._wanted, self._computes, self._until = wanted, "reload", now + RELOAD_S
-        return True
+    def _is_busy(self, now: float, serves: bool) -> bool:
+        """Return whether the device does something else than to compute a step."""
+        return False
 
     def _may_run(self, now: float, seconds: float, serves: bool) -> bool:
-        """Return whether rollouts may compute a step of so many seconds now."""
-        if not serves:
-            return True
-        sharing = self._sharing
-        if sharing.turns:
-            return self._last != "rollouts"
-        if sharing.factor:
-            due = self._progress_at + sharing.factor * self._limits.tpot_s
-            return due < self._due()
-        return seconds <= self._slack(now)
+        """Return whether a rollout step of `seconds` may start now."""
+        return not serves or seconds <= self._slack(now)
 
     def _span(self, now: float, serves: bool) -> float:
         """Return the seconds for which rollouts may compute without another choice."""
-        if not serves:
-            return math.inf
-        if self._sharing.turns or self._sharing.factor:
-            return 0.0
-        return self._slack(now)
-
-    def _due(self) -> float:
-        """Return when the next token of serving is due."""
-        prompts = self._prompts[0].arrived + self._limits.ttft_s if self._prompts else math.inf
-        return min(prompts, self._oldest + self._limits.tpot_s)
+        return self._slack(now) if serves else math.inf
 
     def _slack(self, now: float) -> float:
         """Return the seconds that serving can wait (ROSE eq. 1 and 2), where a prompt
         also waits for those before it.
         """
         slack, ahead, limits = math.inf, 0, self._limits
-        if self._sharing.turns or self._sharing.factor or self._sharing.reloads:
-            return 0.0
-        if self._sharing.ttft:
+        if self._ttft:
             factor = self._corrections.factor(StepKind.SERVING_PREFILL)
             for request in self._prompts:
                 queued = QueuedPrefill(
@@ -517,7 +450,7 @@ class Lender:
                     factor=factor,
                 )
                 slack, ahead = min(slack, seconds), ahead + request.prompt_tokens
-        if self._sharing.tpot and self._ends:
+        if self._tpot and self._ends:
             seconds = tpot_slack(
                 self._oldest + limits.tpot_s,
                 profile=self._profile,

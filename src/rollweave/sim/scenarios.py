@@ -173,13 +173,13 @@ def scenario(seed: int) -> RunConfig:
 def serving_of(seed: int) -> ServingFile:
     """Return the serving engines beside the scenario of a seed that borrows."""
     draw = random.Random(f"serving/{seed}")
-    ways: tuple[Sharing, ...] = ("cooperative", "ttft", "tpot", "spatial", "partition")
+    ways: tuple[Sharing, ...] = ("cooperative", "cooperative", "ttft", "tpot")
     return ServingFile(
         model="qwen2.5-7b",
         engines=draw.randint(2, 4),
         prefill=draw.choice([0, 1]),
         rate=draw.choice([0.05, 0.3, 1.0]),
-        sharing=draw.choice((*ways, "cooperative", "multiplexing")),
+        sharing=draw.choice(ways),
     )
 
 

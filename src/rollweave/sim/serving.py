@@ -9,15 +9,17 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from rollweave.core.policy.admission import CHUNK_TOKENS, Slo
+from rollweave.io.extras import without_distribution
 from rollweave.schema import events as e
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.simulation import ServingFile
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
-from rollweave.sim.coserving import SHARING, Memory
+from rollweave.sim.coserving import Memory
 from rollweave.sim.cost import ACTIVATION_BYTES, MEMORY_FRACTION, EngineCost
 from rollweave.sim.engine import SimEngine
 from rollweave.sim.hardware import Gpu, gpu
@@ -28,6 +30,13 @@ from rollweave.sim.lent import LentEngine
 from rollweave.sim.models import ModelShape, model
 from rollweave.sim.traffic import Arrival, drawn, recorded
 
+OWN = ("cooperative", "ttft", "tpot")
+"""The ways of `sharing` that are here: ROSE's, and its admission by one limit.
+"""
+
+ENTRY_POINTS = "rollweave.sharing"
+"""The entry points of modules that add to `SHARING`."""
+
 USE_REPORTS = 360
 """Reports over which the use of KV is averaged: an hour (ROSE §4)."""
 
@@ -36,6 +45,9 @@ class ServingCluster(Lending):
     """The serving engines of a simulation. They serve as long as the run lasts."""
 
     chunk_tokens = CHUNK_TOKENS
+
+    lender: type[Lender] = Lender
+    """The class of its engines."""
 
     def __init__(
         self,
@@ -57,20 +69,19 @@ class ServingCluster(Lending):
             phase = "both"
             if serving.prefill:
                 phase = "prefill" if number < serving.prefill else "decode"
-            lender = Lender(
+            lender = self.lender(
                 name,
                 phase=phase,
                 cost=cost,
                 limits=limits,
                 memory=memory,
-                sharing=SHARING[serving.sharing],
+                ttft=serving.sharing != "tpot",
+                tpot=serving.sharing != "ttft",
                 lease_s=serving.lease_s,
             )
             lender.on_first, lender.on_last = self._first(lender), self._last
             lender.on_returned = self._returner(lender.name)
             self.lenders[lender.name] = lender
-        self._reloads = SHARING[serving.sharing].reloads
-        self.prefix_cache = SHARING[serving.sharing].prefix_cache
         self._prompt_engines = [one for one in self.lenders.values() if one.phase != "decode"]
         self._token_engines = [one for one in self.lenders.values() if one.phase != "prefill"]
         self._uses: dict[str, deque[float]] = {
@@ -138,24 +149,12 @@ class ServingCluster(Lending):
 
     def _engine_for(self, request: Served, engines: list[Lender], *, prompt: bool) -> Lender:
         """Return the engine that takes the prompt or the answer of a request: the one
-        with the fewest tokens, of several the one that has waited longest; or, where
-        engines hold one model at a time, the first that has room. If none has, one more
-        loads the serving model.
+        with the fewest tokens, of several the one that has waited longest.
         """
-        if not self._reloads:
-            engine = min(engines, key=lambda one: (one.load, self._chosen[one.name]))
-            self._chosen[engine.name] = next(self._choices)
-            return engine
-        for engine in engines:
-            if engine.has_room(request, prompt=prompt):
-                return engine
-        serving = [engine for engine in engines if engine.holds_serving]
-        for engine in engines:
-            if not engine.holds_serving:
-                engine.wake(self._clock.now)
-                self._touched(engine)
-                break
-        return min(serving or engines, key=lambda one: one.load)
+        del request, prompt
+        engine = min(engines, key=lambda one: (one.load, self._chosen[one.name]))
+        self._chosen[engine.name] = next(self._choices)
+        return engine
 
     def _first(self, lender: Lender) -> Callable[[Served, float], None]:
         def first(request: Served, at: float) -> None:
@@ -221,6 +220,25 @@ class ServingCluster(Lending):
             cuts=sum(lender.cuts for lender in lenders),
             stalls=sum(lender.stalls for lender in lenders),
         )
+
+
+SHARING: dict[str, Callable[..., Lending]] = dict.fromkeys(OWN, ServingCluster)
+"""Value of `sharing` → what makes the engines that lend themselves, from the
+configuration, the file, the clock and what receives their reports. Further
+distributions add theirs.
+"""
+
+
+def lending_of(sharing: str) -> Callable[..., Lending]:
+    """Return what makes the engines of a way of sharing. Raises ConfigError if the
+    distribution that has it is not installed.
+    """
+    if sharing not in SHARING:
+        for entry in entry_points(group=ENTRY_POINTS):
+            entry.load()
+    if sharing not in SHARING:
+        raise without_distribution(f'`sharing = "{sharing}"`', "rollweave-papers")
+    return SHARING[sharing]
 
 
 def _requests(serving: ServingFile, *, seed: int) -> Iterator[Arrival] | list[Arrival]:

@@ -32,13 +32,12 @@ from rollweave.sim.hardware import gpu, link
 from rollweave.sim.hosts import NO_POOL, SimHosts, degrees_of, gpu_of
 from rollweave.sim.lending import Lending
 from rollweave.sim.models import ModelShape, model
-from rollweave.sim.ondemand import OnDemand
 from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Judges
-from rollweave.sim.serving import ServingCluster
+from rollweave.sim.serving import lending_of
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workers import SimWorkers
 from rollweave.sim.workload import Workload, workload
@@ -94,9 +93,8 @@ class World:
         serving: ServingFile | None = None,
         keep_partial_turns: bool = False,
     ) -> None:
-        """`rewards` computes them, all at once if None; `serving` describes engines
-        beside the run, from which it may borrow. `keep_partial_turns` is that of
-        `rollout/pipeline.py`; mode decoupled always keeps them.
+        """`rewards` computes them, all at once if None; `serving` are the engines that
+        the run may borrow. `keep_partial_turns` is that of `rollout/pipeline.py`.
         """
         self.config, self._journal = config, journal
         self.core = Core(config, rules=rules_of(config))
@@ -188,8 +186,8 @@ class World:
                 rule = "be left out without serving engines (`rollweave simulate --serving FILE`)"
                 raise FieldError("loans", rule, f"engines {self.config.loans.engines}")
             return None
-        source = ServingCluster if serving.has_users else OnDemand
-        return source(self.config, serving, clock=self.clock, post=self._report)
+        make = lending_of(serving.sharing)
+        return make(self.config, serving, clock=self.clock, post=self._report)
 
     def _report(self, event: e.Event) -> None:
         self.post(event)  # which a search for faults replaces

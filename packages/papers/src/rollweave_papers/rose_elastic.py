@@ -13,8 +13,8 @@ from typing import Any
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, Struct
-from rollweave.sim.ondemand import DOWN_S, START_S, UP_S
 from rollweave_papers.cluster import Setup, mean_of, pace, steps_of
+from rollweave_papers.ondemand import DOWN_S, START_S, UP_S
 from rollweave_papers.rose import rollout_times
 from rollweave_papers.rose_serving import SIZES
 from rollweave_papers.rows import Experiment, Row

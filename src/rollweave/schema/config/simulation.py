@@ -23,8 +23,9 @@ Sharing = Literal[
     "serverless",
     "spot",
 ]
-"""Ways in which serving and rollouts share an engine (sim/coserving.py), and those of
-engines that come and go without serving (sim/ondemand.py).
+"""Ways in which serving and rollouts share an engine: ours (sim/serving.py), then those
+of ROSE's baselines, whose last two have engines that come and go without serving
+(rollweave_papers.sharing, rollweave_papers.ondemand).
 """
 
 WITHOUT_USERS: tuple[Sharing, ...] = ("serverless", "spot")
