@@ -3,13 +3,13 @@
 import dataclasses
 import os
 import secrets
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import scratch_folder
 from rollweave.record.report.data import RunData, read_run
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
@@ -144,8 +144,8 @@ def recorded(
 
     Raises RollweaveError where the run fails or is stopped.
     """
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-        made = load(config, [*overrides, f"run.dir={_quoted(scratch)}", "run.sinks=[]"])
+    with scratch_folder() as scratch:
+        made = load(config, [*overrides, f"run.dir={_quoted(str(scratch))}", "run.sinks=[]"])
         run, measured = trained(made)
         yield made, run, measured
 

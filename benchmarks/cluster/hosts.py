@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Self, TypeVar
 
 from benchmarks.contract import Result
+from benchmarks.harness import Progress
 from benchmarks.network import Network
 from benchmarks.soak.run_under_test import die_with_us, source_path
 from rollweave.io.locked_folders import remove_stale, temporary_folder
@@ -207,7 +208,7 @@ def measure_on(
     *,
     bench: str,
     figures: Sequence[str],
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Result:
     """Measure on hosts with a directory for runs, which is removed unless a run fails
     or a promise is broken. Where there are no hosts, no figure is measured.

@@ -10,7 +10,6 @@ vLLM in a child process, as vLLM does. Figures carry the model's name as suffix
 
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from benchmarks.engine.models import (
     requests_of,
 )
 from benchmarks.engine.vllm_server import MISSING, PeerError, VllmServer, conditions_of, interpreter
+from benchmarks.harness import scratch_folder
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest
 
@@ -99,7 +99,7 @@ def compare(chosen: Sequence[ModelCase], *, turns: int, python: str | None, eage
         **PEERS,
     }
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollweave-bench-")))
+        scratch = stack.enter_context(scratch_folder())
         cases = [
             _case(subject, scratch / subject.name, python, stack, eager=eager) for subject in chosen
         ]

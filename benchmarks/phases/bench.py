@@ -10,13 +10,13 @@ Simulated, with the GPUs and models of RollArt's Table 5.
 
 import os
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
 from benchmarks.engine.vllm_server import MISSING, interpreter
+from benchmarks.harness import Progress, scratch_folder
 from benchmarks.phases.paced_engine import BANDWIDTH, COMPUTE, MODEL, SLOWER
 from benchmarks.runs import trained
 from benchmarks.scheduling.paced_engine import TOKENS
@@ -151,8 +151,8 @@ def _run(
     variant: str, words: int, plan: PhasesPlan, *, seed: int, servers: Servers | None = None
 ) -> VariantRun:
     paced = Programs(engine="benchmarks.phases.paced_engine")
-    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-        made = config(variant, words, plan, seed=seed, directory=scratch, servers=servers)
+    with scratch_folder() as scratch:
+        made = config(variant, words, plan, seed=seed, directory=str(scratch), servers=servers)
         run, measured = trained(made, programs=paced if servers is None else None)
         return VariantRun(
             rollouts=tuple(read_rollouts(Path(run.journal), made)[1:]),
@@ -161,7 +161,7 @@ def _run(
         )
 
 
-def bench_phases(*, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_phases(*, quick: bool, progress: Progress) -> Result:
     plan = QUICK if quick else FULL
     figures: dict[str, Figure] = {"token_mismatches": 0}
     conditions = _conditions(plan)
@@ -172,8 +172,8 @@ def bench_phases(*, quick: bool, progress: Callable[[str], None]) -> Result:
         figures |= dict.fromkeys(names)
         conditions |= dict.fromkeys(names, f"not measured: {why}")
     else:
-        with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-            served = _served(str(interpreter()), Path(scratch, "model"), plan)
+        with scratch_folder() as scratch:
+            served = _served(str(interpreter()), scratch / "model", plan)
             figures |= _compared("vllm_", plan, served, progress, conditions)
         conditions["vllm"] = (
             f"one server of each phase, against two of both; random model of {SERVED.hidden} "
@@ -221,7 +221,7 @@ def _compared(
     prefix: str,
     plan: PhasesPlan,
     servers: Servers | None,
-    progress: Callable[[str], None],
+    progress: Progress,
     conditions: dict[str, Any],
 ) -> dict[str, Figure]:
     """Run both variants in turn, with texts of each length, and return their figures,

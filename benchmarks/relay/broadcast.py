@@ -3,10 +3,11 @@ formula, one sender for all, and gloo's broadcast.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.contract import Figure
+from benchmarks.harness import Progress
 from benchmarks.relay.gloo import Gloo
 from benchmarks.relay.tier import Tier, chain, star
 from rollweave.core.policy.relay import broadcast_s, chunk_bytes
@@ -96,7 +97,7 @@ async def measure(
     *,
     relays: Sequence[int],
     rounds: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Times:
     """Measure each kind of broadcast in turn, for each number of relays."""
     times = Times(manifest.nbytes)

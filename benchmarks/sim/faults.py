@@ -9,10 +9,11 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.contract import Figure, Result
+from benchmarks.harness import Progress
 from rollweave.io.boot import serve_parent
 from rollweave.sim.faults import Report, search
 from rollweave.sim.scenarios import STORM_S
@@ -23,7 +24,7 @@ PROGRESS_EVERY = 100
 """Number of seeds between two lines of progress."""
 
 
-def bench_faults(*, seeds: int | None, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_faults(*, seeds: int | None, quick: bool, progress: Progress) -> Result:
     """Return figures `seeds`, `faults` and `faults_…` by kind, `violations`, `events`,
     `seeds_per_s`.
     """

@@ -18,14 +18,13 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contract import Figure, Result
-from benchmarks.harness import slow_lake
+from benchmarks.harness import Progress, slow_lake
 from benchmarks.runs import conditions_of, example
 from benchmarks.soak.lineage import unaccounted
 from benchmarks.soak.run_under_test import ENGINE, RELAY, TRAINER, RunUnderTest
@@ -114,14 +113,14 @@ class Kills:
     trained: list[int] = field(default_factory=list)
 
 
-def bench_soak(*, quick: bool, progress: Callable[[str], None]) -> Result:
+def bench_soak(*, quick: bool, progress: Progress) -> Result:
     """Return figures: the promises, `killed_…` by kind, `steps`, `success`; and the
     same of the undisturbed run under its name.
     """
     return soak(QUICK if quick else FULL, progress=progress)
 
 
-def soak(plan: SoakPlan, *, progress: Callable[[str], None]) -> Result:
+def soak(plan: SoakPlan, *, progress: Progress) -> Result:
     """Run the bench.
 
     Raises RollweaveError where a run stops making progress, and then keeps its
@@ -206,7 +205,7 @@ def _wait_for_round(runs: list[RunUnderTest], due: float, kills: Kills) -> None:
 
 
 def _strike(
-    run: RunUnderTest, number: int, plan: SoakPlan, kills: Kills, progress: Callable[[str], None]
+    run: RunUnderTest, number: int, plan: SoakPlan, kills: Kills, progress: Progress
 ) -> None:
     """Kill the processes of round `number`."""
     rng = random.Random(f"soak {number}")

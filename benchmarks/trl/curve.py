@@ -1,8 +1,7 @@
-"""The learning of one training: its steps, evaluations and staleness."""
+"""The learning of one training: its steps and evaluations."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.runs import MeasuredRun
 
@@ -20,17 +19,11 @@ class Evaluation:
 class LearningCurve:
     """One training: the seconds of its steps without the first, and its evaluations, of
     which the first with the `target` is the last one.
-
-    Trained trajectories are counted by the number of steps between their weights and
-    the step (`staleness`), and by the number of versions that were published during
-    their rollout (`inherent`, Laminar §6).
     """
 
     step_s: Sequence[float]
     curve: Sequence[Evaluation]
     target: float
-    staleness: Counter[int] = field(default_factory=Counter)
-    inherent: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, run: MeasuredRun, target: float) -> "LearningCurve":
@@ -48,8 +41,6 @@ class LearningCurve:
             step_s=[float(line["wall_s"]) for line in run.data.steps[1:]],
             curve=curve,
             target=target,
-            staleness=run.data.staleness(),
-            inherent=run.data.inherent_staleness(),
         )
 
     @property
