@@ -23,7 +23,7 @@ from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
-from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
+from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Timing, Trajectory
 from rollweave.service.engine_access import check_engine_host
 from rollweave.service.errors import ClosedError, RefusedError, UnknownError
 from rollweave.service.registry import REMOVED
@@ -333,11 +333,7 @@ def _spans(segments: Sequence[Segment]) -> list[tuple[SegmentKind, int, int]]:
 
 def _final_result(trajectory: Trajectory | None) -> dict[str, Any]:
     """Return the handler's final result, or {} if it is not an object."""
-    result = (
-        msgspec.json.decode(trajectory.result)
-        if trajectory is not None and trajectory.result
-        else {}
-    )
+    result = msgspec.json.decode(trajectory.result or "{}") if trajectory is not None else {}
     return result if isinstance(result, dict) else {}
 
 
@@ -345,16 +341,13 @@ def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
     """Return the seconds of active time by stage; `others_time` is the time in
     queues.
     """
-    timing = trajectory.timing if trajectory is not None else None
-    init, run, score, queue = (
-        (timing.init_s, timing.run_s, timing.eval_s, timing.queue_s) if timing else (0.0,) * 4
-    )
+    timing = trajectory.timing if trajectory is not None else Timing()
     return {
-        "init_time": init,
-        "run_time": run,
-        "eval_time": score,
-        "others_time": queue,
-        "counted_elapsed": init + run + score,
+        "init_time": timing.init_s,
+        "run_time": timing.run_s,
+        "eval_time": timing.eval_s,
+        "others_time": timing.queue_s,
+        "counted_elapsed": timing.init_s + timing.run_s + timing.eval_s,
         "timeout_triggered": reason == StopReason.TIME_BUDGET,
     }
 
