@@ -27,7 +27,7 @@ from rollweave.engine.clients.transport import (
 )
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.packing import as_json
-from rollweave.schema.rollouts import SERVICE_CALLS, ServiceWait
+from rollweave.schema.rollouts import IDEMPOTENCY_KEY, SERVICE_CALLS, ServiceWait
 
 T = TypeVar("T")
 
@@ -118,6 +118,17 @@ class HttpService:
             what=f"{what}; {self._trouble}" if self._trouble else what,
             since=min(self._since.values()),
         )
+
+    async def ask(self, path: str, body: object, *, key: str, read: Callable[[bytes], T]) -> T:
+        """Return what `read` finds in the answer to a request, which is repeated with
+        the same key. Raises ServiceError.
+        """
+        headers = {IDEMPOTENCY_KEY: key}
+
+        async def once() -> T:
+            return read(await self.exchange("POST", path, body, headers=headers))
+
+        return await self.call(once)
 
     async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what `ask` returns, which makes one or several exchanges. It is

@@ -32,7 +32,7 @@ from rollweave.schema.chat import Message
 from rollweave.schema.config.rewards import JudgeConfig, RewardConfig
 from rollweave.schema.errors import ConfigError, EnvError, FieldError, RewardError
 from rollweave.schema.packing import as_json
-from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES, ServiceWait
+from rollweave.schema.rollouts import PAYLOAD_BYTES, ServiceWait
 from rollweave.schema.work import StopReason, Task, Unscored
 
 SHOWN = 80
@@ -212,16 +212,9 @@ class ServiceReward(Source):
     async def reward(self, *attempts: Finished) -> float:
         names = "/".join(f"{one.trajectory_id}/{one.attempt}" for one in attempts)
         key = f"{self._run_id}/{names}/{self._name}"
-        body, headers = self._dialect.body(attempts, key), {IDEMPOTENCY_KEY: key}
-
-        async def ask() -> float:
-            path = self._dialect.path
-            return self._dialect.read(
-                await self._service.exchange("POST", path, body, headers=headers)
-            )
-
+        dialect, body = self._dialect, self._dialect.body(attempts, key)
         try:
-            return await self._service.call(ask)
+            return await self._service.ask(dialect.path, body, key=key, read=dialect.read)
         except ServiceError as error:
             raise EpisodeStopError(StopReason.REWARD_UNAVAILABLE, str(error)) from error
 

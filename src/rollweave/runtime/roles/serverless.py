@@ -23,12 +23,19 @@ from rollweave.schema.roles import (
     WorkerError,
     WorkerFailure,
 )
-from rollweave.schema.rollouts import IDEMPOTENCY_KEY, PAYLOAD_BYTES
+from rollweave.schema.rollouts import PAYLOAD_BYTES
 
 UNAVAILABLE = "ServiceError"
 """Kind of the failure of a call that no instance has answered."""
 
 _decode: "msgspec.msgpack.Decoder[Returned | Raised]" = msgspec.msgpack.Decoder(Returned | Raised)
+
+
+def _read(answer: bytes) -> Returned | Raised:
+    try:
+        return _decode.decode(answer)
+    except msgspec.DecodeError as error:
+        raise ResponseError(f"its answer must be a result: {error}") from error
 
 
 class ServerlessMethods:
@@ -42,17 +49,8 @@ class ServerlessMethods:
         """Call a method, and return its result. Raises WorkerError and TypeError."""
         service = self._service(within_s)
         body = encode(CallMethod(call=1, method=method, arguments=arguments))
-        key = uuid.uuid4().hex
-
-        async def ask() -> Returned | Raised:
-            answer = await service.exchange("POST", "", body, headers={IDEMPOTENCY_KEY: key})
-            try:
-                return _decode.decode(answer)
-            except msgspec.DecodeError as error:
-                raise ResponseError(f"its answer must be a result: {error}") from error
-
         try:
-            report = await service.call(ask)
+            report = await service.ask("", body, key=uuid.uuid4().hex, read=_read)
         except ServiceError as error:
             report = Raised(call=1, kinds=(UNAVAILABLE,), text=str(error))
         if isinstance(report, Returned):
