@@ -43,7 +43,7 @@ def _broken_rules() -> int:
 
 
 BUDGETS = (
-    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 126_900, 98_000),
+    Budget("lines of src/rollweave", lambda: sum(_lines(SOURCE.rglob("*.py"))), 126_500, 98_000),
     Budget("modules of src/rollweave", lambda: len([*SOURCE.rglob("*.py")]), 672, 460),
     Budget("lines of core/*.py", lambda: sum(_lines((SOURCE / "core").glob("*.py"))), 6_000, 6_000),
     Budget("fields of an engine", lambda: len(Engine.__struct_fields__), 20, 20),
@@ -65,7 +65,7 @@ BUDGETS = (
         300,
         300,
     ),
-    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 111_400, 90_000),
+    Budget("lines of tests", lambda: sum(_lines((ROOT / "tests").rglob("*.py"))), 111_100, 90_000),
 )
 
 
