@@ -44,12 +44,14 @@ class FakeServer:
         self.text: Callable[[int], str | None] = text
         self.spoil: Callable[[Any], Any] = lambda answer: answer
         self.url = ""
+        self.is_sglang = False
 
     def application(self) -> web.Application:
         app = web.Application()
         app.add_routes(
             [
                 web.get("/v1/models", self._models),
+                web.get("/model_info", self._model_info),
                 web.post("/v1/completions", self._completion),
                 web.post("/generate", self._generate),
             ]
@@ -61,6 +63,11 @@ class FakeServer:
         body: dict[str, Any] = await request.json()
         self.requests.append(body)
         return body
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        if not self.is_sglang:
+            raise web.HTTPNotFound
+        return web.json_response({"model_path": "big"})
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in self.models]})
@@ -114,7 +121,8 @@ def sequence() -> TokenSequence:
     return TokenSequence(tokens=tokens, segments=tuple(segments), logprobs=(0.0,) * start)
 
 
-def teacher_of(server: FakeServer, **changes: Any) -> Teacher:
+def teacher_of(server: FakeServer, *, dialect: str = "completions", **changes: Any) -> Teacher:
+    server.is_sglang = dialect == "sglang"
     config = TeacherConfig.model_validate({"url": server.url, **changes})
     return Teacher(config, clock=asyncio.get_running_loop().time)
 
@@ -288,7 +296,10 @@ def tokenizer(size: int = 1000) -> Tokenizer:
     return made
 
 
-async def checked(server: FakeServer, size: int = 1000, **changes: Any) -> int:
+async def checked(
+    server: FakeServer, size: int = 1000, *, dialect: str = "completions", **changes: Any
+) -> int:
+    server.is_sglang = dialect == "sglang"
     config = TeacherConfig.model_validate({"url": server.url, **changes})
     return await asyncio.to_thread(check_teacher, config, tokenizer(size), limit_s=5.0)
 

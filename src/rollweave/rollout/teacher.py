@@ -58,6 +58,10 @@ class _Generated(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
+class _SglangModel(msgspec.Struct, frozen=True):
+    model_path: str
+
+
 class _Model(msgspec.Struct, frozen=True):
     id: str
 
@@ -83,6 +87,8 @@ class Teacher:
     ) -> None:
         variable = config.token_env
         self._config, self._model = config, config.model
+        self._sglang: bool | None = None
+        """True if the server is SGLang; None while that is not known."""
         self._service = HttpService(
             "teacher",
             config.url,
@@ -168,9 +174,22 @@ class Teacher:
         """Close all connections."""
         await self._service.close()
 
+    async def _is_sglang(self) -> bool:
+        """Return whether the server is SGLang, which alone has the route /model_info.
+        Raises RetryableError.
+        """
+        if self._sglang is None:
+            try:
+                parse(await self._service.exchange("GET", "/model_info"), _SglangModel)
+            except ResponseError:
+                self._sglang = False
+            else:
+                self._sglang = True
+        return self._sglang
+
     async def _ask(self, tokens: Sequence[int], *, texts: bool) -> list[Scored]:
         """Send one request. Raises RetryableError or ResponseError."""
-        if self._config.dialect == "sglang":
+        if await self._is_sglang():
             body: dict[str, Any] = {
                 "input_ids": tokens,
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0},

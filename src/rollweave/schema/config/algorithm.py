@@ -164,12 +164,8 @@ class TeacherConfig(Section):
     """
 
     url: str = Field(
-        description="Address of its server, http://HOST:PORT, which every rollout worker reaches."
-    )
-    dialect: Literal["completions", "sglang"] = Field(
-        "completions",
-        description="completions: /v1/completions with prompt_logprobs (vLLM, `rollweave engine`); "
-        "sglang: SGLang's /generate.",
+        description="Address of its server, http://HOST:PORT, which every rollout worker reaches: "
+        "one with prompt_logprobs at /v1/completions (vLLM, `rollweave engine`), or SGLang."
     )
     model: str = Field("", description="Its name at the server; the server's only model if empty.")
     token_env: Variable | None = Field(

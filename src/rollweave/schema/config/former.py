@@ -29,6 +29,7 @@ FORMER = {
     "tasks.algorithm.overlong": "algorithm.overlong, for all task domains",
     "tasks.algorithm.reward_weight": "algorithm.reward_weight, for all task domains",
     "tasks.pin": "leave it out: rollout.affinity learned moves every task domain",
+    "teacher.dialect": "leave it out: the run asks the server whether it is SGLang",
     "warmup.batch": "leave it out: a step has 16 transcripts of each task domain",
     "workers.idle_s": "leave it out: a worker is kept for 60 s, or as long as a start takes",
 }
