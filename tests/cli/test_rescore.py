@@ -154,13 +154,13 @@ def test_missing_rewards_are_asked_for_again(run: Path, monkeypatch: pytest.Monk
 
 def test_a_member_is_compared_again_with_those_that_it_has_met(tmp_path: Path) -> None:
     with serving() as judge:
-        asked = {"url": judge.url, "model": "m", "rubric": "Be fair.", "pairwise": True}
+        asked = {"model": "m", "rubric": "Be fair.", "pairwise": True}
         config = RunConfig.model_validate(
             {
                 "run": {"name": "r", "dir": "elsewhere"},
                 "model": {"scratch": {}},
                 "tasks": [{"env": "frozenlake"}],
-                "rewards": [{"name": "duel", "weight": 2.0, "judge": asked}],
+                "rewards": [{"name": "duel", "weight": 2.0, "url": judge.url, "judge": asked}],
             }
         )
         directory = tmp_path / "r"
@@ -195,7 +195,8 @@ def test_a_member_that_was_never_compared_gets_no_reward_without_its_share(run: 
     duel = """
 [[rewards]]
 name = "duel"
-judge = { url = "http://127.0.0.1:9/v1", model = "m", rubric = "x", pairwise = true }
+url = "http://127.0.0.1:9/v1"
+judge = { model = "m", rubric = "x", pairwise = true }
 """
     (run / "config.toml").write_text((run / "config.toml").read_text() + duel)
     code, text, errors = invoke("rescore", str(run))

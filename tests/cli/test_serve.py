@@ -44,7 +44,7 @@ def test_a_service_of_a_run_without_its_pairwise_judges_can_be_resumed(tmp_path:
     run = trained(tmp_path)
     file = Path(run) / "config.toml"
     config = load(file)
-    judge = {"url": "http://h:1/v1", "model": "m", "rubric": "x"}
+    url, judge = "http://h:1/v1", {"model": "m", "rubric": "x"}
     first, *others = config.tasks
     sections = {
         "tasks": [
@@ -52,8 +52,8 @@ def test_a_service_of_a_run_without_its_pairwise_judges_can_be_resumed(tmp_path:
             *({**one.model_dump(exclude_unset=True), "env_weight": 0.5} for one in others),
         ],
         "rewards": [
-            {"name": "duel", "judge": {**judge, "pairwise": True}},
-            {"name": "grade", "tasks": [others[0].name], "judge": judge},
+            {"name": "duel", "url": url, "judge": {**judge, "pairwise": True}},
+            {"name": "grade", "tasks": [others[0].name], "url": url, "judge": judge},
         ],
     }
     changed = RunConfig.model_validate({**config.model_dump(exclude_unset=True), **sections})

@@ -63,8 +63,9 @@ def longest(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def reward(server: FakeServer, **settings: Any) -> dict[str, Any]:
-    judge = {"url": f"{server.url}/v1", "model": "m", "rubric": "Be fair.", "pairwise": True}
-    return {"name": "duel", "weight": 2.0, "timeout_s": 5.0, "judge": judge, **settings}
+    judge = {"model": "m", "rubric": "Be fair.", "pairwise": True}
+    asked = {"url": f"{server.url}/v1", "judge": judge, "timeout_s": 5.0}
+    return {"name": "duel", "weight": 2.0, **asked, **settings}
 
 
 def unscored(answer: str) -> Unscored:

@@ -83,7 +83,11 @@ async def failure(attempt: Finished | None = None, **settings: Any) -> tuple[Sto
 
 
 def judge(server: FakeServer, **settings: Any) -> dict[str, Any]:
-    return {"url": f"{server.url}/v1", "model": "m", "rubric": "Be strict.", **settings}
+    """Return the settings of a reward by a judge, which has these settings."""
+    return {
+        "url": f"{server.url}/v1",
+        "judge": {"model": "m", "rubric": "Be strict.", **settings},
+    }
 
 
 # The user's function.
@@ -230,7 +234,7 @@ async def test_the_last_line_of_a_judge_is_its_grade(
 ) -> None:
     server.answer = lambda _: graded(text)
     settings = judge(server, scale=[-5, 10], reference="answer", request={"max_tokens": 9})
-    assert await asked(judge=settings) == grade
+    assert await asked(**settings) == grade
     (body,) = server.requests
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 9, 0)
     system, user = body["messages"]
@@ -252,16 +256,16 @@ async def test_a_judge_that_answers_out_of_format_is_asked_again_and_then_a_fail
     server: FakeServer, text: str
 ) -> None:
     server.answer = lambda number: graded(text if number < 3 else "Score: 10")
-    assert await asked(judge=judge(server, scale=[0, 10])) == 10.0
+    assert await asked(**judge(server, scale=[0, 10])) == 10.0
     server.answer = lambda _: graded(text)
-    reason, error = await failure(judge=judge(server, scale=[0, 10]))
+    reason, error = await failure(**judge(server, scale=[0, 10]))
     assert reason is StopReason.REWARD_UNAVAILABLE
     assert "must end with a line Score: NUMBER, with a number from 0 to 10, got" in error
     assert len(server.requests) == 6
 
 
 async def test_a_task_without_the_reference_answer_is_a_failure(server: FakeServer) -> None:
-    reason, error = await failure(judge=judge(server, reference="solution"))
+    reason, error = await failure(**judge(server, reference="solution"))
     assert reason is StopReason.REWARD_ERROR
     assert "must have the key 'solution' (judge.reference)" in error
 
@@ -269,10 +273,10 @@ async def test_a_task_without_the_reference_answer_is_a_failure(server: FakeServ
 async def test_a_rubric_may_be_in_a_file(server: FakeServer, tmp_path: Path) -> None:
     file = tmp_path / "rubric.md"
     with pytest.raises(ConfigError, match=r"judge\.rubric must be a readable file"):
-        await asked(judge=judge(server, rubric=str(file)))
+        await asked(**judge(server, rubric=str(file)))
     file.write_text("Only the moves count.\n")
     server.answer = lambda _: graded("Score: 1")
-    assert await asked(judge=judge(server, rubric=str(file))) == 1.0
+    assert await asked(**judge(server, rubric=str(file))) == 1.0
     assert server.requests[0]["messages"][0]["content"].startswith("Only the moves count.")
 
 
@@ -434,10 +438,8 @@ async def test_a_reward_that_fails_before_the_comparison_leaves_both_missing(
     store: TrajectoryStore, server: FakeServer, domain_rewards: Domain
 ) -> None:
     server.answer = lambda _: web.Response(status=400, text="no")
-    duel = {"url": f"{server.url}/v1", "model": "m", "rubric": "x", "pairwise": True}
-    config = run_config(
-        {"name": "b", "url": f"{server.url}/score"}, {"name": "duel", "judge": duel}
-    )
+    duel = judge(server, rubric="x", pairwise=True)
+    config = run_config({"name": "b", "url": f"{server.url}/score"}, {"name": "duel", **duel})
     domain = domain_rewards(config)
     harness = Harness(store, rewards=domain)
     await harness.play()

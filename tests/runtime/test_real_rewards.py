@@ -25,10 +25,10 @@ def judge() -> Iterator[Judge]:
 
 
 def judged(directory: Path, judge: Judge, *, pairwise: bool, **sections: Any) -> RunConfig:
-    asked = {"url": judge.url, "model": "m", "rubric": "Be fair.", "pairwise": pairwise}
+    asked = {"model": "m", "rubric": "Be fair.", "pairwise": pairwise}
     return lake(
         directory,
-        rewards=[{"name": "judge", "weight": 0.5, "judge": asked}],
+        rewards=[{"name": "judge", "weight": 0.5, "url": judge.url, "judge": asked}],
         eval={"every": 0, "final_episodes": 2},
         **sections,
     )

@@ -50,9 +50,10 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
 @pytest.mark.variants
 @pytest.mark.parametrize("mode", ["bounded", "decoupled"])
 def test_groups_are_compared_in_no_time(mode: str, tmp_path: Path) -> None:
-    judge = {"url": "http://judge/v1", "model": "m", "rubric": "x", "pairwise": True}
+    judge = {"model": "m", "rubric": "x", "pairwise": True}
+    duel = {"name": "duel", "url": "http://judge/v1", "judge": judge}
     plain = config(tmp_path, mode=mode)
-    rewarded = {**plain.model_dump(mode="json"), "rewards": [{"name": "duel", "judge": judge}]}
+    rewarded = {**plain.model_dump(mode="json"), "rewards": [duel]}
     compared = simulate(RunConfig.model_validate(rewarded))
     assert (compared.summary.error, compared.summary.account.balanced) == ("", True)
     assert compared.summary.account.trained == simulate(plain).summary.account.trained

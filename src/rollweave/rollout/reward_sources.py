@@ -287,9 +287,9 @@ class JudgeDialect(Dialect):
 
     path = "/chat/completions"
 
-    def __init__(self, judge: JudgeConfig) -> None:
+    def __init__(self, judge: JudgeConfig, url: str) -> None:
         """Raises ConfigError for a rubric that cannot be read."""
-        self._judge, self.url = judge, judge.url
+        self._judge, self.url = judge, url.rstrip("/")
         self.callers = COMPARISONS if judge.pairwise else TRAJECTORIES
         low, high = judge.scale
         self._system = (COMPARE if judge.pairwise else GRADE_IT).format(
@@ -350,12 +350,12 @@ def source_of(
     dialect: Dialect
     if deployed is not None:
         dialect = DeployedDialect(deployed)
-    elif config.url is not None:
-        dialect = UrlDialect(config.name, config.url)
-    elif config.judge is not None:
-        dialect = JudgeDialect(config.judge)
-    else:
+    elif config.url is None:
         return FunctionReward(config, threads=threads)
+    elif config.judge is None:
+        dialect = UrlDialect(config.name, config.url)
+    else:
+        dialect = JudgeDialect(config.judge, config.url)
     return ServiceReward(config, dialect, run_id=run_id, clock=clock, start_s=start_s)
 
 

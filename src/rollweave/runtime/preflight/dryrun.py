@@ -349,8 +349,8 @@ def _rewards(config: RunConfig, site: Site) -> Iterator[Check]:
         except EpisodeStopError as error:
             yield fail(f"{where}.{reward.kind}", str(error))
         else:
-            url = reward.url if reward.judge is None else reward.judge.url
-            yield ok(f"{where}.{reward.kind}", f"{reward.name}: {url} answers, with {value:g}")
+            text = f"{reward.name}: {reward.url} answers, with {value:g}"
+            yield ok(f"{where}.{reward.kind}", text)
 
 
 @refusing

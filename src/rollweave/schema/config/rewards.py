@@ -17,11 +17,10 @@ UNIT_SCALE = (0.0, 1.0)
 
 
 class JudgeConfig(Section):
-    """A model that grades trajectories, behind any endpoint with OpenAI's chat
-    completions.
+    """A model that grades trajectories, behind the `url` of the reward: any endpoint
+    with OpenAI's chat completions.
     """
 
-    url: str = Field(description="Base URL of its API, such as https://HOST/v1.")
     model: str = Field(min_length=1, description="Its name at the endpoint.")
     rubric: str = Field(
         min_length=1,
@@ -44,11 +43,6 @@ class JudgeConfig(Section):
         default_factory=dict,
         description="More fields of the request, such as max_tokens or reasoning_effort.",
     )
-
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str) -> str:
-        return parse_url(url).rstrip("/")
 
     @property
     def has_file(self) -> bool:
@@ -90,11 +84,13 @@ class RewardConfig(Section):
         None, description="The user's function, package.module:name (docs/REWARDS.md)."
     )
     url: str | None = Field(
-        None, description="URL of an HTTP function that takes JSON and answers with the reward."
+        None,
+        description="URL of an HTTP function that takes JSON and answers with the reward, or base "
+        "URL of a judge's API, such as https://HOST/v1.",
     )
     judge: JudgeConfig | None = None
     token_env: Variable | None = Field(
-        None, description="Environment variable with the bearer token of the URL or judge."
+        None, description="Environment variable with the bearer token of the URL."
     )
     timeout_s: Positive = Field(
         120.0,
@@ -122,14 +118,16 @@ class RewardConfig(Section):
         """The kind of source that computes the reward."""
         if self.function is not None:
             return "function"
-        return "url" if self.url is not None else "judge"
+        return "url" if self.judge is None else "judge"
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        kinds = [kind for kind in ("function", "url", "judge") if getattr(self, kind) is not None]
+        kinds = [kind for kind in ("function", "url") if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            rule = "have exactly one of function, url and judge"
-            raise FieldError("", rule, " and ".join(kinds) or "none")
+            rule = "have exactly one of function and url"
+            raise FieldError("", rule, " and ".join(kinds) or "neither")
+        if self.judge is not None and self.url is None:
+            raise FieldError("judge", "be left out with a function", "a section")
         if self.name == ENV_REWARD:
             rule = f"not be {ENV_REWARD}, the name of the environment's own reward"
             raise FieldError("name", rule, repr(self.name))

@@ -26,7 +26,8 @@ JUDGE = {
     "name": "duel",
     "tasks": ["a"],
     "timeout_s": 30.0,
-    "judge": {"url": "http://judge/v1", "model": "m", "rubric": "x", "pairwise": True},
+    "url": "http://judge/v1",
+    "judge": {"model": "m", "rubric": "x", "pairwise": True},
 }
 
 
