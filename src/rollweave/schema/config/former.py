@@ -4,10 +4,10 @@ An error about such a key in a file, and a table of `docs/MIGRATING.md`, say it.
 """
 
 FORMER = {
+    "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
     "buffer.evict": "leave it out: the stalest groups leave a full buffer",
     "buffer.max_age": "rollout.alpha",
     "cluster.join_s": "leave it out: hosts have 10 minutes to join",
-    "ablation.sharing": "sharing in the file of `rollweave simulate --serving FILE`",
     "cluster.ray": "cluster.launcher, as ray:HOST:PORT",
     "engines.borrowed": "loans.engines, the number of engines, in place of the borrowed group",
     "faults": "leave it out: an environment of your own may fail, or wait as "
@@ -17,9 +17,9 @@ FORMER = {
     "engines.max_slots, of which it has twice as many",
     "rollout.predictor": "ablation.policies, as one of the list",
     "sandbox.cache_dir": "the environment variable XDG_CACHE_HOME of each host",
-    "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
     "sandbox.cache_gb": "leave it out: images have half of the file system of the cache",
     "sim.pools": "leave it out: pools.NAME.resource names the GPU, and the engines the hosts",
+    "sim.serving": "the file of `rollweave simulate --serving FILE`, which has these keys",
     "sim.trainer_gpus": "trainer.ranks",
     "tasks.algorithm.aggregate": "algorithm.aggregate, for all task domains",
     "tasks.algorithm.clip_high": "algorithm.clip_high, for all task domains",

@@ -265,7 +265,8 @@ def _lines(
     if detail["type"] == "extra_forbidden":
         key = ".".join(part for part in where if isinstance(part, str))
         if file is RunConfig and key in FORMER:
-            return [f"{source}: {field} is no longer a setting: {FORMER[key]}"]
+            now = FORMER[key] if FORMER[key].startswith("leave it out") else f"write {FORMER[key]}"
+            return [f"{source}: {field} is no longer a setting: {now}"]
         return [f"{source}: unknown key {field}{_suggestion(file, where)}{_pointer(file, where)}"]
     if detail["type"] == "missing":
         return [f"{source}: {field} must be set, got nothing"]
