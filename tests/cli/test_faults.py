@@ -19,6 +19,8 @@ name = "mine"
 steps = 2
 [sim]
 model = "qwen3-8b"
+[trainer]
+ranks = 8
 [[tasks]]
 env = "frozenlake"
 [rollout]
@@ -52,7 +54,7 @@ def test_searches_the_users_configuration(tmp_path: Path) -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(seed: int, config: RunConfig | None = None) -> Report:
+    def search(seed: int, config: RunConfig | None = None, serving: object = None) -> Report:
         return Report(
             seed=seed,
             mode="sync",

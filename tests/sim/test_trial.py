@@ -16,6 +16,8 @@ CONFIG = """
 name = "trial"
 [sim]
 model = "qwen3-8b"
+[trainer]
+ranks = 8
 [[tasks]]
 env = "gem-game"
 max_turns = 1
