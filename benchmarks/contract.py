@@ -20,7 +20,6 @@ PROMISES = (
     "version_span_errors",
     "unaccounted",
     "lost_trajectories",
-    "lost_rewards",
     "trained_twice",
     "mixed_versions",
     "leftovers",

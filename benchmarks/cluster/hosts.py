@@ -175,33 +175,6 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def shared_memory() -> set[str]:
-    """Return the files of shared memory that no process has open or mapped, without
-    semaphores, which runs do not use but other programs on this machine may.
-    """
-    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-    for entry in Path("/proc").iterdir():
-        if names and entry.name.isdecimal():
-            names -= _opened(entry, names)
-    return names
-
-
-def _opened(process: Path, names: set[str]) -> set[str]:
-    opened: set[str] = set()
-    with contextlib.suppress(OSError):
-        lines = (process / "maps").read_text(errors="replace").splitlines()
-        opened |= {line.split(maxsplit=5)[-1] for line in lines}
-        for link in (process / "fd").iterdir():
-            with contextlib.suppress(OSError):  # it is closed meanwhile
-                opened.add(os.readlink(link))
-    return opened & names
-
-
-def mounts() -> list[str]:
-    """Return the mounts that this process sees."""
-    return Path("/proc/self/mounts").read_text().splitlines()
-
-
 def measure_on(
     hosts: Callable[[Path], AnyHosts],
     measure: Callable[[AnyHosts, Path], Result],

@@ -6,7 +6,6 @@ first host.
 
 from typing import NamedTuple
 
-from benchmarks.cluster.agents import HostsByHand
 from benchmarks.cluster.plan import FIXED
 from benchmarks.cluster.run import ClusterRun
 from benchmarks.runs import example
@@ -17,6 +16,7 @@ from rollweave.schema.commands import FetchWeights
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import WeightsFetched
+from tests.cluster.agents import HostsByHand
 
 PORT = 7400
 

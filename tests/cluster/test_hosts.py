@@ -14,13 +14,12 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from benchmarks.cluster.agents import HostsByHand
-from benchmarks.cluster.hosts import mounts, shared_memory
 from benchmarks.cluster.ray_hosts import RayHosts
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from rollweave.runtime.hosts.listener import SILENT_S
 from rollweave.schema.config.rollout import ModeName
 from rollweave.schema.hosts import ALIVE_S
+from tests.cluster.agents import HostsByHand, mounts, shared_memory
 from tests.support.real_runs import ROOT, lake
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

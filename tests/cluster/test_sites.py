@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.agents import HostsByHand
 from benchmarks.cluster.hosts import command_of
 from benchmarks.cluster.run import ClusterRun, lost_trajectories
 from benchmarks.soak.run_under_test import RELAY
 from rollweave.core.state import State
+from tests.cluster.agents import HostsByHand
 from tests.cluster.sites import FAR, HOSTS, SETTINGS, config_of, crossing_of, start_agents
 from tests.support.real_runs import ROOT
 

@@ -1,5 +1,7 @@
 """Hosts whose agents are started by hand, as `docs/CLUSTER.md` describes it."""
 
+import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -94,3 +96,30 @@ class HostsByHand(Hosts):
         """
         left = [f"process {pid}" for host in range(self.count) for pid in self.processes(host)]
         return left + [f"file {name}" for name in self.files_left()]
+
+
+def shared_memory() -> set[str]:
+    """Return the files of shared memory that no process has open or mapped, without
+    semaphores, which runs do not use but other programs on this machine may.
+    """
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    for entry in Path("/proc").iterdir():
+        if names and entry.name.isdecimal():
+            names -= _opened(entry, names)
+    return names
+
+
+def _opened(process: Path, names: set[str]) -> set[str]:
+    opened: set[str] = set()
+    with contextlib.suppress(OSError):
+        lines = (process / "maps").read_text(errors="replace").splitlines()
+        opened |= {line.split(maxsplit=5)[-1] for line in lines}
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                opened.add(os.readlink(link))
+    return opened & names
+
+
+def mounts() -> list[str]:
+    """Return the mounts that this process sees."""
+    return Path("/proc/self/mounts").read_text().splitlines()
