@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA) of a base model: the layers that have one, and the weights
-that base and adapters give together.
+"""Low-rank adapters (LoRA) of a base model: which layers have an adapter, and the
+weights that the base and its adapters give together.
 
 An adapter of a linear layer with weights W [out, in] is a pair of matrices, A [rank,
 in] and B [out, rank]; the layer computes with W + scale · B A. Tensors have peft's
@@ -55,9 +55,8 @@ def layer_of(name: str) -> str | None:
 
 
 def targeted_layers(linear: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Return which of the `linear` layers have an adapter.
-
-    Raises FieldError for a target that names none of them.
+    """Return the `linear` layers that have an adapter. Raises FieldError for a target
+    that names no linear layer.
     """
     if ALL_LINEAR in targets:
         return list(linear)
@@ -74,7 +73,7 @@ def targeted_layers(linear: Sequence[str], targets: Sequence[str]) -> list[str]:
 
 def linear_layers(shape: ModelShape) -> list[str]:
     """Return the names of the linear layers below the output head. Routers and experts
-    are none.
+    are not included.
     """
     return [
         name.removesuffix(".weight")
@@ -108,8 +107,8 @@ def merged(
 def check_adapter(
     directory: Path, expected: Mapping[str, Sequence[int]], lora: LoraConfig, *, base: Path
 ) -> None:
-    """Check that `directory` has the adapter of the model in `base` with these tensors,
-    as peft writes it, and these settings.
+    """Check that `directory` has an adapter, as peft writes it, with these tensors and
+    settings, made for the model in `base`.
 
     Raises FieldError, which names what differs.
     """
@@ -144,8 +143,8 @@ def check_adapter(
 
 
 def base_digest(directory: Path) -> str:
-    """Return the xxh3-128, in hex, of the first row of each tensor of a checkpoint, by
-    which an adapter knows its base model.
+    """Return the xxh3-128, in hex, of the first rows of a checkpoint's tensors. An
+    adapter records this digest of its base model.
     """
     from rollweave.weights.publication import bytes_of
 
@@ -170,8 +169,8 @@ class AdapterBase:
         self._tensors = {name: tensors[name] for name in shape.tensors()}
 
     def formats(self, adapters: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.dtype"]:
-        """Return the number formats of the model's tensors: those that the adapters
-        change have theirs.
+        """Return each tensor's number format: the adapter's for tensors that an adapter
+        changes, otherwise the model's.
         """
         return {
             name: adapters[a].dtype
@@ -181,8 +180,8 @@ class AdapterBase:
         }
 
     def check(self, adapters: Mapping[str, "torch.Tensor"]) -> None:
-        """Raise `WeightsError` unless these are complete adapters of layers of this
-        model.
+        """Raise `WeightsError` unless `adapters` are complete and belong to layers of
+        this model.
         """
         layers = {layer_of(name) for name in adapters}
         if not layers or None in layers:
@@ -209,7 +208,7 @@ class AdapterBase:
         """Return the model's tensors with these adapters, which `check` has passed, on
         the device: one after the other, each valid until the next.
 
-        The call itself allocates memory for the largest one.
+        The call itself allocates memory for the largest tensor.
         """
         from rollweave.weights.staging import on_device
 

@@ -1,4 +1,4 @@
-"""Libraries that transfer bodies beside the socket: Mooncake's transfer engine and
+"""Libraries that transfer bodies outside the socket: Mooncake's transfer engine and
 NIXL. Each is imported when its carrier is constructed.
 
 Both read a peer's memory, over RDMA if the machine has it. The sender of a body
@@ -33,8 +33,8 @@ READ_S = 60.0
 
 
 class _Token(Struct, frozen=True, kw_only=True):
-    """Locates a body: `peer` is how the library finds its owner, `metadata` what it
-    needs to know about that owner.
+    """Locates a body: the library finds the body's owner by `peer`, and `metadata` is
+    what the library needs to know about the owner.
     """
 
     peer: str
@@ -95,7 +95,7 @@ class NixlCarrier:
     def __init__(self) -> None:
         api = _imported("nixl._api", extra="nixl")
         self._agent = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(backends=["UCX"]))
-        self._lock = threading.Lock()  # calls of an agent must not overlap; its transfers may
+        self._lock = threading.Lock()  # the agent's calls must not overlap
         self._registered: dict[bytes, Any] = {}
 
     def register(self, body: memoryview) -> bytes:
@@ -168,8 +168,8 @@ def _address(view: memoryview) -> int:
 
 
 def _decode(token: bytes, into: memoryview | None) -> _Token:
-    """Decode a token. Raises WireError for bytes that are not a token, or not one for
-    `into`.
+    """Decode a token. Raises WireError for bytes that are not a token, or whose body
+    does not fit `into`.
     """
     try:
         decoded = _decoder.decode(token)

@@ -129,12 +129,13 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise WeightsError unless `shapes`, by name, are those of this model's
-        parameters; a tied `lm_head.weight` is optional.
+        """Raise WeightsError unless `shapes` are the shapes of this model's parameters
+        by name; a tied `lm_head.weight` is optional.
         """
         expected = self.tensors()
         if self.sizes is not None:
-            # a checkpoint may have tensors that are never published, such as tied ones
+            # a checkpoint may have tensors that are never published, such as tied
+            # weights
             expected = {name: size for name, size in expected.items() if name in shapes}
         missing = sorted(set(expected) - set(shapes))
         unknown = sorted(set(shapes) - set(expected) - ({"lm_head.weight"} if self.tied else set()))
@@ -183,7 +184,7 @@ def read_shape(directory: Path) -> ModelShape:
 def _dense_shape(directory: Path, config: dict[str, Any], kind: str) -> ModelShape:
     """Return the shape of a Llama, Qwen2 or Qwen3 model. Raises ConfigError for
     unsupported settings, KeyError for missing ones, and TypeError, ValueError and
-    ZeroDivisionError for values that are no such sizes.
+    ZeroDivisionError for values that are not valid sizes.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
@@ -210,8 +211,8 @@ def _dense_shape(directory: Path, config: dict[str, Any], kind: str) -> ModelSha
 
 
 def has_native_shape(directory: Path) -> bool:
-    """Return False for a model of another architecture, or with settings, that
-    `read_shape` refuses. A directory without a readable config.json counts as native.
+    """Return False if `read_shape` refuses the model's architecture or settings. A
+    directory without a readable config.json counts as native.
     """
     try:
         named = _read_config(directory).get("architectures")
@@ -225,8 +226,9 @@ def has_native_shape(directory: Path) -> bool:
 
 
 def read_any_shape(directory: Path) -> ModelShape:
-    """Read the shape of a checkpoint of any architecture: like `read_shape` where that
-    supports it, else the sizes that config.json names, and the tensors of the files.
+    """Read the shape of a checkpoint of any architecture: like `read_shape` where it
+    supports the architecture, else the sizes in config.json and the tensors in the
+    files.
 
     Such a shape serves to plan a run and to verify published weights. Raises
     ConfigError for missing or truncated files.
@@ -285,8 +287,8 @@ def read_rows_of(
 def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors by name, from the files' headers.
 
-    Raises ConfigError for a missing or truncated file, and for files of which it is not
-    clear which ones are the checkpoint's.
+    Raises ConfigError for a missing or truncated file, and if it is not clear which
+    files are the checkpoint's.
     """
     return {name: tuple(shard.get_slice(name).get_shape()) for name, shard in _tensors(directory)}
 
@@ -329,8 +331,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each tensor, and the open file that has it, but not the buffers
-    that models compute themselves.
+    """Yield each tensor's name and the open file that has the tensor. Buffers that
+    models compute themselves are left out.
     """
     seen = dict[str, Path]()
     for path in weight_files(directory):
@@ -370,8 +372,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end-of-sequence ids: those of generation_config.json if it has them,
-    as transformers does, else those of config.json.
+    """Return the end-of-sequence ids from generation_config.json, as transformers does,
+    or from config.json if generation_config.json has none.
     """
     eos = read_json(directory / "generation_config.json").get("eos_token_id")
     if eos is None:
@@ -436,9 +438,9 @@ def _llama3(inv_freq: "torch.Tensor", rope: dict[str, Any]) -> "torch.Tensor":
 
 
 def fingerprint(directory: Path) -> str:
-    """Return what tells the weights of a checkpoint from others: a digest of the names
-    and sizes of its safetensors files and of `SAMPLES` pieces spread over each, so that
-    it takes milliseconds. Without such a file, it is the directory's path.
+    """Return a text that identifies a checkpoint's weights: a digest of the names and
+    sizes of its safetensors files and of `SAMPLES` pieces spread over each file, which
+    takes milliseconds. Without safetensors files, it is the directory's path.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:

@@ -43,9 +43,10 @@ integers are little-endian, and `u<n>` has n bits.
 The difference of two elements is defined as follows. An element with sign s and
 magnitude m has the position m if s = 0, and -1 - m if s = 1. Let d be the distance from
 the base's position to the new one's, modulo 2^bits and within half of that on either
-side. The difference is then 2 d if d >= 0, and -2 d - 1 if d < 0. Limits decrease. The
-changes of a limit are those whose base has 2 m >= limit, at their positions among the
-remaining elements; the elements with 2 m < limit remain, in order, for what follows.
+side. The difference is then 2 d if d >= 0, and -2 d - 1 if d < 0. Limits decrease. A
+limit's changes are the changes whose base has 2 m >= limit, at their positions among
+the remaining elements; the elements with 2 m < limit remain, in order, for the next
+limit and the last changes.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""The body of a delta block: encodes the elements of one array relative to those of
-another.
+"""The body of a delta block: encodes the elements of one array relative to another
+array.
 
 Invariants: `decode` reproduces what was given to `encode`, for every bit pattern, or
 raises `DeltaError`; it allocates at most a small multiple of the array's size, whatever
@@ -8,10 +8,10 @@ frozen.
 
 A float is treated as an integer such that adjacent floats are adjacent integers: a
 small change is then a small number, whatever the exponent. Positions dominate the cost:
-with 1 % of the elements changed, their entropy is 8.1 bits each, while the change
-itself costs about 1.8. Under the same learning rate small elements change more often
-than large ones, because their floats lie closer together. Separating the two by the
-base, which both sides have, makes both cheaper (`smaller`).
+with 1 % of the elements changed, a position has 8.1 bits of entropy, while the change
+itself costs about 1.8 bits. Under the same learning rate small elements change more
+often than large ones, because their floats lie closer together. Separating small and
+large elements by the base, which both sides have, makes both cheaper (`smaller`).
 """
 
 import struct
@@ -40,7 +40,7 @@ Determined by experiment: more or other shares gain less than 2 %.
 """
 
 SAMPLE_SIZE = 4096
-"""Number of elements sampled to find those shares: four times the inverse of the
+"""Number of elements sampled to find the small elements: four times the inverse of the
 smallest share.
 """
 
@@ -54,7 +54,7 @@ than a second plane.
 """
 
 PIECE_ELEMENTS = 1 << 18
-"""Number of elements processed at once where the whole array is not needed."""
+"""Number of elements processed in one step where the whole array is not needed."""
 
 MIN_PLANE_BYTES = 64
 """Minimum bytes of a plane to compress: for fewer, the headers cost more than is
@@ -120,7 +120,8 @@ def decode(form: int, body: memoryview, old: Array) -> Array:
 def _positions_where(count: int, test: Callable[[slice], Array]) -> Array:
     """Return the positions below `count` at which `test` is true.
 
-    It works in pieces: large temporary arrays would be paged in again each time.
+    Works in pieces, because large temporary arrays would be paged in again at every
+    call.
     """
     pieces = range(0, count, PIECE_ELEMENTS)
     return np.concatenate(
@@ -132,8 +133,8 @@ def _positions_where(count: int, test: Callable[[slice], Array]) -> Array:
 
 
 def _nonzero(mask: Array) -> Array:
-    """Return what `np.flatnonzero` does for booleans, which is several times slower
-    when few are set: test words of eight first.
+    """Return the same as `np.flatnonzero`, for booleans. Tests words of eight booleans
+    first, which is several times faster when few are set.
     """
     if 10 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
@@ -158,8 +159,8 @@ def _positions_below(bits: Array, limit: int) -> Array:
 
 
 def differences_of(old: Array, new: Array) -> Array:
-    """Return distances in floats, modulo their number, in zigzag order: 0 is none, 1
-    one down, 2 one up, 3 two down, …
+    """Return distances, counted in floats modulo the number of floats, in zigzag order:
+    0 is no change, 1 one float down, 2 one up, 3 two down, …
     """
     difference = (_ordered(new) - _ordered(old)).view(f"<i{old.itemsize}")
     return ((difference << 1) ^ (difference >> (8 * old.itemsize - 1))).view(old.dtype)
@@ -198,8 +199,8 @@ def _scratch(like: Array) -> Array:
     return scratch
 
 
-# Sparse: changed elements only, those with a large base first, then those among the
-# small ones.
+# Sparse: changed elements only, first the elements with a large base, then the small
+# ones.
 
 
 def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -> bytes:
@@ -283,7 +284,7 @@ def _gaps(positions: Array, width: int) -> Array:
     """Return the number of elements between each position and the one before it, in
     `width` bytes.
 
-    The largest number is not a gap: it is to be added to the next one.
+    The largest number is not a gap, but is added to the next number.
     """
     gaps = positions.copy()
     gaps[1:] -= positions[:-1] + 1
@@ -297,11 +298,10 @@ def _gaps(positions: Array, width: int) -> Array:
 
 
 def _pack_steps(steps: Array) -> bytes:
-    """Pack differences less 1: 0 and 1 are one step down and up, 2 and 3 two, …
-
-    Each byte holds four symbols of two bits, the sign and whether more follows; the
-    rest of each long step comes after. A Huffman code spends whole bits per byte, so
-    coding four symbols together loses little.
+    """Pack differences less 1: 0 and 1 are one step down and up, 2 and 3 two steps, …
+    Each byte holds four symbols of two bits, the sign and whether more follows. The
+    remainders of long steps follow the symbols. A Huffman code spends whole bits per
+    byte, so coding four symbols together loses little.
     """
     more = np.flatnonzero(steps > 1)
     symbols = np.zeros(-(-len(steps) // 4) * 4, dtype=np.uint8)

@@ -23,8 +23,8 @@ from rollweave.schema.weights import WeightManifest, WeightPart
 T = TypeVar("T")
 
 READ_CHUNK = 1 << 20
-"""Bytes hashed or copied at once: enough to amortize a call, few enough to stay in the
-cache between the two.
+"""Bytes hashed or copied in one call: enough to amortize a call, few enough to stay in
+the cache between hashing and copying.
 """
 
 F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, since 5.1
@@ -36,7 +36,7 @@ def seal(fd: int, *, in_flight: bool = False) -> None:
 
     With `in_flight`, its pages may still be leaving through sockets, which the kernel
     counts as writers. Existing writable mappings are then not detected and are the
-    caller's responsibility; new ones, and writes, are refused from now on.
+    caller's responsibility; new mappings, and writes, are refused from now on.
     """
     writes = F_SEAL_FUTURE_WRITE if in_flight else fcntl.F_SEAL_WRITE
     fcntl.fcntl(
@@ -228,7 +228,8 @@ def read_version(manifest: WeightManifest, location: str) -> mmap.mmap | bytearr
     """Return the payload of a version, as `read_payload` does, after checking its
     digest.
 
-    `location` is that of the manifest or another name of it. Raises `WeightsError`.
+    `location` is the manifest's location or another name of the same memory. Raises
+    `WeightsError`.
     """
     where = f"weights version {manifest.version} at {manifest.location}"
     buffer = read_payload(location, manifest.nbytes, where=where)

@@ -13,8 +13,8 @@ PUBLICATIONS = 3
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of weights that are trained and published: those of the
-    adapters if there are any.
+    """Return the number of weights that are trained and published: the adapters'
+    weights if there are adapters, else the model's.
     """
     if config.lora is None:
         return shape.parameters()
@@ -30,8 +30,9 @@ def published(config: RunConfig, shape: ModelShape) -> Need:
 
 
 def relay_needs(config: RunConfig, shape: ModelShape, *, stores: bool) -> list[Need]:
-    """Return the needs of a relay: of versions of the weights if it `stores` any.
-    Beside the trainer it maps its memory, and on a host without engines it has none.
+    """Return the memory that a relay needs for versions of the weights, if it `stores`
+    any. On the trainer's host a relay maps the trainer's memory, and on a host without
+    engines it stores none.
     """
     versions = [published(config, shape)] if stores else []
     return [*versions, interpreter(setting="model")]

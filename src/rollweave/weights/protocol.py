@@ -50,7 +50,7 @@ class Request(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Raw(TaggedStruct, frozen=True, kw_only=True):
-    """Bytes `[start, stop)` of the payload, which are the body."""
+    """The body is bytes `[start, stop)` of the payload."""
 
     start: int
     stop: int
@@ -59,15 +59,15 @@ class Raw(TaggedStruct, frozen=True, kw_only=True):
 class RawRanges(TaggedStruct, frozen=True, kw_only=True):
     """Several `ranges` of the payload, whose bytes follow each other in the body.
 
-    The ranges are too short to be worth a message each.
+    Each range is too short to be worth its own message.
     """
 
     ranges: tuple[Range, ...]
 
 
 class Delta(TaggedStruct, frozen=True, kw_only=True):
-    """Bytes `[start, stop)` of the payload as blocks of weights/delta. The blocks, of
-    `sizes` bytes, are the body.
+    """The body is bytes `[start, stop)` of the payload as blocks of weights/delta,
+    which have `sizes` bytes.
     """
 
     start: int

@@ -93,8 +93,8 @@ class DraftHandle(Struct, frozen=True, kw_only=True):
 
 
 class PayloadWriter:
-    """Write access to the payload of a draft. Slices may be written in any order, by
-    several processes, but each only once.
+    """Write access to the payload of a draft. Slices may be written in any order and by
+    several processes, but no slice twice.
 
     Bytes written in order, from the start, are hashed immediately; `digest` reads only
     the rest.
@@ -190,10 +190,10 @@ class Draft:
         """Allocate the memory: a memfd, or a file in `directory`. Raises `WeightsError`
         if there is not enough, and leaves nothing behind.
 
-        With `ranges` it is the part of the ranks on this host, of which `rank` is the
-        first: no memory is allocated for other bytes. The memfd's location is
-        `/proc/<pid>/fd/<n>`: any process that may read this process's descriptors may
-        read it.
+        With `ranges`, memory is allocated only for these bytes: the part of the version
+        that the ranks on this host write. `rank` is the first of these ranks. The
+        memfd's location is `/proc/<pid>/fd/<n>`: any process that may read this
+        process's descriptors may read it.
         """
         self._metas, self._version, self._publication_id, self._memfd = (
             metas,
@@ -239,7 +239,7 @@ class Draft:
         return WeightsError(f"cannot publish weights version {self._version}: {error}")
 
     def finish(self) -> Publication:
-        """Publish the draft, of which all slices are written. It never changes
+        """Publish the draft, once all of its slices are written. It never changes
         afterwards.
 
         Raises `WeightsError` after abandoning the draft.
@@ -283,8 +283,8 @@ class Draft:
 
 
 class Publisher:
-    """Publishes versions, and keeps those open that may still be loaded: the ones
-    requested, or the last `keep`.
+    """Publishes versions, and keeps the versions open that may still be loaded: the
+    requested versions, or the last `keep`.
     """
 
     def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
@@ -305,7 +305,7 @@ class Publisher:
         needed: Collection[int] | None = None,
     ) -> WeightManifest:
         """Publish `tensors`, and close every other publication whose id is not in
-        `needed`, or the oldest ones if this is None.
+        `needed`. If `needed` is None, close the oldest publications.
         """
         new = publish(
             tensors,
@@ -325,7 +325,7 @@ class Publisher:
         ranges: Sequence[tuple[int, int]] | None = None,
         rank: int = 0,
     ) -> Draft:
-        """Allocate memory for a version, or for a part of it, that is written slice by
+        """Allocate memory for a version, or part of a version, that is written slice by
         slice.
 
         Raises `WeightsError`.
@@ -427,8 +427,8 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     metadata and digest.
 
     The tensors share one private mapping (writes to them stay private), which lives as
-    long as any of them. Raises `WeightsError` if the publisher is gone or anything does
-    not match.
+    long as any of the tensors. Raises `WeightsError` if the publisher is gone or
+    anything does not match.
     """
     dtypes = [_checked_dtype(meta, manifest.nbytes) for meta in manifest.tensors]
     _check_layout(manifest)

@@ -1,8 +1,8 @@
-"""Reads parts of a version from the relay that has them, as they become available.
+"""Reads parts of a version from a relay as the parts become available there.
 
-Invariants: no byte is received twice, and none that was not requested; a relay that
-sends anything else, or refuses, is a FetchError. What was read is not verified: its
-reader compares the digest of the whole version.
+Invariants: no byte is received twice, and no byte that was not requested; a relay that
+sends anything else, or refuses, causes a FetchError. The bytes are not verified here:
+the caller compares the digest of the whole version.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,10 +76,8 @@ async def pull(
 
 
 def _check_ranges(ranges: Sequence[Range], missing: Ranges) -> int:
-    """Return the number of bytes in ranges that came together.
-
-    Raises FetchError (broken) if they are not in order, or are not wanted or no longer
-    wanted.
+    """Return the number of bytes in the ranges of one message. Raises FetchError
+    (broken) if the ranges are not in order, or are not or no longer wanted.
     """
     end = 0
     for start, stop in ranges:

@@ -1,13 +1,13 @@
-"""A relay: fetches versions into this host's memory, and serves what it has of them
-while the rest is still arriving (Laminar §4).
+"""A relay: fetches versions into this host's memory, and serves the bytes that have
+arrived while the rest is still arriving (Laminar §4).
 
-Invariants: every `FetchVersion` is answered once, those of one version in order;
-engines see a version only when it is complete and verified; a failed fetch changes
-nothing, and the bytes received so far wait a while for a `FetchVersion` from another
-source, which resumes after the last complete piece, so that no piece is received twice.
-Several versions may arrive at once, each into its own memory; those that the newest
-`FetchVersion` does not keep are evicted. Memory is bounded by the versions kept, those
-arriving, and the deltas of the newest two.
+Invariants: every `FetchVersion` is answered once, and commands for one version are
+answered in order; engines see a version only when it is complete and verified; a failed
+fetch changes nothing, and the bytes received so far wait a while for a `FetchVersion`
+from another source, which resumes after the last complete piece, so that no piece is
+received twice. Several versions may arrive at the same time, each into its own memory;
+versions that the newest `FetchVersion` does not keep are evicted. Memory is bounded by
+the versions kept, the versions arriving, and the deltas of the newest two versions.
 """
 
 import asyncio
@@ -69,16 +69,16 @@ CHUNK_BYTES = 4 << 20
 """Maximum bytes of a piece of a part: its checksum is computed before it is sent."""
 
 LINGER_S = 60.0
-"""Seconds that a partly received version waits for another source: long after a
-controller has found one.
+"""Seconds that a partly received version waits for another source: much longer than a
+controller takes to find one.
 """
 
 MAX_PIECE_BYTES = 1 << 30
 """Maximum bytes of payload in one received piece."""
 
 DELTA_VERSIONS = 2
-"""Number of newest versions whose deltas are kept: the one in transit, and the one
-before it for relays that are late.
+"""Number of newest versions whose deltas are kept: the version in transit, and the
+version before it for relays that are late.
 """
 
 ENCODERS = 4
@@ -185,10 +185,10 @@ class Relay:
         dropped.
         """
         manifest, part = command.manifest, command.manifest.parts[command.part]
-        for served in [one for one in self._parts if one.version.manifest != manifest]:
+        for served in [s for s in self._parts if s.version.manifest != manifest]:
             self._parts.remove(served)
             served.close(f"publication {manifest.publication_id} has been published")
-        if any(one.part == part for one in self._parts):
+        if any(served.part == part for served in self._parts):
             return
         try:
             fd = _open_part(part, manifest.nbytes)
@@ -319,7 +319,8 @@ class Relay:
             self._withdraw(manifest.publication_id, str(error))
             raise
         self._store.add(stored)
-        encodes = command.source is None or command.parts  # it has received no deltas
+        # a relay that reads locally, or in parts, has received no deltas
+        encodes = command.source is None or command.parts
         if deltas is not None and base is not None and encodes:
             encoding = self._encode(version, deltas, base, stored, command.chunk_bytes)
             self._encoding[manifest.publication_id] = asyncio.get_running_loop().create_task(
@@ -374,7 +375,7 @@ class Relay:
                 stop = min(start + chunk_bytes, writer.manifest.nbytes)
                 version.add_piece(start, stop, await in_thread(writer.load, start, stop))
         except BaseException:
-            # no other source can continue in memory that is not ours
+            # no other source can continue in memory that this relay does not own
             self._discard(pending, "it could not be read from memory")
             raise
 
@@ -395,7 +396,7 @@ class Relay:
                     )
                 except FetchError:
                     if command.source is None:
-                        raise  # else the source has it, too
+                        raise  # otherwise the source has the part, too
         for part in command.parts:
             if part.source is not None:
                 ranges = manifest.parts[part.part].ranges
@@ -624,10 +625,10 @@ class Relay:
         if version is not None:
             return version
         parts = (
-            one.version
-            for one in self._parts
-            if one.version.manifest.publication_id == request.publication_id
-            and one.has(request.ranges[:1])
+            served.version
+            for served in self._parts
+            if served.version.manifest.publication_id == request.publication_id
+            and served.has(request.ranges[:1])
         )
         return next(parts, None)
 

@@ -3,7 +3,7 @@
 Invariants: a piece is sent only once it is present and its bytes can no longer change;
 a client that requests a missing piece waits, and receives keep-alives meanwhile; a
 withdrawn version ends in a refusal. One `ServedVersion` serves any number of clients at
-once, with and without a base. Everything here belongs to one event loop.
+the same time, with and without a base. Everything here belongs to one event loop.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ KEEPALIVE_S = HEARTBEAT_S
 """Seconds between two keep-alives to a client that is waiting."""
 
 SHORT_BYTES = 64 << 10
-"""Ranges shorter than this many bytes are sent together: a message costs as much as
-that, and a shard may have thousands of such ranges.
+"""Ranges shorter than this many bytes are sent together: a message costs about as much
+as this many bytes, and a shard may have thousands of short ranges.
 """
 
 BATCH_BYTES = 4 << 20
@@ -71,7 +71,7 @@ class DeltaPiece(NamedTuple):
 @dataclass
 class VersionDelta:
     """The pieces of a version that are available as deltas against one base. The last
-    one ends at `stop`.
+    piece ends at `stop`.
     """
 
     base: Base
@@ -79,8 +79,8 @@ class VersionDelta:
     pieces: dict[int, DeltaPiece] = field(default_factory=dict)
     stop: int = -1
     open: bool = True
-    """True while more are coming, so that it is better to wait for them than to send
-    raw bytes.
+    """True while more deltas are coming, so that waiting for them is better than
+    sending raw bytes.
     """
 
     def next_start(self, at: int, stop: int) -> int:
@@ -129,7 +129,7 @@ class ServedVersion:
     # Called by the owner.
 
     def add_piece(self, start: int, stop: int, checksum: int | None = None) -> None:
-        """Add bytes `[start, stop)`, of which the first may have been present
+        """Add bytes `[start, stop)`. Bytes at the beginning may have been present
         before.
         """
         before = bisect.bisect_right(self._starts, start) - 1
@@ -182,8 +182,8 @@ class ServedVersion:
     def next_piece(
         self, at: int, stop: int, base: Base | None
     ) -> tuple[Raw | Delta, Body | None] | None:
-        """Return the piece from `at` on, within `stop`, or None if it is not available
-        yet.
+        """Return the piece that begins at `at` and ends at `stop` or before, or None if
+        it is not available yet.
 
         A body of None means the raw bytes.
         """
@@ -208,8 +208,8 @@ class ServedVersion:
         return Raw(start=at, stop=end), None
 
     def batchable_ranges(self, ranges: Sequence[Range]) -> tuple[Range, ...]:
-        """Return the longest prefix of these ranges that are short, present and fit in
-        one message.
+        """Return the longest prefix of `ranges` whose ranges are short and present, and
+        fit in one message.
         """
         count = nbytes = 0
         for start, stop in ranges:

@@ -36,8 +36,8 @@ class Staging:
         """Yield the bytes of `slices` (offset, tensor on the device) as `dtype`, in
         order: (offset, bytes), valid until the next item.
 
-        The tensors must not change before the last item, so that waiting for it is
-        waiting for the snapshot.
+        The tensors must not change before the last item; the snapshot is complete when
+        the last item arrives.
         """
         step = len(self._buffers[0]) // dtype.itemsize
         waiting: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
@@ -63,7 +63,7 @@ class Staging:
         """Yield CPU tensors on the device, one after the other, each valid until the
         next.
 
-        The call itself allocates memory for the largest one, so that
+        The call itself allocates memory for the largest tensor, so that
         `torch.OutOfMemoryError` is raised before anything has been copied.
         """
         largest = max((tensor.nbytes for tensor in tensors.values()), default=0)

@@ -1,5 +1,5 @@
 """`Transport` over TCP sockets. Bodies travel in the sockets, or through a library
-beside them.
+outside them.
 """
 
 import asyncio
@@ -44,11 +44,13 @@ SLICE_BYTES = 1 << 20
 """Bytes sent or received before other tasks get their turn."""
 
 MAX_CONNECTIONS = 256
-"""Maximum connections that one listener serves at once; further ones are closed."""
+"""Maximum connections that one listener serves at the same time; further connections
+are closed.
+"""
 
 MAX_UNAUTHENTICATED = 64
-"""Maximum connections that have not presented the secret yet; a further one replaces
-the oldest of them.
+"""Maximum connections that have not presented the secret yet; a further connection
+replaces the oldest of them.
 """
 
 ACCEPT_PAUSE_S = 0.1
@@ -357,7 +359,7 @@ class TcpChannel:
                 raise FetchError("source", f"{self._peer} closed the connection")
             done += count
             self.received_bytes = done
-            # yields to other tasks even if bytes always are available
+            # yields to other tasks even if bytes are always available
             await asyncio.sleep(0)
 
     # Bodies transferred by a carrier: the socket carries a token instead, and an

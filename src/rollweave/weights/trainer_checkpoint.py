@@ -4,8 +4,8 @@ were published (Laminar §3.3).
 Each part of a checkpoint ("model") is one safetensors file, or one per rank of the
 trainer that wrote it, with the places of the rank's shards in the file's metadata.
 Invariants: a checkpoint that does not match its digests is rejected; the values are
-bitwise those of the publication of the same version, because a checkpoint holds the
-trainer's float32 values, and publishing and reading round them alike.
+bitwise equal to the published values of the same version, because a checkpoint holds
+the trainer's float32 values, and publishing and reading round them in the same way.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ STATE = "state.json"
 MODEL = "model.safetensors"
 STORED = "stored.json"
 """File with the tensors of the model's Hugging Face checkpoint (`StoredTensors`), if
-these are not the parameters themselves.
+they differ from the parameters.
 """
 
 PLACES = "places"
-"""Metadata of a file with shards: the place of each in its tensor, as JSON."""
+"""Metadata of a file with shards: the place of each shard in its tensor, as JSON."""
 
 
 Digests = dict[str, list[int | str]]
@@ -47,8 +47,8 @@ Places = dict[str, tuple[list[int], list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A part of a tensor of `shape`, with this `size`, which begins at `offset` of the
-    tensor and is in file number `file`.
+    """A part of a tensor: the part has `size` and begins at `offset` of the tensor,
+    which has `shape`. It is in file number `file`.
     """
 
     shape: tuple[int, ...]
@@ -165,8 +165,8 @@ def read_trainer_checkpoint(
     """Read the model's tensors from the checkpoint of `step`, by name, on the CPU, as
     `dtype`.
 
-    Raises `WeightsError` for a checkpoint that is incomplete, damaged, missing, or of
-    another step or format.
+    Raises `WeightsError` for a checkpoint that is missing, incomplete or damaged, or
+    has another step or format.
     """
     try:
         digests: Mapping[str, Any] = json.loads((directory / DIGESTS).read_text())

@@ -1,10 +1,10 @@
-"""Channels between hosts: the interface of whatever transfers bytes for relays.
+"""Channels between hosts: the interface of transports, which transfer bytes for relays.
 
-A channel carries messages (`weights/protocol.py`), some with a body, which is bytes of
-weights. Invariants of every transport: a client presents the secret first and learns
-nothing without it; `receive` returns exactly the bits that were sent, or raises
-FetchError (broken), and after any error a channel sends nothing more; every wait ends,
-because a silent peer counts as gone (FetchError, source).
+A channel carries messages (`weights/protocol.py`), some with a body of weights.
+Invariants of every transport: a client presents the secret first and learns nothing
+without it; `receive` returns exactly the bits that were sent, or raises FetchError
+(broken), and after any error a channel sends nothing more; every wait ends, because a
+silent peer counts as gone (FetchError, source).
 """
 
 import asyncio
@@ -17,15 +17,16 @@ from rollweave.schema.weights import HEARTBEAT_S, RelayAddress
 from rollweave.weights.protocol import Message
 
 Allocate = Callable[[Message, int], memoryview]
-"""Returns the memory for a body of so many bytes, given its message.
+"""Called with a message and the number of bytes of its body; returns memory for the
+body.
 
 Raises FetchError to refuse the body.
 """
 
 
 class Body(NamedTuple):
-    """Bytes to send: `data`, or else the bytes of file `fd` from `offset` on.
-    `checksum` is their xxh3-64.
+    """Bytes to send: `data`, or the bytes of file `fd` from `offset` on. `checksum` is
+    the xxh3-64 of the bytes.
     """
 
     nbytes: int
@@ -50,13 +51,13 @@ class Channel(Protocol):
     @property
     def waiting_since(self) -> float | None:
         """The time on the loop's clock since which `receive` has waited without a byte;
-        None if it is not waiting, or this is unknown.
+        None if it is not waiting, or if the time is unknown.
         """
 
     @property
     def received_bytes(self) -> int:
-        """The bytes of the body for which `receive` waits that have arrived through
-        this connection.
+        """How many bytes have arrived through this connection of the body for which
+        `receive` is waiting.
         """
 
     async def send(self, message: Message, body: Body | None = None) -> None:
@@ -101,8 +102,8 @@ class Transport(Protocol):
 
 
 class Carrier(Protocol):
-    """Transfers bodies beside a socket, for example by RDMA. Its calls block, so they
-    run in threads.
+    """Transfers bodies outside the socket, for example by RDMA. Its calls block, so
+    they run in threads.
     """
 
     def register(self, body: memoryview) -> bytes:
@@ -124,12 +125,11 @@ with nothing to send sends keep-alives more often (serve.KEEPALIVE_S).
 class StallDetector:
     """Calls `stalled`, repeatedly while the stall lasts, when nothing arrives over
     `channel` or it cannot be opened. A stall is noticed long before the source counts
-    as gone: its link may be dead while another's is not.
+    as gone: this link may be dead while another source's link works.
 
     Invariant: as with relays (runtime/links/relay), it counts ticks of a clock that
     advances only while this loop runs, and bytes that have arrived are processed before
-    a tick. The duration of a piece does not matter, as long as some of its bytes
-    arrive.
+    a tick. A piece may take any time, as long as some of its bytes arrive.
     """
 
     def __init__(self, stalled: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
-"""The versions that one host keeps in shared memory. Each is complete and verified, or
-not visible at all.
+"""The versions that one host keeps in shared memory. A version is complete and
+verified, or not visible at all.
 
 Invariants: a version becomes visible only after the digest of its whole payload has
 matched its manifest; its memory is then sealed and never changes; a version that fails
@@ -35,8 +35,8 @@ from rollweave.weights.memory import (
 from rollweave.weights.protocol import Base, FetchError
 
 SPARE_BYTES = 64 << 20
-"""Bytes of memory that the host must have left beside a new version: the kernel kills a
-process when none is left.
+"""Bytes of memory that the host must have left after allocating a new version: the
+kernel kills a process when none is left.
 """
 
 
@@ -94,8 +94,8 @@ class StoredVersion:
 
 
 class VersionWriter:
-    """Receives a version in pieces, each once, in any order. Either `finish` turns it
-    into a `StoredVersion`, or `close` discards it.
+    """Receives a version in pieces, in any order, but no piece twice. Either `finish`
+    turns it into a `StoredVersion`, or `close` discards it.
 
     Created by `VersionStore.create` or `VersionStore.open_local`. `load`,
     `mark_received` and `apply_delta` may run in a thread, one at a time.
@@ -104,7 +104,7 @@ class VersionWriter:
     def __init__(
         self, manifest: WeightManifest, fd: int, *, owned: bool, origin: int | None = None
     ) -> None:
-        """`fd` is a memory file of the payload's size. If it is not `owned`, it is
+        """`fd` is a memory file of the payload's size. A file that is not `owned` is
         sealed and contains the bytes to verify.
 
         `origin` is a file from which `load` copies.
@@ -249,7 +249,7 @@ class VersionWriter:
             self._origin = None
 
     def _blocks(self, start: int, stop: int) -> tuple[delta.Span, ...]:
-        """Return the blocks of weights/delta in these bytes, which must be whole
+        """Return the blocks of weights/delta in these bytes. The bytes must be whole
         blocks.
         """
         if self._spans is None:
@@ -277,8 +277,8 @@ class VersionStore:
         return list(self._versions)
 
     def check(self, manifest: WeightManifest) -> None:
-        """Raise FetchError (broken) for a manifest that is invalid, of another model,
-        or has the id of another content.
+        """Raise FetchError (broken) for a manifest that is invalid, is of another
+        model, or has an id that belongs to other content.
         """
         _check_layout(manifest)
         for stored in self._versions.values():
@@ -349,8 +349,8 @@ class VersionStore:
         self._versions[stored.manifest.publication_id] = stored
 
     def evict_except(self, ids: Collection[int]) -> list[StoredVersion]:
-        """Remove all other versions and return them. The caller closes them: freeing
-        gigabytes takes seconds, and may be done in a thread.
+        """Remove all versions except `ids` and return them. The caller closes them:
+        freeing gigabytes takes seconds, and may be done in a thread.
         """
         return [
             self._versions.pop(publication_id)

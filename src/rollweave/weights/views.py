@@ -1,5 +1,5 @@
 """The tensors of a checkpoint as parts of a model's parameters, where the two differ:
-several of them may be parts of one parameter, such as the experts of a layer.
+several tensors may be parts of one parameter, such as the experts of a layer.
 
 Invariant: a view describes elements of a contiguous tensor, so that nothing is copied
 to read or write a stored tensor.
@@ -16,8 +16,8 @@ from rollweave.schema.errors import WeightsError
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """A tensor of a checkpoint as part of a parameter: its elements begin at `offset`
-    of the parameter, with these strides, both in elements.
+    """A tensor of a checkpoint as part of a parameter: the tensor begins at `offset` of
+    the parameter and has `strides`, both in elements.
     """
 
     parameter: str
@@ -32,10 +32,9 @@ class View(Struct, frozen=True, kw_only=True):
         )
 
     def part(self, shape: Sequence[int], rows: slice) -> "Part":
-        """Return what is visible of this tensor in these rows of the parameter, whose
-        full shape is `shape`.
-
-        Raises `WeightsError` if the rows of the two do not correspond.
+        """Return the part of this tensor in `rows` of the parameter, whose full shape
+        is `shape`. Raises `WeightsError` if rows of the tensor and the parameter do not
+        correspond.
         """
         count = self.size[0] if self.size else 1
         if not shape or rows == slice(0, shape[0]):
@@ -59,8 +58,8 @@ class View(Struct, frozen=True, kw_only=True):
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """Consecutive rows of a stored tensor, possibly none, and their offset in the
-    memory of a shard.
+    """Consecutive rows of a stored tensor, possibly none, and the rows' offset in a
+    shard's memory.
     """
 
     rows: slice
