@@ -111,7 +111,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def build(self) -> Ready:
-        """Build the engine: all other calls come after this."""
+        """Build the engine, before any other call."""
         dtype = computed_dtype(self.spec.dtype, device_named(self.spec.device).type)
         self.spec = spec = msgspec.structs.replace(self.spec, dtype=dtype)
         self.runner = Runner(spec, self._make_pool)
@@ -135,9 +135,7 @@ class EngineCore:
             is_finite=lambda: not self._tainted,
         )
         self.staging = WeightStaging(
-            self.runner.model,
-            call_between_steps=self._between_steps,
-            reply=self.reply,
+            self.runner.model, call_between_steps=self._between_steps, reply=self.reply
         )
         vocab = self.runner.shape.vocab
         self.texts = ConstrainedTexts(
@@ -306,7 +304,7 @@ class EngineCore:
         A failure before the copy changes nothing; the copy itself is between checked
         shapes.
         """
-        started, model, released = (self._clock(), self.runner.model, self.runner.released)
+        started, model, released = self._clock(), self.runner.model, self.runner.released
         if self._loads_beside and not released:
 
             def finish(swap: Callable[[], None] | None, error: str) -> None:

@@ -289,11 +289,10 @@ class Turns:
         if command.prefill:
             # An engine that computes a prompt also samples a token, which is discarded:
             # the engine that then has the turn samples all of them.
+            tokens = turn.tokens + (resumed.tokens if resumed is not None else ())
+            only = Sampling(max_tokens=1)
             request = GenerateRequest(
-                id=turn.request_id,
-                tokens=turn.tokens + (resumed.tokens if resumed is not None else ()),
-                sampling=Sampling(max_tokens=1),
-                rank=command.rank,
+                id=turn.request_id, tokens=tokens, sampling=only, rank=command.rank
             )
             self._send(turn, command, backend, request, None)
             return
@@ -391,11 +390,9 @@ class Turns:
     def _addressed(self, command: AbortTurn | RerankTurn) -> _OpenTurn | None:
         """Return the open turn if the command addresses it and its latest dispatch."""
         turn = self._open
-        named = turn is not None and (turn.number, turn.dispatch) == (
-            command.turn,
-            command.dispatch,
-        )
-        return turn if named else None
+        if turn is None or (turn.number, turn.dispatch) != (command.turn, command.dispatch):
+            return None
+        return turn
 
     def _prefilled(
         self, turn: _OpenTurn, command: StartTurn, result: GenerateResult, started: float

@@ -11,11 +11,7 @@ from rollweave.rollout.turns.resuming import PartialTurn
 from rollweave.schema.commands import StartTurn
 from rollweave.schema.events import TURN_REPORT_INTERVAL_S, Event, TurnProgress, TurnsProgressed
 from rollweave.schema.rollouts import StreamTurn
-from rollweave.schema.serving import (
-    GenerateRequest,
-    GenerateResult,
-    TokenDelta,
-)
+from rollweave.schema.serving import GenerateRequest, GenerateResult, TokenDelta
 
 
 class Aspect:

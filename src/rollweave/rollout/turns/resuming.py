@@ -103,15 +103,11 @@ class PartialTurn:
         It must extend the tokens that the engine has reported.
         """
         known = len(self._tokens)
-        complete = result.finish is not FinishReason.ERROR and len(result.tokens) == len(
-            result.logprobs
-        )
-        same = result.tokens[:known] == tuple(self._tokens) and result.logprobs[:known] == tuple(
-            self._logprobs
-        )
         if (
-            not complete
-            or not same
+            result.finish is FinishReason.ERROR
+            or len(result.tokens) != len(result.logprobs)
+            or result.tokens[:known] != tuple(self._tokens)
+            or result.logprobs[:known] != tuple(self._logprobs)
             or not spans_cover(result.versions, len(result.tokens))
             or not result.generate_s >= 0
         ):
