@@ -7,7 +7,7 @@ import pytest
 from rollweave.core.policy.admission import STALL_S
 from rollweave.sim.engine import Done
 from rollweave.sim.kv import Request
-from tests.support.lending import LIMITS, Rig, every_turn_ends, rollouts
+from tests.support.simulated_lender import LIMITS, Rig, every_turn_ends, rollouts
 
 
 def test_without_users_rollouts_run_as_on_an_engine_of_the_run() -> None:

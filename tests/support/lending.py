@@ -1,114 +1,80 @@
-"""A simulated serving engine that lends itself, driven from event to event."""
+"""The borrower of a co-serving engine, and the replies of both of its models."""
 
-import random
+import contextlib
+import socket
+import threading
 
-from rollweave.core.policy.admission import Slo
-from rollweave.sim.coserving import Memory
-from rollweave.sim.engine import Done, SimEngine
-from rollweave.sim.kv import Request
-from rollweave.sim.lender import PAGE_BYTES, Lender, Served
-from rollweave.sim.lent import LentEngine
-from tests.support.simulation import Linear
-
-COST = Linear(kv_tokens=4000)
-LIMITS = Slo(ttft_s=0.25, tpot_s=0.08)
-MEMORY = Memory(
-    total=1000.0 * PAGE_BYTES,
-    kv=1000.0 * PAGE_BYTES,
-    serving_token=PAGE_BYTES,
-    rollout_token=PAGE_BYTES,
+from rollweave.io.wire import FrameDecoder, decoder_of, encode, frame
+from rollweave.schema.serving import (
+    Add,
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
 )
 
-
-class Rig:
-    """A lender, driven from event to event, and what came out of it."""
-
-    def __init__(self, kind: type[Lender] = Lender, *, lends: bool = True, **limits: bool) -> None:
-        self.lender = kind("s0", phase="both", cost=COST, limits=LIMITS, memory=MEMORY, **limits)
-        self.first: dict[Served, float] = {}
-        self.last: dict[Served, float] = {}
-        self.returned: dict[str, int] = {}
-        self.done: list[Done] = []
-        self.lender.on_first = self._first
-        self.lender.on_last = self.last.__setitem__
-        self.lender.on_returned = self.returned.update
-        self.now = 0.0
-        self._joins: list[tuple[float, Served]] = []
-        self.engine = rollouts()
-        self.lent = LentEngine(self.lender, self.engine, now=0.0) if lends else None
-        if self.lent is not None:
-            self.lent.load(0.0, 1)
-
-    def _first(self, request: Served, at: float) -> None:
-        self.first[request] = at
-        if request.output_tokens > 1:
-            self._joins.append((at, request))
-
-    def until(self, now: float) -> None:
-        while True:
-            due = self.lender.next_at()
-            if due is None or due > now:
-                break
-            assert due >= self.now - 1e-9, "time runs forward"
-            self.now = max(self.now, due)
-            self.done += self.lender.advance(self.now)
-            for _, request in self._joins:
-                self.lender.join(self.now, request)
-            self._joins.clear()
-            self.engine.check()
-        self.now = now
-
-    def user(self, now: float, prompt: int, output: int) -> Served:
-        self.until(now)
-        request = Served(arrived=now, prompt_tokens=prompt, output_tokens=output)
-        self.lender.arrive(now, request)
-        return request
-
-    def rollout(self, now: float, key: str, context: int = 20, output: int = 10) -> bool:
-        self.until(now)
-        assert self.lent is not None
-        return self.lent.add(now, Request(key=key, context_tokens=context, output_tokens=output))
+WAIT_S = 30.0
+"""Maximum seconds to wait for a reply."""
 
 
-def rollouts() -> SimEngine:
-    return SimEngine(
-        cost=COST, slots=4, chunk_tokens=16, block_tokens=4, prefix_cache=True, kv_tokens=800
+class Replies:
+    """Replies of an engine, for which another thread waits."""
+
+    def __init__(self) -> None:
+        self._all: list[EngineReply] = []
+        self._changed = threading.Condition()
+
+    def put(self, reply: EngineReply) -> None:
+        with self._changed:
+            self._all.append(reply)
+            self._changed.notify_all()
+
+    def wait_for(self, kind: type[EngineReply], count: int = 1) -> list[EngineReply]:
+        def found() -> list[EngineReply]:
+            return [reply for reply in self._all if isinstance(reply, kind)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, WAIT_S), self._all
+            return found()
+
+    def results(self, count: int) -> dict[str, GenerateResult]:
+        done = self.wait_for(Generated, count)
+        return {reply.result.id: reply.result for reply in done if isinstance(reply, Generated)}
+
+
+class Borrower:
+    """The other end of a loan."""
+
+    def __init__(self, path: str, spec: EngineSpec) -> None:
+        self.replies = Replies()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self.send(spec)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, value: EngineSpec | EngineCommand) -> None:
+        self._socket.sendall(b"".join(frame(encode(value))))
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self) -> None:
+        decoder, reply_of = FrameDecoder(), decoder_of(EngineReply)
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(1 << 16):
+                for payload in decoder.feed(data):
+                    self.replies.put(reply_of(payload))
+
+
+def asks(name: str, *, tokens: int = 8, prompt: int = 9, first: int = 0) -> Add:
+    return Add(
+        request=GenerateRequest(
+            id=name,
+            tokens=tuple(1 + (first + at) % 90 for at in range(prompt)),
+            sampling=Sampling(temperature=0, max_tokens=tokens),
+        )
     )
-
-
-def every_turn_ends(rig: Rig, draw: random.Random) -> None:
-    """Offer a random load of users and rollouts, and check that every turn is answered,
-    aborted or given back.
-    """
-    now, live, refused = 0.0, set[str](), 0
-    users = []
-    for number in range(60):
-        now += draw.expovariate(10.0)
-        kind = draw.random()
-        if kind < 0.4:
-            users.append(rig.user(now, draw.randint(1, 120), draw.randint(1, 30)))
-        elif kind < 0.8:
-            if rig.rollout(now, f"t{number}", draw.randint(1, 200), draw.randint(1, 60)):
-                live.add(f"t{number}")
-            else:
-                refused += 1
-        elif kind < 0.9 and live:
-            rig.until(now)
-            key = draw.choice(sorted(live))
-            assert rig.lent is not None
-            if rig.lent.abort(now, key) is not None:
-                live.discard(key)
-        elif rig.lent is not None:
-            rig.until(now)
-            rig.lent.suspend(now)
-            rig.until(now + 0.5)
-            rig.lent.load(now + 0.5, number)
-            rig.lent.resume(now + 0.5)
-            now += 0.5
-    rig.until(1e7)
-    answered = {done.key for done in rig.done}
-    assert answered | rig.returned.keys() == live
-    assert not answered & rig.returned.keys()
-    assert rig.lender.next_at() is None
-    assert all(user in rig.first for user in users)
-    assert rig.lender.serving_s + rig.engine.busy_s <= 1e7

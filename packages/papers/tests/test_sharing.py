@@ -15,7 +15,7 @@ from rollweave_papers.sharing import (
     TakingTurns,
 )
 from tests.support.borrowing import config, lenders
-from tests.support.lending import Rig, every_turn_ends
+from tests.support.simulated_lender import Rig, every_turn_ends
 
 
 @pytest.mark.parametrize("kind", [TakingTurns, FixedHalves, EarliestDue, OneModel])
