@@ -22,7 +22,6 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from rollweave.engine.activity import Activity
 from rollweave.engine.constrained_texts import ConstrainedTexts
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
@@ -66,9 +65,10 @@ class EngineCore:
 
     `reply` is called with results, and with what is answered later. Helper threads pass
     on what they have done by `between_steps`, which queues a call of a function on the
-    thread of the engine. `watch` is called with the work of every step and its seconds.
-    `clock` returns seconds. `make_pool` returns the pool of its blocks. With
-    `loads_beside`, all weights are read on another thread, so that nothing waits.
+    thread of the engine. `doing` is called with what this thread begins to do, `watch`
+    with the work of every step and its seconds. `clock` returns seconds. `make_pool`
+    returns the pool of its blocks. With `loads_beside`, all weights are read on another
+    thread, so that nothing waits.
     """
 
     def __init__(
@@ -77,17 +77,15 @@ class EngineCore:
         reply: Callable[[EngineReply], None],
         *,
         between_steps: Callable[[Callable[[], None]], None],
+        doing: Callable[[str], None],
         watch: Callable[[StepWork, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_pool: Callable[..., PagedPool] = PagedPool,
         loads_beside: bool = False,
-        activity: Activity | None = None,
     ) -> None:
         self.spec, self._make_pool, self._loads_beside = spec, make_pool, loads_beside
         self.reply, self._watch, self._clock = reply, watch, clock
-        self._between_steps = between_steps
-        self.activity = activity or Activity(clock)
-        """The current work of the engine's thread."""
+        self._between_steps, self.doing = between_steps, doing
         self.live: dict[str, RequestState] = {}
         """The live requests by their ids."""
         self._streams: dict[str, RequestState] = {}
@@ -184,12 +182,9 @@ class EngineCore:
             if finished is None and request.sampling.constraint is not None:
                 self.texts.begin(state, request.sampling.constraint)
         except Exception as error:  # the tokenizer may fail to decode the resumed tokens
-            error_text = (
-                str(error)
-                if isinstance(error, ValueError | EngineError)
-                else f"{type(error).__name__}: {error}"
-            )
-            result = GenerateResult.empty(request.id, FinishReason.ERROR, error_text)
+            speaks = isinstance(error, ValueError | EngineError)
+            text = str(error) if speaks else f"{type(error).__name__}: {error}"
+            result = GenerateResult.empty(request.id, FinishReason.ERROR, text)
             self.reply(Generated(result=result))
             return
         self.live[request.id] = state
@@ -354,7 +349,7 @@ class EngineCore:
         work = plan.work if self._watch is not None else None
         self._track_slots(plan, started)
         prompts = sum(count for _, count in plan.prefill)
-        self.activity.begin(f"a step of {len(plan.decode)} sequences and {prompts} prompt tokens")
+        self.doing(f"a step of {len(plan.decode)} sequences and {prompts} prompt tokens")
         if not plan.decode and not plan.prefill:
             return False  # blocks are absent, or prompts have no share of this step
         self._compute(plan)
@@ -466,11 +461,8 @@ class EngineCore:
             return
         if not math.isfinite(logprob):
             self._tainted = True
-            self._finish(
-                state,
-                FinishReason.ERROR,
-                f"the model's logits are not finite at token {len(state.logprobs)}",
-            )
+            text = f"the model's logits are not finite at token {len(state.logprobs)}"
+            self._finish(state, FinishReason.ERROR, text)
             return
         if not state.version_starts or state.version_starts[-1][1] != self._version:
             state.version_starts.append((len(state.logprobs), self._version))

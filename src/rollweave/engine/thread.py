@@ -3,8 +3,8 @@
 Commands are posted from any thread, and never wait for a computation: they are executed
 in the order in which they were posted, all pending ones before each step. The thread
 sleeps while there is nothing to compute. Replies are called on this thread, except for
-those to heartbeats (`engine/activity`). A failure of the thread itself is reported as
-`EngineFatal`, after which nothing more is answered.
+those to heartbeats. A failure of the thread itself is reported as `EngineFatal`, after
+which nothing more is answered.
 """
 
 import threading
@@ -23,6 +23,7 @@ from rollweave.schema.serving import (
     Abort,
     Add,
     Beat,
+    Beating,
     EngineCommand,
     EngineFatal,
     EngineReply,
@@ -40,6 +41,33 @@ from rollweave.schema.serving import (
     Stats,
     Suspend,
 )
+
+
+class Activity:
+    """The current work of an engine's thread, which alone calls `begin` and `end`, and
+    its duration: another thread answers heartbeats with them, so that a long step is
+    distinguished from a lost process.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._current: tuple[str, float] | None = None
+
+    def begin(self, doing: str) -> None:
+        """Record that the thread begins to do this."""
+        self._current = doing, self._clock()
+
+    def end(self) -> None:
+        """Record that the thread has nothing to do, or begins something else soon."""
+        self._current = None
+
+    def beating(self) -> Beating:
+        """Return the answer to a heartbeat, on any thread."""
+        current = self._current
+        if current is None:
+            return Beating()
+        doing, since = current
+        return Beating(doing=doing, for_s=self._clock() - since)
 
 
 class Mailbox:
@@ -74,10 +102,10 @@ class Mailbox:
 
 def _execute(item: EngineCommand | Callable[[], None], core: EngineCore) -> bool:
     if callable(item):
-        core.activity.begin("a call between two steps")
+        core.doing("a call between two steps")
         item()
         return True
-    core.activity.begin(f"command {type(item).__name__}")
+    core.doing(f"command {type(item).__name__}")
     match item:
         case Add(request=request, report_s=report_s):
             core.submit(request, report_s=report_s)
@@ -127,15 +155,20 @@ class EngineThread:
         watch: Callable[[StepWork, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox = Mailbox()
+        self._mailbox, self._activity = Mailbox(), Activity(clock)
         self.core = EngineCore(
-            spec, reply, between_steps=self._mailbox.post, watch=watch, clock=clock
+            spec,
+            reply,
+            between_steps=self._mailbox.post,
+            doing=self._activity.begin,
+            watch=watch,
+            clock=clock,
         )
 
     def post(self, command: EngineCommand) -> None:
         """Queue a command. A heartbeat is answered at once."""
         if isinstance(command, Beat):
-            self.core.reply(self.core.activity.beating())
+            self.core.reply(self._activity.beating())
         else:
             self._mailbox.post(command)
 
@@ -158,6 +191,6 @@ class EngineThread:
             core.reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
 
     def _await_item(self) -> None:
-        self.core.activity.end()
+        self._activity.end()
         with self._mailbox.wake:
             self._mailbox.wake.wait_for(lambda: len(self._mailbox))

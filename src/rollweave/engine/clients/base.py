@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
+from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     STREAM_S,
     Beating,
@@ -179,6 +180,11 @@ class EngineLink(Protocol):
 
     async def wait_closed(self) -> None:
         """Return once nothing of the engine is left."""
+
+
+def duplicate_id(id: str) -> EngineError:
+    """Return the refusal of a request whose id another live request has."""
+    return EngineError(f"request ids must be unique among live requests, got {id} again")
 
 
 def resolve(waiter: asyncio.Future[T] | None, value: T) -> None:

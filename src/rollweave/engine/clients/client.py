@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
-from rollweave.engine.clients.base import EngineLink, OnTokens, fail, resolve
+from rollweave.engine.clients.base import EngineLink, OnTokens, duplicate_id, fail, resolve
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     STREAM_S,
@@ -104,11 +104,7 @@ class EngineClient:
         if self._lost.done():
             waiter.set_exception(EngineLostError(self._lost.result()))
         elif request.id in self._generating:
-            waiter.set_exception(
-                EngineError(
-                    f"request ids must be unique among live requests, got {request.id} again"
-                )
-            )
+            waiter.set_exception(duplicate_id(request.id))
         else:
             self._generating[request.id] = waiter
             if on_tokens is not None:

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from rollweave.engine.clients.base import OnTokens, fail, resolve
+from rollweave.engine.clients.base import OnTokens, duplicate_id, fail, resolve
 from rollweave.engine.clients.dialects import Dialect, check, dialect
 from rollweave.engine.clients.probe import (
     Logprobs,
@@ -192,11 +192,7 @@ class HttpEngine:
         if self.lost.done():
             call.answer.set_exception(EngineLostError(self.lost.result()))
         elif request.id in self._calls:
-            call.answer.set_exception(
-                EngineError(
-                    f"request ids must be unique among live requests, got {request.id} again"
-                )
-            )
+            call.answer.set_exception(duplicate_id(request.id))
         else:
             self._calls[request.id] = call
             call.task = self._loop.create_task(

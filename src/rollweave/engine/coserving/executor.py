@@ -31,7 +31,6 @@ from rollweave.core.policy.admission import (
     stalled,
 )
 from rollweave.core.policy.kv_budget import KvBudget
-from rollweave.engine.activity import Activity
 from rollweave.engine.core import EngineCore
 from rollweave.engine.coserving.lending import LendingSocket
 from rollweave.engine.coserving.memory import MappedPool, ModelMemory, group_size
@@ -42,7 +41,7 @@ from rollweave.engine.coserving.tenant import Measuring, Tenant
 from rollweave.engine.pages.base import PagePool
 from rollweave.engine.pages.drivers import driver_of
 from rollweave.engine.planner.batching import StepWork
-from rollweave.engine.thread import Mailbox
+from rollweave.engine.thread import Activity, Mailbox
 from rollweave.io.device import device_named
 from rollweave.io.machine import computed_dtype
 from rollweave.io.threads import yield_to_others
@@ -119,7 +118,7 @@ class CoServing:
             clock=clock,
             watch=self._watch_serving,
             make_pool=self._serving_pool,
-            activity=self._activity,
+            doing=self._activity.begin,
         )
         """The engine of the serving model."""
 
@@ -399,7 +398,7 @@ class CoServing:
             watch=self._watch_rollouts,
             loads_beside=True,
             make_pool=lambda _, **__: pool,
-            activity=self._activity,
+            doing=self._activity.begin,
         )
         return Tenant(core, mailbox, pool)
 
